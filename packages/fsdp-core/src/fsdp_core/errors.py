@@ -1,0 +1,71 @@
+"""The exceptions of this project; each message says what was asked, why it can't be, and what to type next."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BrokenStrategyError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointFormatError",
+    "CheckpointMismatchError",
+    "DuplicateStrategyError",
+    "FSDPError",
+    "OptimizerMismatchError",
+    "ShardingError",
+    "StrategyNotInstalledError",
+    "StrategyUnavailableError",
+    "UnknownStrategyError",
+    "UnsupportedCapabilityError",
+]
+
+
+class FSDPError(Exception):
+    """The base of every error that this project raises on purpose."""
+
+
+class UnknownStrategyError(FSDPError, ValueError):
+    """No strategy goes by the name that was asked for."""
+
+
+class StrategyNotInstalledError(UnknownStrategyError):
+    """The name is known, but the package that provides it is not installed."""
+
+
+class DuplicateStrategyError(FSDPError, ValueError):
+    """Two installed distributions claim the same strategy name."""
+
+
+class BrokenStrategyError(FSDPError, RuntimeError):
+    """The plugin behind a strategy name failed to load."""
+
+
+class StrategyUnavailableError(FSDPError, RuntimeError):
+    """The strategy is installed, but can't run on this machine; the message holds its probe's reason."""
+
+
+class UnsupportedCapabilityError(FSDPError, NotImplementedError):
+    """The strategy lacks the option that was asked for; the message names one that has it."""
+
+
+class ShardingError(FSDPError, ValueError):
+    """The module can't be sharded as asked (a policy that matches nothing, no parameters, sharded already)."""
+
+
+class OptimizerMismatchError(FSDPError, ValueError):
+    """An optimizer holds parameters that are not the sharded ones."""
+
+
+class CheckpointError(FSDPError):
+    """The base of what can go wrong with a checkpoint."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """The path holds no complete checkpoint that this version can read."""
+
+
+class CheckpointMismatchError(CheckpointError, RuntimeError):
+    """The checkpoint's names, shapes or dtypes are not those of the objects to restore."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """The target of a save is already there and must not be replaced."""

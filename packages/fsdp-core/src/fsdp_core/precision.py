@@ -1,0 +1,74 @@
+"""What a Lightning precision string means for shards, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_core.errors import UnsupportedCapabilityError
+
+__all__ = ["PRECISIONS", "ShardPrecision"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPrecision:
+    """The dtypes of sharded training.
+
+    Attributes:
+        name: Lightning's name for it, such as ``"bf16-mixed"``.
+        storage: The dtype of the shards, and so of gradients at rest and optimizer state.
+        compute: The dtype in which unsharded parameters are used; that of ``storage`` when ``None``.
+        reduce: The dtype in which gradients cross ranks; that of ``compute`` when ``None``.
+        scaled: Whether the loss is scaled, as fp16 gradients need.
+
+    Example:
+        >>> mixed = ShardPrecision.named("bf16-mixed")
+        >>> mixed.storage, mixed.compute, mixed.reduce, mixed.scaled
+        (torch.float32, torch.bfloat16, torch.float32, False)
+        >>> ShardPrecision.named("16-true").storage
+        torch.float16
+    """
+
+    name: str = "32-true"
+    storage: torch.dtype = torch.float32
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    scaled: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> ShardPrecision:
+        """Look up what a Lightning precision string means.
+
+        Args:
+            name: One of :data:`PRECISIONS`.
+
+        Raises:
+            UnsupportedCapabilityError: The string has no meaning for shards.
+        """
+        try:
+            return PRECISIONS[str(name)]
+        except KeyError:
+            raise UnsupportedCapabilityError(
+                f"precision={name!r} can't be used with a sharded strategy.\n"
+                f"Write one of: {', '.join(repr(p) for p in PRECISIONS)}."
+            ) from None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether computation uses another dtype than the shards are kept in."""
+        return self.compute is not None and self.compute != self.storage
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The dtype in which floating-point inputs of the model are wanted."""
+        return self.compute or self.storage
+
+
+PRECISIONS: dict[str, ShardPrecision] = {
+    "32-true": ShardPrecision(),
+    "bf16-true": ShardPrecision(name="bf16-true", storage=torch.bfloat16),
+    "16-true": ShardPrecision(name="16-true", storage=torch.float16),
+    "bf16-mixed": ShardPrecision(name="bf16-mixed", compute=torch.bfloat16, reduce=torch.float32),
+    "16-mixed": ShardPrecision(name="16-mixed", compute=torch.float16, reduce=torch.float32, scaled=True),
+}
