@@ -8,10 +8,12 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointFormatError",
     "CheckpointMismatchError",
+    "CheckpointValueError",
     "DuplicateStrategyError",
     "FSDPError",
     "OptimizerMismatchError",
     "ShardingError",
+    "StrategyInfoError",
     "StrategyNotInstalledError",
     "StrategyUnavailableError",
     "UnknownStrategyError",
@@ -37,6 +39,10 @@ class DuplicateStrategyError(FSDPError, ValueError):
 
 class BrokenStrategyError(FSDPError, RuntimeError):
     """The plugin behind a strategy name failed to load."""
+
+
+class StrategyInfoError(FSDPError, ValueError):
+    """A plugin describes a strategy in a way that can't be."""
 
 
 class StrategyUnavailableError(FSDPError, RuntimeError):
@@ -69,3 +75,7 @@ class CheckpointMismatchError(CheckpointError, RuntimeError):
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """The target of a save is already there and must not be replaced."""
+
+
+class CheckpointValueError(CheckpointError, TypeError):
+    """The state to save holds what is neither plain data nor a tensor that the format can store."""

@@ -21,6 +21,7 @@ class ShardPrecision:
         compute: The dtype in which unsharded parameters are used; that of ``storage`` when ``None``.
         reduce: The dtype in which gradients cross ranks; that of ``compute`` when ``None``.
         scaled: Whether the loss is scaled, as fp16 gradients need.
+        autocast: Whether operations choose between ``compute`` and fp32 by themselves, by :class:`torch.autocast`.
 
     Example:
         >>> mixed = ShardPrecision.named("bf16-mixed")
@@ -35,6 +36,7 @@ class ShardPrecision:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     scaled: bool = False
+    autocast: bool = False
 
     @classmethod
     def named(cls, name: str) -> ShardPrecision:
@@ -54,10 +56,21 @@ class ShardPrecision:
                 f"Write one of: {', '.join(repr(p) for p in PRECISIONS)}."
             ) from None
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether computation uses another dtype than the shards are kept in."""
-        return self.compute is not None and self.compute != self.storage
+    def check_device(self, device: torch.device, *, bf16_supported: bool) -> None:
+        """Refuse a dtype that the device can't compute in.
+
+        Args:
+            device: Where the model runs.
+            bf16_supported: Whether that device computes in bf16 itself, without emulation.
+
+        Raises:
+            UnsupportedCapabilityError: It can't.
+        """
+        if self.input_dtype is torch.bfloat16 and not bf16_supported:
+            raise UnsupportedCapabilityError(
+                f"precision={self.name!r} can't be used on {device}: it doesn't compute in bfloat16.\n"
+                f"Write precision='{'16-mixed' if self.autocast else '16-true'}', or precision='32-true'."
+            )
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -69,6 +82,8 @@ PRECISIONS: dict[str, ShardPrecision] = {
     "32-true": ShardPrecision(),
     "bf16-true": ShardPrecision(name="bf16-true", storage=torch.bfloat16),
     "16-true": ShardPrecision(name="16-true", storage=torch.float16),
-    "bf16-mixed": ShardPrecision(name="bf16-mixed", compute=torch.bfloat16, reduce=torch.float32),
-    "16-mixed": ShardPrecision(name="16-mixed", compute=torch.float16, reduce=torch.float32, scaled=True),
+    "bf16-mixed": ShardPrecision(name="bf16-mixed", compute=torch.bfloat16, reduce=torch.float32, autocast=True),
+    "16-mixed": ShardPrecision(
+        name="16-mixed", compute=torch.float16, reduce=torch.float32, scaled=True, autocast=True
+    ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from abc import ABC, abstractmethod
 from datetime import timedelta
@@ -151,6 +152,8 @@ class ProcessGroupRuntime(Runtime):
             timeout=timeout,
         )
         self._owns_group = True
+        # gloo's threads abort the interpreter (exit status 134) if the group is still there when it ends
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         if self._owns_group and dist.is_initialized():

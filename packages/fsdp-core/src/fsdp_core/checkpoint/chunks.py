@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 __all__ = ["Chunk", "ChunkedTensor", "chunked"]
 
@@ -43,13 +43,25 @@ class ChunkedTensor:
     chunks: tuple[Chunk, ...]
     replica: int = 0
 
+    def __post_init__(self) -> None:
+        for chunk in self.chunks:
+            box = tuple(chunk.data.shape)
+            if not len(box) == len(chunk.offsets) == len(self.shape) or any(
+                offset < 0 or offset + length > size
+                for offset, length, size in zip(chunk.offsets, box, self.shape, strict=True)
+            ):
+                raise ValueError(
+                    f"a chunk of shape {box} at {chunk.offsets} does not lie inside a tensor of shape {self.shape}"
+                )
+
 
 def chunked(tensor: Tensor | ChunkedTensor, *, rank: int = 0) -> ChunkedTensor:
     """Describe what this rank holds of ``tensor``.
 
     Args:
-        tensor: A :class:`~torch.distributed.tensor.DTensor` (its own spec says which box is here), a plain tensor
-            (taken to be the same on every rank), or what is chunked already.
+        tensor: A :class:`~torch.distributed.tensor.DTensor` (its own mesh and placements say which box is here; its
+            local tensor may live on another device than the mesh, as under CPU offload), a plain tensor (taken to be
+            the same on every rank), or what is chunked already.
         rank: This rank. A plain tensor on rank *n* is its *n*-th copy.
 
     Returns:
@@ -64,4 +76,45 @@ def chunked(tensor: Tensor | ChunkedTensor, *, rank: int = 0) -> ChunkedTensor:
         >>> whole.shape, whole.replica, whole.chunks[0].offsets
         ((4, 2), 1, (0, 0))
     """
-    raise NotImplementedError
+    if isinstance(tensor, ChunkedTensor):
+        return tensor
+    if isinstance(tensor, DTensor):
+        return _of_dtensor(tensor)
+    shape = tuple(tensor.shape)
+    chunk = Chunk(offsets=(0,) * len(shape), data=tensor.detach())
+    return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(chunk,) if tensor.numel() else (), replica=rank)
+
+
+def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is not part of the tensor's mesh
+        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=())
+    offsets, lengths, replica = [0] * len(shape), list(shape), 0
+    for axis, (placement, index) in enumerate(zip(tensor.placements, coordinate, strict=True)):
+        ranks = mesh.size(axis)
+        # By exact type: torch's strided shard has been a subclass of Shard, and holds rows that are no box.
+        if type(placement) is Shard:
+            dim = placement.dim % len(shape)
+            # As torch.chunk cuts: equal pieces, then a smaller one, then empty ones.
+            piece = -(-lengths[dim] // ranks)
+            start = min(index * piece, lengths[dim])
+            offsets[dim], lengths[dim] = offsets[dim] + start, min(piece, lengths[dim] - start)
+        elif type(placement) is Replicate:
+            replica = replica * ranks + index
+        else:
+            raise ValueError(
+                f"a DTensor placed as {tensor.placements} is not made of boxes, so it can't be saved or loaded as it "
+                "is: redistribute it to Shard(dim) and Replicate() first"
+            )
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    if not all(lengths):
+        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(), replica=replica)
+    if tuple(local.shape) != tuple(lengths):
+        raise ValueError(
+            f"this rank's part of a DTensor of shape {shape} placed as {tensor.placements} should have shape "
+            f"{tuple(lengths)}, but it has {tuple(local.shape)}: build the DTensor with its true shape and stride"
+        )
+    chunk = Chunk(offsets=tuple(offsets), data=local)
+    return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(chunk,), replica=replica)

@@ -1,0 +1,266 @@
+"""Train a byte-level GPT on the source of Python's standard library, sharded or not.
+
+The strategy is a string. Nothing else in this file knows about sharding:
+
+    python train_bytes.py --steps 200                                              # one process
+    python train_bytes.py --steps 200 --strategy fsdp2 --accelerator cpu --devices 2 --checkpoint run1
+    python train_bytes.py --steps 300 --strategy fsdp2 --accelerator cpu --devices 1 --resume run1
+
+Batches are chosen by step number and shared out among the processes, so a resumed run reads on where the first one
+stopped, on however many processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def read_text() -> tuple[Tensor, Tensor]:
+    """Read the standard library's ``.py`` files, in the order of their paths.
+
+    Returns:
+        Training and validation bytes (uint8, 1-D). Every twentieth file is kept for validation.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(p for p in root.rglob("*.py") if SKIPPED.isdisjoint(p.relative_to(root).parts))
+    if len(files) < 20:
+        raise SystemExit(f"found only {len(files)} .py files in {root}: this Python carries no source of its library.")
+    train = bytearray().join(p.read_bytes() for i, p in enumerate(files) if i % 20)
+    held_out = bytearray().join(p.read_bytes() for p in files[::20])
+    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
+
+
+class Block(nn.Module):
+    """One transformer block: causal attention, then an MLP, each normalised first and added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
+        return x + self.mlp(self.norm2(x))
+
+
+def batches(module: ByteGPT, text: Tensor) -> Iterator[Tensor]:
+    """Yield this process's windows of every training step, beginning at the step that the Trainer is at.
+
+    A step reads the same windows however many processes share them, and needs no memory of the steps before it. So a
+    checkpoint has no position to keep: after a resume the Trainer's step number is enough.
+
+    Yields:
+        Bytes (batch size / processes, context + 1).
+    """
+    trainer, context, size = module.trainer, module.hparams["context"], module.hparams["batch_size"]
+    for step in count(trainer.global_step):
+        starts = torch.randint(len(text) - context, (size,), generator=torch.Generator().manual_seed(step))
+        mine = starts[trainer.global_rank :: trainer.world_size].tolist()
+        yield torch.stack([text[i : i + context + 1] for i in mine])
+
+
+class ByteGPT(pl.LightningModule):
+    """A GPT over bytes. ``batch_size`` counts the windows of a step over all processes together."""
+
+    def __init__(
+        self,
+        width: int = 256,
+        layers: int = 4,
+        heads: int = 4,
+        context: int = 128,
+        batch_size: int = 16,
+        lr: float = 1e-3,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.embed, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        self.head.weight = self.embed.weight  # tied: one matrix reads bytes and predicts them
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the byte that follows each byte: (batch, time) to logits (batch, time, 256)."""
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Mean cross-entropy, in nats per byte, of windows (batch, context + 1)."""
+        tokens = windows.long()
+        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        """Return the loss of one batch."""
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Tensor) -> None:
+        """Log the loss of one held-out batch."""
+        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=len(batch))
+
+    def predict_step(self, batch: tuple[Tensor, int]) -> Tensor:
+        """Continue a prompt. Every process runs this with the same seed, because each holds a part of the weights."""
+        tokens, count = batch
+        dice = torch.Generator().manual_seed(0)
+        for _ in range(count):
+            logits = self(tokens[:, -self.hparams["context"] :])[:, -1].float().cpu()
+            following = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=dice)
+            tokens = torch.cat([tokens, following.to(tokens.device)], dim=1)
+        return tokens
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW that decays matrices but not biases and norms, after a linear warm-up."""
+        groups = [
+            {"params": [p for p in self.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in self.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"], betas=(0.9, 0.95))
+        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+
+
+class StepBar(TQDMProgressBar):
+    """A progress bar that counts steps from the very first, resumed or not."""
+
+    @property
+    def total_train_batches(self) -> int:
+        """Where the bar ends."""
+        return self.trainer.max_steps
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """What stands behind the bar."""
+        shown = trainer.progress_bar_metrics
+        return {"loss": f"{shown['loss']:.3f}", "bytes/s": f"{shown['bytes/s']:,.0f}"} if "loss" in shown else {}
+
+
+class Meter(pl.Callback):
+    """Shows bytes/s, and keeps what ``--log-json`` writes."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.memory: list[dict[str, int]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self.clock = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Note the step's loss (the mean over processes) and speed (their sum)."""
+        now = time.perf_counter()
+        speed = pl_module.hparams["batch_size"] * pl_module.hparams["context"] / (now - self.clock)
+        self.clock = now
+        pl_module.log("bytes/s", speed, prog_bar=True)
+        loss = float(trainer.callback_metrics["loss"])
+        self.steps.append({"step": trainer.global_step, "loss": loss, "bytes_per_s": speed})
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count what each process holds after its last step."""
+        parameters = list(pl_module.parameters())
+        state = [t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor)]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if pl_module.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(pl_module.device)
+        counts = {
+            "parameters": held_bytes(parameters),
+            "gradients": held_bytes([p.grad for p in parameters if p.grad is not None]),
+            "optimizer": held_bytes(state),
+            "peak": peak,  # the process's peak resident memory; on CUDA the device's peak
+        }
+        gathered = pl_module.all_gather(torch.tensor(list(counts.values()), device=pl_module.device))
+        self.memory = [dict(zip(counts, row, strict=True)) for row in gathered.view(-1, len(counts)).tolist()]
+
+
+def held_bytes(tensors: list[Tensor]) -> int:
+    """Bytes that this process holds of some tensors, sharded or not."""
+    return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
+
+
+def main() -> None:
+    """Train, validate, and let the model write something."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", default="auto", help="a name from `fsdp list`, or one of Lightning's")
+    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--devices", default="auto", help="processes; 'auto' takes what Lightning finds")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--steps", type=int, default=200, help="train until this step, counted from the very first")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows per step, over all processes together")
+    parser.add_argument("--context", type=int, default=128, help="bytes per window")
+    parser.add_argument("--checkpoint", type=Path, help="where to save after the last step")
+    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--log-json", type=Path, help="write loss, bytes/s and memory here")
+    parser.add_argument("--sample", type=int, default=200, help="bytes of text to generate at the end")
+    args = parser.parse_args()
+
+    warnings.filterwarnings(
+        "ignore", message=".*(does not have many workers|have no `val_dataloader`)"
+    )  # both on purpose
+    torch.set_float32_matmul_precision("high")
+    pl.seed_everything(1234)  # every process builds the same weights
+    train, held_out = read_text()
+    module = ByteGPT(context=args.context, batch_size=args.batch_size)
+    meter = Meter()
+    trainer = pl.Trainer(
+        strategy=args.strategy,
+        accelerator=args.accelerator,
+        devices=int(args.devices) if args.devices.isdigit() else args.devices,
+        precision=args.precision,
+        max_steps=args.steps,
+        callbacks=[meter, StepBar(refresh_rate=5)],
+        logger=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,  # the batches below are each process's own already
+    )
+    if args.batch_size % trainer.world_size:
+        raise SystemExit(f"--batch-size {args.batch_size} can't be shared equally by {trainer.world_size} processes.")
+
+    trainer.fit(module, batches(module, train), ckpt_path=args.resume)
+    if args.checkpoint:
+        trainer.save_checkpoint(args.checkpoint)
+
+    windows = held_out.unfold(0, args.context + 1, len(held_out) // 64)[:64]
+    mine = windows[trainer.global_rank :: trainer.world_size].split(8)
+    (metrics,) = trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)
+    prompt = torch.tensor([list(b"def ")])
+    sample = trainer.predict(module, DataLoader([(prompt, args.sample)], batch_size=None))[0] if args.sample else prompt
+
+    if trainer.is_global_zero:
+        print(f"\nstep {trainer.global_step}: validation loss {metrics['val_loss']:.3f} nats per byte")
+        if args.sample:
+            print(f"a sample:\n{bytes(sample[0].tolist()).decode(errors='replace')}")
+        if args.log_json:
+            report = {"steps": meter.steps, "memory": meter.memory, **metrics}
+            args.log_json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

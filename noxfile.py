@@ -1,0 +1,198 @@
+"""What CI runs, and what you run: ``nox -l`` lists it, ``nox -s NAME`` does it.
+
+Packages are found on disk, so a new one needs no edit here. A package whose tests need more than pytest, torch and
+Lightning, or other versions than ``constraints.txt`` pins, says so in its own pyproject::
+
+    [tool.fsdp.tests]
+    requires = ["jsonargparse[signatures]"]   # besides what every package's tests get
+    constraints = "constraints.txt"           # pins of its own, relative to the package; it then shares no environment
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["lint", "typecheck", "tests", "integration", "docs"]
+
+ROOT = Path(__file__).parent
+PINS = ROOT / "constraints.txt"
+TESTS_NEED = ("torch", "lightning", "pytest", "pytest-timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """One folder of ``packages/``."""
+
+    name: str
+    path: Path
+    dependencies: tuple[str, ...]
+    strategies: tuple[str, ...]
+    tests_need: tuple[str, ...]
+    pins: Path
+
+    @property
+    def modules(self) -> Path:
+        return self.path / "src"
+
+
+def found_packages() -> dict[str, Package]:
+    packages = {}
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        pyproject: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
+        own = pyproject.get("tool", {}).get("fsdp", {}).get("tests", {})
+        project = pyproject["project"]
+        packages[project["name"]] = Package(
+            name=project["name"],
+            path=file.parent.relative_to(ROOT),
+            dependencies=tuple(re.match(r"[\w.-]+", each)[0] for each in project.get("dependencies", ())),  # type: ignore[index]
+            strategies=tuple(project.get("entry-points", {}).get("fsdp.strategies", ())),
+            tests_need=(*TESTS_NEED, *own.get("requires", ())),
+            pins=file.parent / own["constraints"] if "constraints" in own else PINS,
+        )
+    return packages
+
+
+PACKAGES = found_packages()
+SHARING = [package for package in PACKAGES.values() if package.pins == PINS]
+
+
+def with_dependencies(package: Package) -> list[Package]:
+    """The first-party packages that ``package`` needs, and itself last."""
+    needed: dict[str, Package] = {}
+    for name in package.dependencies:
+        if name in PACKAGES:
+            needed |= {each.name: each for each in with_dependencies(PACKAGES[name])}
+    return [*needed.values(), package]
+
+
+def editable(packages: list[Package]) -> list[str]:
+    return [word for package in packages for word in ("--editable", f"./{package.path.as_posix()}")]
+
+
+def install(session: nox.Session, *what: str, pins: Path = PINS, python: str = "python") -> None:
+    """Install with the pins; torch first and alone, so that nothing else can choose another build of it."""
+    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--constraint", str(pins))
+    if "torch" in what:
+        # Compiling torch's thousands of files takes longer than unpacking them, and most are never imported.
+        session.run_install(*pip, "--no-compile", "torch", external=True)
+    session.run_install(*pip, *what, external=True)
+
+
+def shared_python(session: nox.Session) -> str:
+    """The interpreter of ``.nox/dev``: every package, editable, with the tools of the sessions that only look or run.
+
+    Torch is large; one environment for these sessions saves gigabytes and minutes. It is filled again when a pin, a
+    package's pyproject or this file has changed since.
+    """
+    place = ROOT / ".nox" / "dev"
+    python = place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    sources = [Path(__file__), PINS, *(ROOT / package.path / "pyproject.toml" for package in SHARING)]
+    state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    stamp = place / "installed"
+    if python.exists() and stamp.exists() and stamp.read_text() == state:
+        return str(python)
+    stamp.unlink(missing_ok=True)
+    if not python.exists():
+        session.run_install(sys.executable, "-m", "venv", "--clear", str(place), external=True)
+    tools = ("mypy", "build", "sphinx", "furo", "myst-parser", "matplotlib", "psutil")
+    install(session, *TESTS_NEED, *tools, *editable(SHARING), python=str(python))
+    stamp.write_text(state)
+    return str(python)
+
+
+def wheels(session: nox.Session, python: str, *kinds: str) -> list[str]:
+    """Build every package that shares the pins into ``dist/``; the wheels' paths."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for package in SHARING:
+        session.run(python, "-m", "build", *kinds, "--outdir", "dist", str(package.path), silent=True, external=True)
+    return [str(path) for path in sorted(ROOT.glob("dist/*.whl"))]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff: style, imports, docstrings, format. `-- --fix` mends what it can."""
+    install(session, "ruff")
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []))
+    session.run("ruff", "format", *([] if fix else ["--check", "--diff"]))
+
+
+@nox.session(python=False)
+def typecheck(session: nox.Session) -> None:
+    """Mypy, strict, over every package's sources."""
+    python = shared_python(session)
+    session.run(python, "-m", "mypy", *(str(package.modules) for package in SHARING), *session.posargs, external=True)
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
+def tests(session: nox.Session, package: str) -> None:
+    """Each package's tests and doctests, in an environment of its own. Words after `--` go to pytest."""
+    chosen = PACKAGES[package]
+    install(session, *chosen.tests_need, *editable(with_dependencies(chosen)), pins=chosen.pins)
+    places = session.posargs or ["--doctest-modules", str(chosen.modules), str(chosen.path / "tests")]
+    session.run("python", "-m", "pytest", *places)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """The packages as users get them, built and installed as wheels: `tests-integration/`."""
+    install(session, *TESTS_NEED, "build", "psutil", "jsonargparse[signatures]")
+    built = wheels(session, "python", "--wheel")
+    install(session, "--force-reinstall", "--no-deps", *built)
+    install(session, *built)
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests-integration"]))
+
+
+@nox.session(python=False)
+def docs(session: nox.Session) -> None:
+    """Sphinx: the pages into `docs/_build/html`, warnings are errors, and their examples run."""
+    python = shared_python(session)
+    sphinx = (python, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet")
+    session.run(*sphinx, "-b", "html", "docs", "docs/_build/html", external=True)
+    session.run(*sphinx, "-b", "doctest", "docs", "docs/_build/doctest", external=True)
+    session.log(f"Open {ROOT / 'docs/_build/html/index.html'}")
+
+
+@nox.session(python=False)
+def demo(session: nox.Session) -> None:
+    """Train on real text on two CPU processes, resume on one, draw it. `-- --quick` takes less time."""
+    python = shared_python(session)
+    session.run(python, "docs/examples/demo.py", *session.posargs, external=True)
+
+
+@nox.session(python=False)
+def bench(session: nox.Session) -> None:
+    """Time and memory beside hand-written loops, as a table."""
+    python = shared_python(session)
+    session.run(python, "tests-integration/benchmarks/run.py", *session.posargs, external=True)
+
+
+@nox.session(reuse_venv=False)
+def build(session: nox.Session) -> None:
+    """Wheels and sdists into `dist/`; then a clean environment installs them and lists the names."""
+    built = wheels(session, shared_python(session))
+    install(session, *(wheel for wheel in built if "fsdp_core-" in wheel))
+    session.log("fsdp-core alone: no torch, no strategy, and the command says what to install")
+    session.run("fsdp", "list")
+    install(session, "torch", "lightning", *built)
+    session.run("fsdp", "list")
+    listed = {row["name"] for row in json.loads(str(session.run("fsdp", "list", "--json", silent=True)))["strategies"]}
+    missing = {name for package in SHARING for name in package.strategies} - listed
+    if missing:
+        session.error(f"the wheels are installed, but `fsdp list` does not name {', '.join(sorted(missing))}")

@@ -1,0 +1,106 @@
+"""Sharded training by name: what strategies there are, and what every backend of them shares.
+
+Importing this package costs next to nothing: each public name below is imported when it is first used, and only
+:class:`Backend`, :class:`Runtime` and :func:`load_state_dict` import torch.
+
+Example:
+    >>> import fsdp_core
+    >>> info = fsdp_core.StrategyInfo(name="mine", summary="", trainer="mine.trainer:Mine", accelerators=("cpu",))
+    >>> fsdp_core.resolve("no_such_strategy", "trainer")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    fsdp_core.errors.UnknownStrategyError: no strategy named 'no_such_strategy'.
+    ...
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # instead of `from typing import`: this file is on the way of every `import torch`
+if TYPE_CHECKING:
+    from fsdp_core.backend import Backend
+    from fsdp_core.checkpoint import load_state_dict
+    from fsdp_core.errors import (
+        BrokenStrategyError,
+        CheckpointError,
+        CheckpointExistsError,
+        CheckpointFormatError,
+        CheckpointMismatchError,
+        CheckpointValueError,
+        DuplicateStrategyError,
+        FSDPError,
+        OptimizerMismatchError,
+        ShardingError,
+        StrategyInfoError,
+        StrategyNotInstalledError,
+        StrategyUnavailableError,
+        UnknownStrategyError,
+        UnsupportedCapabilityError,
+    )
+    from fsdp_core.hookspecs import hookimpl
+    from fsdp_core.registry import describe, resolve, strategies
+    from fsdp_core.runtime import Runtime
+    from fsdp_core.strategy_info import Capability, Option, StrategyInfo
+
+    __version__: str
+
+__all__ = [
+    "Backend",
+    "BrokenStrategyError",
+    "Capability",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointFormatError",
+    "CheckpointMismatchError",
+    "CheckpointValueError",
+    "DuplicateStrategyError",
+    "FSDPError",
+    "OptimizerMismatchError",
+    "Option",
+    "Runtime",
+    "ShardingError",
+    "StrategyInfo",
+    "StrategyInfoError",
+    "StrategyNotInstalledError",
+    "StrategyUnavailableError",
+    "UnknownStrategyError",
+    "UnsupportedCapabilityError",
+    "__version__",
+    "describe",
+    "hookimpl",
+    "load_state_dict",
+    "resolve",
+    "strategies",
+]
+
+_HOMES = {
+    "Backend": "backend",
+    "Capability": "strategy_info",
+    "Option": "strategy_info",
+    "Runtime": "runtime",
+    "StrategyInfo": "strategy_info",
+    "describe": "registry",
+    "hookimpl": "hookspecs",
+    "load_state_dict": "checkpoint",
+    "resolve": "registry",
+    "strategies": "registry",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("fsdp-core")
+    else:
+        from importlib import import_module
+
+        value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,306 @@
+"""Loading: the nest that was saved, with a handle where each chunked tensor was; only what is asked for is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+
+from fsdp_core.checkpoint.chunks import Chunk
+from fsdp_core.checkpoint.dtypes import dtype_name
+from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from fsdp_core.checkpoint.plain_data import decode
+from fsdp_core.checkpoint.safetensors_file import FileTensor, parse_header, read_box
+from fsdp_core.checkpoint.verify import verify as verify_files
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+
+__all__ = ["SavedTensor", "load", "load_state_dict"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor in a checkpoint. Its bytes stay there until they are asked for.
+
+    Attributes:
+        key: Its key in the manifest, such as ``model/wte.weight``.
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    _stored: StoredTensor = field(repr=False)
+    _files: _Files = field(repr=False)
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box.
+
+        Args:
+            offsets: Where the box begins, one number per dimension.
+            lengths: Its shape.
+
+        Returns:
+            A new CPU tensor of shape ``lengths``.
+        """
+        out = torch.empty(tuple(lengths), dtype=self.dtype)
+        self.read_into(Chunk(offsets=tuple(offsets), data=out))
+        return out
+
+    def full(self) -> Tensor:
+        """Read the whole tensor into a new CPU tensor."""
+        return self.read((0,) * len(self.shape), self.shape)
+
+    def read_into(self, chunk: Chunk) -> None:
+        """Read into a box, in place; its dtype and device may be others, and values are converted.
+
+        Args:
+            chunk: The box: where it begins in this tensor, and the memory to fill.
+
+        Raises:
+            CheckpointMismatchError: The box does not lie inside this tensor.
+        """
+        box = tuple(chunk.data.shape)
+        if not len(box) == len(chunk.offsets) == len(self.shape) or any(
+            offset < 0 or offset + length > size
+            for offset, length, size in zip(chunk.offsets, box, self.shape, strict=True)
+        ):
+            raise CheckpointMismatchError(
+                f"{self.key!r} has shape {self.shape}, so it has no box of shape {box} at {tuple(chunk.offsets)}"
+            )
+        for part in self._stored.chunks:
+            low = [max(a, b) for a, b in zip(part.offsets, chunk.offsets, strict=True)]
+            high = [
+                min(a + m, b + n) for a, m, b, n in zip(part.offsets, part.lengths, chunk.offsets, box, strict=True)
+            ]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            source = tuple(a - o for a, o in zip(low, part.offsets, strict=True))
+            with torch.no_grad():
+                self._files.read(part.file, part.key, source, chunk.data.detach()[inside])
+
+
+class _Files:
+    """The safetensors files of a checkpoint: each header parsed once, each file opened when it is first read."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._headers: dict[str, dict[str, FileTensor]] = {}
+        self._open: dict[str, BinaryIO] = {}
+        self._lock = threading.Lock()
+
+    def check(self, name: str, size: int) -> dict[str, FileTensor]:
+        """The header of a file, read and checked once."""
+        if name not in self._headers:
+            self._headers[name] = parse_header(
+                lambda start, end: self._folder.read(name, start, end), size, self._folder.path(name)
+            )
+        return self._headers[name]
+
+    def read(self, name: str, key: str, offsets: tuple[int, ...], out: Tensor) -> None:
+        """Read a box of a tensor in a file into ``out``."""
+
+        def read_into(buffer: memoryview, start: int) -> None:
+            if self._fill(name, buffer, start) != len(buffer):
+                raise CheckpointFormatError(
+                    f"{self._folder.path(name)} ended before byte {start + len(buffer)} while {key!r} was read: "
+                    "it was changed since the load began. Load again, or load an earlier checkpoint."
+                )
+
+        read_box(read_into, self._headers[name][key], offsets, out)
+
+    def _fill(self, name: str, buffer: memoryview, start: int) -> int:
+        if not self._folder.local:
+            data = self._folder.read(name, start, start + len(buffer))
+            buffer[: len(data)] = data
+            return len(data)
+        filled = 0
+        with self._lock:
+            stream = self._stream(name)
+            stream.seek(start)
+            # One read of the operating system gives at most 2 GiB.
+            while filled < len(buffer) and (count := stream.readinto(buffer[filled:])):  # type: ignore[attr-defined]
+                filled += count
+        return filled
+
+    def _stream(self, name: str) -> BinaryIO:
+        if name not in self._open:
+            self._open[name] = open(self._folder.path(name), "rb", buffering=0)  # noqa: SIM115 (closed below)
+            weakref.finalize(self, self._open[name].close)
+        return self._open[name]
+
+
+def load(path: StrPath, *, verify: bool = False) -> dict[str, Any]:
+    """Load a checkpoint folder: the nest that was saved, in which chunked tensors are still in the files.
+
+    Every rank may call this, or one process alone; nothing in it waits for another rank. Nothing is unpickled, and
+    nothing outside of the folder is read. Manifest, plain data, the size and the header of every file are checked
+    before this returns, so a checkpoint with a missing or truncated file is refused before any weight has changed.
+
+    Args:
+        path: A local path or an fsspec URL.
+        verify: Whether to read every byte once to compare the checksums, too.
+
+    Returns:
+        What was given to :func:`~fsdp_core.checkpoint.save`: a :class:`SavedTensor` where a DTensor, a chunked tensor,
+        or a tensor of a model's or an optimizer's state was; plain tensors (on the CPU) and plain data elsewhere.
+
+    Raises:
+        CheckpointFormatError: There is no complete checkpoint that this version can read.
+    """
+    folder = open_folder(path)
+    manifest = read_manifest(folder)
+    files = _Files(folder)
+    _check_files(folder, manifest, files)
+    if verify:
+        verify_files(path)
+    tensors = {
+        key: SavedTensor(key=key, shape=stored.shape, dtype=stored.dtype, _stored=stored, _files=files)
+        for key, stored in manifest.tensors.items()
+    }
+    small = {} if manifest.state_tensors is None else files.check(
+        manifest.state_tensors, manifest.files[manifest.state_tensors].size
+    )  # fmt: skip
+
+    def on_tensor(tag: str, name: Any) -> Any:
+        if tag == "$saved" and isinstance(name, str) and (key := manifest.aliases.get(name, name)) in tensors:
+            return tensors[key]
+        if tag == "$tensor" and isinstance(name, str) and name in small and manifest.state_tensors is not None:
+            tensor = torch.empty(small[name].shape, dtype=small[name].dtype)
+            files.read(manifest.state_tensors, name, (0,) * tensor.ndim, tensor)
+            return tensor
+        raise CheckpointFormatError(f"{folder.path(manifest.state_file)} points to a tensor {name!r} that isn't there")
+
+    state = _plain(folder, manifest)
+    try:
+        nest = decode(state, on_tensor)
+    except RecursionError as error:
+        raise CheckpointFormatError(f"{folder.path(manifest.state_file)} is nested too deeply") from error
+    if not isinstance(nest, dict):
+        raise CheckpointFormatError(f"{folder.path(manifest.state_file)} holds no state: {type(nest).__name__}")
+    return nest
+
+
+def _check_files(folder: Folder, manifest: Manifest, files: _Files) -> None:
+    faults = []
+    for name, entry in manifest.files.items():
+        size = folder.size(name)
+        if size is None:
+            faults.append(f"{name} is missing")
+        elif size != entry.size:
+            faults.append(f"{name} has {size} bytes instead of {entry.size}")
+    if faults:
+        shown = "".join(f"\n  {fault}" for fault in faults[:20])
+        more = f"\n  … and {len(faults) - 20} more" if len(faults) > 20 else ""
+        raise CheckpointFormatError(
+            f"the checkpoint {folder} is damaged:{shown}{more}\nRestore these files, or load an earlier checkpoint."
+        )
+    for key, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            found = files.check(chunk.file, manifest.files[chunk.file].size).get(chunk.key)
+            if found is None or found.shape != chunk.lengths or found.dtype != tensor.dtype:
+                holds = "nothing by that name" if found is None else f"{found.shape} {dtype_name(found.dtype)}"
+                raise CheckpointFormatError(
+                    f"the checkpoint {folder} is damaged: {key!r} should be {chunk.key!r} in {chunk.file}, of shape "
+                    f"{chunk.lengths} and {dtype_name(tensor.dtype)}, but the file holds {holds}"
+                )
+
+
+def _plain(folder: Folder, manifest: Manifest) -> Any:
+    text = folder.read(manifest.state_file)
+    checksum = f"xxh3:{xxhash.xxh3_64_hexdigest(text)}"
+    try:
+        if checksum != manifest.files[manifest.state_file].checksum:
+            raise ValueError(f"its checksum is {checksum}, and the manifest says otherwise: it was changed")
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointFormatError(f"can't read {folder.path(manifest.state_file)}: {error}") from error
+
+
+def load_state_dict(
+    path: StrPath, key: str = "model", *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Load a model's full state dict in one process, without Lightning and whatever strategy saved it.
+
+    Args:
+        path: A checkpoint folder of this format (a local path or an fsspec URL), or a local file that was saved with
+            ``state_dict_type="full"``, which is read with ``torch.load(weights_only=True)``; of a file with the
+            Trainer's layout, the model is what lies under ``"state_dict"``.
+        key: The model's path in the state: ``"model"`` under the Trainer, and the user's own key under Fabric.
+        device: Where to put the tensors. Each goes there as soon as it is read.
+        dtype: A dtype for the floating-point tensors; as saved when ``None``.
+
+    Returns:
+        Tensors by FQN, for ``model.load_state_dict``. The names of a tied parameter share one tensor. A module's extra
+        state (``get_extra_state``) stands in it as it was saved.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint that can be read.
+        CheckpointMismatchError: It holds no model under that key; the message lists the keys that it has.
+    """
+    folder = open_folder(path)
+    if folder.local and os.path.isfile(folder.root):
+        part = _part_of_file(folder.root, key)
+    else:
+        part = _part_of(load(path), key, folder, read_manifest(folder).kinds)
+    done: dict[Any, Tensor] = {}
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return {name: placed(item) for name, item in leaf.items()}
+        if isinstance(leaf, SavedTensor):
+            identity: Any = leaf.key
+        elif isinstance(leaf, Tensor):
+            identity = leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
+        else:
+            return leaf
+        if identity not in done:
+            tensor = leaf.full() if isinstance(leaf, SavedTensor) else leaf
+            target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            done[identity] = tensor.to(device=device, dtype=target)
+        return done[identity]
+
+    return {str(name): placed(leaf) for name, leaf in part.items()}
+
+
+def _part_of(nest: Any, key: str, where: Any, kinds: Mapping[str, str]) -> Mapping[str, Any]:
+    here = nest
+    for step in key.split("/"):
+        if isinstance(here, (list, tuple)) and step.isdecimal() and int(step) < len(here):
+            here = here[int(step)]
+        elif isinstance(here, Mapping) and step in here:
+            here = here[step]
+        else:
+            here = None
+            break
+    if isinstance(here, Mapping):
+        return here
+    models = ", ".join(repr(path) for path, kind in kinds.items() if kind == "model") or "none"
+    raise CheckpointMismatchError(f"no model under {key!r} in {where}. Models in it: {models}; pass one as key=.")
+
+
+def _part_of_file(path: str, key: str) -> Mapping[str, Any]:
+    try:
+        # Mapped, so that a tensor is read when it is used.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointFormatError(
+            f"{path} is a file that torch.load(weights_only=True) can't read: {error}. If it is of another format, "
+            "convert it first; this function runs no code from a checkpoint."
+        ) from error
+    if isinstance(content, Mapping):
+        for name in (key, "state_dict") if key == "model" else (key,):
+            if isinstance(content.get(name), Mapping):
+                return content[name]  # type: ignore[no-any-return]
+    there = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
+    raise CheckpointMismatchError(f"no model under {key!r} in {path}. It holds: {there}; pass one as key=.")

@@ -1,0 +1,360 @@
+"""`manifest.json`: what a checkpoint holds, in which files, and who wrote it. A folder without it is no checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from fsdp_core.checkpoint.coverage import find_fault
+from fsdp_core.checkpoint.dtypes import DTYPES, dtype_name
+from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "FileEntry",
+    "Kind",
+    "Manifest",
+    "StoredChunk",
+    "StoredTensor",
+    "holds_manifest",
+    "is_checkpoint",
+    "is_ours",
+    "read_manifest",
+]
+
+MANIFEST = "manifest.json"
+FORMAT = "fsdp-checkpoint"
+FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES = 2**30
+MAX_DIMENSIONS = 64
+
+Kind = Literal["model", "optimizer"]
+
+# A save names its files so; whatever in the folder is named otherwise is the user's own and is never removed.
+_OUR_FILES = re.compile(
+    r"(model|optimizer|state)/[0-9a-f]{12}-rank-\d{5,}\.safetensors"
+    r"|state-[0-9a-f]{12}\.(json|safetensors)|\.manifest-[0-9a-f]{12}\.tmp|manifest\.json"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredChunk:
+    """A box of a tensor, and where its bytes are.
+
+    Attributes:
+        file: The safetensors file, relative to the checkpoint.
+        key: The box's name in that file.
+        offsets: Where the box begins in the tensor.
+        lengths: Its shape.
+    """
+
+    file: str
+    key: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor, and the chunks that cover it exactly."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[StoredChunk, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape) or math.prod(self.shape) >= 2**60:
+            raise ValueError(f"no tensor has the shape {list(self.shape)}")
+        if (fault := find_fault(self.shape, [(chunk.offsets, chunk.lengths) for chunk in self.chunks])) is not None:
+            raise ValueError(fault)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """A file of the checkpoint.
+
+    Attributes:
+        size: Its size in bytes.
+        checksum: ``xxh3:`` and the 16 hexadecimal digits of its 64-bit xxh3 hash.
+    """
+
+    size: int
+    checksum: str
+
+    def __post_init__(self) -> None:
+        if self.size < 0 or not re.fullmatch(r"xxh3:[0-9a-f]{16}", self.checksum):
+            raise ValueError(f"{self} is no size with a checksum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What ``manifest.json`` says.
+
+    Attributes:
+        save_id: Twelve hexadecimal digits that the names of this save's files carry.
+        created: When it was published, ISO 8601 in UTC.
+        strategy: The strategy name that wrote it.
+        versions: The versions of the packages that wrote it.
+        world_size: The number of ranks that wrote it.
+        kinds: Which parts of the state are a model's or an optimizer's, by path.
+        state_file: The JSON file with the plain data.
+        state_tensors: The safetensors file with the tensors that the plain data points to, if there are any.
+        tensors: Every chunked tensor by its key, such as ``model/lm_head.weight``.
+        aliases: Further names of tied parameters, each with the key under which the tensor is stored.
+        files: Every file by its relative name, but the manifest itself.
+    """
+
+    save_id: str
+    created: str
+    strategy: str
+    versions: Mapping[str, str]
+    world_size: int
+    kinds: Mapping[str, Kind]
+    state_file: str
+    state_tensors: str | None
+    tensors: Mapping[str, StoredTensor] = field(repr=False)
+    aliases: Mapping[str, str]
+    files: Mapping[str, FileEntry] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{12}", self.save_id) or self.world_size < 1:
+            raise ValueError(f"no save has the id {self.save_id!r} and the world size {self.world_size}")
+        for name in self.files:
+            _check_name(name)
+        for name in (self.state_file, *([] if self.state_tensors is None else [self.state_tensors])):
+            self._need(name, "the state")
+        for key, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                self._need(chunk.file, f"tensor {key!r}")
+        for alias, key in self.aliases.items():
+            if key not in self.tensors:
+                raise ValueError(f"alias {alias!r} stands for {key!r}, which is not among the tensors")
+        for path, kind in self.kinds.items():
+            if kind not in ("model", "optimizer"):
+                raise ValueError(f"{path!r} is of kind {kind!r}, which is neither 'model' nor 'optimizer'")
+
+    def _need(self, name: str, what: str) -> None:
+        if name not in self.files:
+            raise ValueError(f"{what} lies in {name!r}, which is not among the files")
+
+    def to_json(self) -> str:
+        """The manifest as text that a person can read: one line per chunk and per file."""
+        head = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "save_id": self.save_id,
+            "created": self.created,
+            "strategy": self.strategy,
+            "versions": dict(self.versions),
+            "world_size": self.world_size,
+            "kinds": dict(self.kinds),
+            "state": {"json": self.state_file, "tensors": self.state_tensors},
+        }
+        tensors = {
+            key: {
+                "shape": tensor.shape,
+                "dtype": dtype_name(tensor.dtype),
+                "chunks": [
+                    {"file": chunk.file, "key": chunk.key, "offsets": chunk.offsets, "lengths": chunk.lengths}
+                    for chunk in tensor.chunks
+                ],
+            }
+            for key, tensor in self.tensors.items()
+        }
+        files = {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()}
+        whole = head | {"tensors": tensors, "aliases": dict(self.aliases), "files": files}
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        lines += _block("tensors", tensors, chunked=True) + _block("aliases", dict(self.aliases))
+        lines += [*_block("files", files), f' "checksum": "{_checksum(whole)}"']
+        return "\n".join(["{", *lines, "}"]) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Read what :meth:`to_json` wrote, and check it.
+
+        Raises:
+            ValueError: It is no manifest that this version can read; the message says what is wrong.
+        """
+        try:
+            whole = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+            raise ValueError(f'it does not say "format": "{FORMAT}", so it is not one of ours')
+        version = whole.get("format_version")
+        if version != FORMAT_VERSION:
+            newer = isinstance(version, int) and version > FORMAT_VERSION
+            raise ValueError(
+                f"it has format version {version!r}, and this fsdp-core reads version {FORMAT_VERSION}"
+                + (": pip install --upgrade fsdp-core" if newer else "")
+            )
+        checksum = whole.pop("checksum", None)
+        if checksum != _checksum(whole):
+            raise ValueError(f"its content has the checksum {_checksum(whole)}, but it says {checksum}: it was changed")
+        try:
+            return cls(
+                **_strings({key: whole[key] for key in ("save_id", "created", "strategy")}),
+                world_size=_whole(whole["world_size"]),
+                versions=_strings(whole["versions"]),
+                kinds=_strings(whole["kinds"]),  # type: ignore[arg-type]
+                state_file=whole["state"]["json"],
+                state_tensors=whole["state"]["tensors"],
+                tensors={key: _tensor(key, entry) for key, entry in whole["tensors"].items()},
+                aliases=_strings(whole["aliases"]),
+                files={
+                    name: FileEntry(size=_whole(entry["size"]), checksum=str(entry["checksum"]))
+                    for name, entry in whole["files"].items()
+                },
+            )
+        except KeyError as error:
+            raise ValueError(f"it lacks {error}") from error
+        except (TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"a value in it is of the wrong type: {error}") from error
+
+
+def _block(name: str, entries: Mapping[str, Any], *, chunked: bool = False) -> list[str]:
+    lines = []
+    for key, entry in entries.items():
+        if chunked and len(entry["chunks"]) > 1:
+            head = json.dumps({"shape": entry["shape"], "dtype": entry["dtype"]})[:-1]
+            chunks = ",\n".join(f"   {json.dumps(chunk)}" for chunk in entry["chunks"])
+            lines.append(f'  {json.dumps(key)}: {head}, "chunks": [\n{chunks}]}}')
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(entry)}")
+    return [f' "{name}": {{' + ("" if lines else "},"), *([",\n".join(lines), " },"] if lines else [])]
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return "xxh3:" + xxhash.xxh3_64_hexdigest(canonical.encode())
+
+
+def _strings(entries: Mapping[str, Any]) -> dict[str, str]:
+    for key, value in entries.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{key!r} is {value!r}, which is no string")
+    return dict(entries)
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int:
+        raise ValueError(f"{number!r} is no whole number")
+    return number
+
+
+def _tensor(key: str, entry: Any) -> StoredTensor:
+    try:
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{entry['dtype']!r} is no dtype of this format")
+        return StoredTensor(
+            shape=tuple(_whole(size) for size in entry["shape"]),
+            dtype=DTYPES[entry["dtype"]],
+            chunks=tuple(
+                StoredChunk(
+                    file=str(chunk["file"]),
+                    key=str(chunk["key"]),
+                    offsets=tuple(_whole(offset) for offset in chunk["offsets"]),
+                    lengths=tuple(_whole(length) for length in chunk["lengths"]),
+                )
+                for chunk in entry["chunks"]
+            ),
+        )
+    except ValueError as error:
+        raise ValueError(f"tensor {key!r}: {error}") from error
+
+
+def _check_name(name: str) -> None:
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or re.search(r"[\\:\x00-\x1f]", name) or name == MANIFEST:
+        raise ValueError(f"the file name {name!r} does not stay inside the checkpoint")
+
+
+def read_manifest(path: StrPath | Folder) -> Manifest:
+    """Read and check the manifest of a checkpoint; the files that it names are not looked at.
+
+    Args:
+        path: The checkpoint: a local path or an fsspec URL.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint, or none that this version can read.
+    """
+    folder = path if isinstance(path, Folder) else open_folder(path)
+    try:
+        kind = folder.kind()
+        if kind == "missing" or (kind == "link" and not folder.fs.exists(folder.root)):
+            raise CheckpointFormatError(f"no checkpoint at {folder}: there is nothing. Check the path.")
+        if kind == "file" or (kind == "link" and not folder.fs.isdir(folder.root)):
+            raise CheckpointFormatError(
+                f"{folder} is a file, but a sharded checkpoint is a folder with a {MANIFEST}. A file that was saved "
+                'with state_dict_type="full" is read by torch.load(path, weights_only=True).'
+            )
+        size = folder.size(MANIFEST)
+        if size is None:
+            raise CheckpointFormatError(_explain_no_manifest(folder))
+        if size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has {size} bytes, and no manifest is larger than {MAX_MANIFEST_BYTES}")
+        return Manifest.from_json(folder.read(MANIFEST))
+    except OSError as error:
+        raise CheckpointFormatError(f"can't read {folder}: {type(error).__name__}: {error}") from error
+    except CheckpointFormatError:
+        raise
+    except ValueError as error:
+        raise CheckpointFormatError(f"can't read {folder.path(MANIFEST)}: {error}") from error
+
+
+def _explain_no_manifest(folder: Folder) -> str:
+    names = folder.files()
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    if not names:
+        return f"no checkpoint at {folder}: the folder is empty."
+    if all(map(is_ours, names)):
+        return (
+            f"no complete checkpoint at {folder}: a save began and was interrupted before it was published "
+            f"(there is {shown}, but no {MANIFEST}). Load an earlier checkpoint."
+        )
+    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {shown})."
+
+
+def is_ours(name: str) -> bool:
+    """Whether a save gives such names to its files.
+
+    Example:
+        >>> is_ours("model/0123456789ab-rank-00000.safetensors"), is_ours("model/weights.bin")
+        (True, False)
+    """
+    return _OUR_FILES.fullmatch(name) is not None
+
+
+def is_checkpoint(path: StrPath) -> bool:
+    """Whether a complete checkpoint of this format lies at ``path``, in any format version.
+
+    Args:
+        path: A local path or an fsspec URL.
+
+    Returns:
+        ``True`` where a folder with a manifest of this format is; its tensors are not looked at.
+    """
+    return holds_manifest(open_folder(path))
+
+
+def holds_manifest(folder: Folder) -> bool:
+    """Whether the folder has a manifest that says it is one of this format, readable or not by this version."""
+    try:
+        if not folder.fs.isdir(folder.root) or not 0 < (folder.size(MANIFEST) or 0) <= MAX_MANIFEST_BYTES:
+            return False
+        # The format is named in the first line that a save writes; parsing all tensors is not needed to know.
+        return f'"format": "{FORMAT}"' in folder.read(MANIFEST, 0, 256).decode(errors="replace")
+    except (OSError, CheckpointFormatError):
+        return False

@@ -1,0 +1,179 @@
+"""What one rank has to save, decided before a byte is written: plain data, small tensors, and boxes of large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.checkpoint.chunks import ChunkedTensor, chunked
+from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
+from fsdp_core.checkpoint.manifest import Kind
+from fsdp_core.checkpoint.plain_data import Keys, TensorLeaf, encode
+from fsdp_core.checkpoint.safetensors_file import unsavable
+from fsdp_core.errors import CheckpointValueError
+
+__all__ = ["Plan", "Section", "find_part", "join_path", "plan_save"]
+
+Section = Literal["model", "optimizer", "state"]
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What one rank has to save.
+
+    Attributes:
+        plain: The state's structure and plain data, in JSON's types, with references where tensors were.
+        tensors: Tensors of the plain data, by the name that the references use. Rank 0 writes them.
+        stored: What is saved in boxes, by key; every rank writes its own.
+        section_of: The folder that each of these goes to.
+        aliases: Further names of tensors in ``stored``.
+    """
+
+    plain: Any = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    stored: dict[str, ChunkedTensor] = field(default_factory=dict)
+    section_of: dict[str, Section] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+def plan_save(state: Mapping[str, Any], kinds: Mapping[str, Kind], aliases: Mapping[str, str], rank: int) -> Plan:
+    """Decide what becomes of each leaf of a state.
+
+    Args:
+        state: The nest to save.
+        kinds: Which parts of it are a model's or an optimizer's state, by path.
+        aliases: Further names of tied parameters, each with the key under which the tensor is stored.
+        rank: This rank.
+
+    Returns:
+        The plan.
+
+    Raises:
+        CheckpointValueError: Something in the state can't be saved, or ``kinds`` or ``aliases`` don't fit it.
+    """
+    for path, kind in kinds.items():
+        if kind not in ("model", "optimizer"):
+            raise CheckpointValueError(f"kinds[{path!r}] is {kind!r}; it must be 'model' or 'optimizer'")
+        find_part(state, path)
+    roots = {tuple(path.split("/")): kind for path, kind in kinds.items()}
+    planner = _Planner(Plan(aliases=dict(aliases)), roots, rank)
+    planner.plan.plain = encode(_with_aliases(state, aliases), planner.on_tensor)
+    planner.check_aliases()
+    return planner.plan
+
+
+@dataclass
+class _Planner:
+    plan: Plan
+    roots: dict[Keys, Kind]
+    rank: int
+    alias_leaves: dict[str, TensorLeaf] = field(default_factory=dict)
+
+    def on_tensor(self, keys: Keys, leaf: TensorLeaf) -> dict[str, str]:
+        """Note a leaf of the state; gives the reference that stands for it in the plain data."""
+        names = tuple(join_path(key) for key in keys)
+        root = next((names[:length] for length in range(1, len(names) + 1) if names[:length] in self.roots), None)
+        if root is None and isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+            return {"$tensor": self._small("/".join(names), leaf)}
+        section: Section = "state" if root is None else self.roots[root]
+        if root is not None and section == "optimizer" and names[len(root)] == "state":
+            names = root + names[len(root) + 1 :]
+        return {"$saved": self._chunked("/".join(names), leaf, section)}
+
+    def _small(self, name: str, tensor: Tensor) -> str:
+        if (reason := unsavable(tensor)) is not None:
+            raise CheckpointValueError(reason)
+        while name in self.plan.tensors:  # the keys 1 and "1" of one dict
+            name += "~"
+        self.plan.tensors[name] = tensor.detach()
+        return name
+
+    def _chunked(self, key: str, leaf: TensorLeaf, section: Section) -> str:
+        if key in self.plan.aliases:
+            self.alias_leaves[key] = leaf
+            return key
+        if key in self.plan.stored:
+            raise CheckpointValueError(f"another tensor of the state would be stored as {key!r} too; rename one")
+        if not isinstance(leaf, (ChunkedTensor, DTensor)) and (reason := unsavable(leaf)) is not None:
+            raise CheckpointValueError(reason)
+        tensor = chunked(leaf, rank=self.rank)
+        if tensor.dtype not in SAFETENSORS_NAMES:  # this rank may hold no chunk of it
+            raise CheckpointValueError(f"safetensors has no dtype {dtype_name(tensor.dtype)}; convert the tensor")
+        for chunk in tensor.chunks:
+            if (reason := unsavable(chunk.data)) is not None:
+                raise CheckpointValueError(reason)
+            if chunk.data.dtype != tensor.dtype:
+                raise CheckpointValueError(f"a chunk of it has dtype {chunk.data.dtype}, and it has {tensor.dtype}")
+        self.plan.stored[key], self.plan.section_of[key] = tensor, section
+        return key
+
+    def check_aliases(self) -> None:
+        """Refuse aliases of what is not stored, or of what can't be the same tensor."""
+        for alias, key in self.plan.aliases.items():
+            stored = self.plan.stored.get(key)
+            if stored is None:
+                raise CheckpointValueError(
+                    f"alias {alias!r} stands for {key!r}, which is not among the tensors to save; "
+                    "give the key under which it is stored, as in {'model/lm_head.weight': 'model/wte.weight'}"
+                )
+            leaf = self.alias_leaves.get(alias)
+            if leaf is None:
+                raise CheckpointValueError(f"alias {alias!r} names no tensor of a model's or optimizer's state")
+            if (tuple(leaf.shape), leaf.dtype) != (stored.shape, stored.dtype):
+                raise CheckpointValueError(
+                    f"alias {alias!r} has shape {tuple(leaf.shape)} and {leaf.dtype}, but {key!r} has {stored.shape} "
+                    f"and {stored.dtype}: they are not one tied parameter; leave the alias out"
+                )
+
+
+def join_path(*keys: str) -> str:
+    """The path that keys make; a slash inside a key is written ``%2F`` and so is no step deeper.
+
+    Example:
+        >>> join_path("optimizer", "0"), join_path("nets/generator")
+        ('optimizer/0', 'nets%2Fgenerator')
+    """
+    return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
+
+
+def split_path(path: str) -> list[str]:
+    """The keys that :func:`join_path` has joined."""
+    return [key.replace("%2F", "/").replace("%25", "%") for key in path.split("/")]
+
+
+def find_part(state: Any, path: str) -> Any:
+    """The part of a nest that a path such as ``optimizer/0`` leads to.
+
+    Raises:
+        CheckpointValueError: It leads nowhere; the message says what is there.
+    """
+    here, walked = state, list[str]()
+    for step in split_path(path):
+        try:
+            here = here[step] if isinstance(here, Mapping) else here[int(step)]
+        except (KeyError, IndexError, ValueError, TypeError):
+            at = f"{'/'.join(walked)!r}" if walked else "the state"
+            keys = list(here) if isinstance(here, Mapping) else range(len(here)) if hasattr(here, "__len__") else []
+            there = ", ".join(map(str, keys)) or "nothing"
+            raise CheckpointValueError(f"no {path!r} in the state: {at} has {there}") from None
+        walked.append(step)
+    return here
+
+
+def _with_aliases(state: Mapping[str, Any], aliases: Mapping[str, str]) -> Mapping[str, Any]:
+    """The state with an entry for each alias, so that a load gives the tensor under both names."""
+    for alias, key in aliases.items():
+        path, _, name = alias.rpartition("/")
+        if split_path(name)[0] not in find_part(state, path):
+            state = _with(state, split_path(path), split_path(name)[0], find_part(state, key))
+    return state
+
+
+def _with(part: Mapping[str, Any], path: list[str], name: str, leaf: Any) -> dict[str, Any]:
+    if not path:
+        return {**part, name: leaf}
+    return {**part, path[0]: _with(part[path[0]], path[1:], name, leaf)}

@@ -1,0 +1,43 @@
+"""Removing a checkpoint, and nothing else."""
+
+from __future__ import annotations
+
+from fsdp_core.checkpoint.folder import StrPath, open_folder
+from fsdp_core.checkpoint.manifest import MANIFEST, holds_manifest, is_ours
+from fsdp_core.errors import CheckpointExistsError
+
+__all__ = ["remove"]
+
+
+def remove(path: StrPath) -> None:
+    """Remove a checkpoint: a folder of this format (also of an interrupted save), a single file, or a link to either.
+
+    The manifest goes first, so a removal that is interrupted leaves no half checkpoint that looks whole. A link is
+    removed, not what it points to. Files in the folder that no save has written stay there. Only one rank may call
+    this. If nothing is at the path, nothing happens.
+
+    Args:
+        path: A local path or an fsspec URL.
+
+    Raises:
+        CheckpointExistsError: A folder of anything else is at the path; nothing was removed.
+    """
+    folder = open_folder(path)
+    kind = folder.kind()
+    if kind == "missing":
+        return
+    if kind in ("file", "link"):
+        folder.remove_link_or_file()
+        return
+    names = folder.files()
+    if not holds_manifest(folder) and not (names and all(map(is_ours, names)) and MANIFEST not in names):
+        there = ", ".join(names[:5]) or "nothing"
+        raise CheckpointExistsError(
+            f"{folder} is not a checkpoint of this format (in it: {there}), so it was not removed: "
+            "check the path, or remove it by hand"
+        )
+    folder.remove(MANIFEST)
+    for name in names:
+        if is_ours(name):
+            folder.remove(name)
+    folder.remove_empty()

@@ -1,0 +1,244 @@
+"""The safetensors container, written and read piece by piece: never more in memory than one staging buffer."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+
+from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+
+__all__ = ["STAGING_BYTES", "FileTensor", "parse_header", "read_box", "write_safetensors"]
+
+STAGING_BYTES = 32 * 2**20
+"""The most bytes that a write or a read copies at once."""
+
+_MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library sets
+_DIRECT_RUN_BYTES = 256 * 2**10
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileTensor:
+    """Where a tensor lies in a safetensors file.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        start: Its first byte, counted from the beginning of the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write ``tensors`` into ``stream`` as one safetensors file.
+
+    Tensors may be on any device, strided in any way and share memory: each is written as it looks. What is not a
+    contiguous CPU tensor is copied at most :data:`STAGING_BYTES` at a time.
+
+    Args:
+        stream: A binary stream opened for writing.
+        tensors: The tensors by the name that they get in the file.
+
+    Returns:
+        The number of bytes written, and their checksum (xxh3, 64 bits, as 16 hexadecimal digits).
+
+    Raises:
+        CheckpointValueError: A dtype or a kind of tensor has no place in a safetensors file.
+    """
+    for name, tensor in tensors.items():
+        if (reason := unsavable(tensor)) is not None:
+            raise CheckpointValueError(f"can't save {name!r}: {reason}")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Widest dtypes first, so that every tensor begins at a multiple of its own item size.
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CheckpointValueError(
+            f"{len(tensors)} tensors make a safetensors header of {len(text)} bytes, but readers accept at most "
+            f"{_MAX_HEADER_BYTES}: save fewer or shorter-named tensors per rank"
+        )
+    digest, size = xxhash.xxh3_64(), 0
+    for piece in _pieces(text, [tensors[name] for name in names]):
+        digest.update(piece)
+        stream.write(piece)
+        size += len(piece)
+    return size, digest.hexdigest()
+
+
+def unsavable(tensor: Tensor) -> str | None:
+    """Say why ``tensor`` can't be written, and what to do instead; ``None`` where it can.
+
+    Example:
+        >>> unsavable(torch.zeros(3)) is None
+        True
+        >>> unsavable(torch.zeros(3, dtype=torch.complex128))
+        'safetensors has no dtype complex128; save torch.view_as_real(tensor) instead'
+    """
+    if tensor.is_meta:
+        return "it is on the meta device and holds no data; materialise it first"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return f"a tensor with layout {tensor.layout} has no plain rows; save tensor.to_dense() or its parts instead"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"{type(tensor).__qualname__} is no plain tensor; save the plain tensors that it is made of instead"
+    if tensor.dtype not in SAFETENSORS_NAMES:
+        remedy = "torch.view_as_real(tensor)" if tensor.is_complex() else "tensor.view(torch.uint8)"
+        return f"safetensors has no dtype {dtype_name(tensor.dtype)}; save {remedy} instead"
+    return None
+
+
+def _pieces(header: bytes, tensors: Sequence[Tensor]) -> Iterator[Any]:
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for tensor in tensors:
+        for block in _blocks(tensor.detach()):
+            yield _memory(block)
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Contiguous CPU tensors that follow one another in the row-major order of ``tensor``."""
+    if not tensor.numel():
+        return
+    if _is_plain(tensor):
+        yield tensor
+        return
+    if tensor.ndim == 0 or tensor.nbytes <= STAGING_BYTES:
+        yield tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        return
+    rows = STAGING_BYTES // (tensor.nbytes // tensor.shape[0])
+    for row in range(0, tensor.shape[0], max(rows, 1)):
+        yield from _blocks(tensor[row : row + rows] if rows else tensor[row])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy and without numpy (which torch does not require)."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> dict[str, FileTensor]:
+    """Read and check the header of a safetensors file.
+
+    Args:
+        read: Gives the bytes from a start to an end.
+        size: The size of the file in bytes.
+        where: What to call the file in an error.
+
+    Returns:
+        Where each tensor lies.
+
+    Raises:
+        CheckpointFormatError: The header is not one of a safetensors file of this size.
+    """
+    try:
+        length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"a header of {length} bytes does not fit a file of {size} bytes")
+        header = json.loads(read(8, 8 + length))
+        header.pop("__metadata__", None)
+        found, spans = {}, []
+        for name, entry in header.items():
+            begin, end = (_whole(number) for number in entry["data_offsets"])
+            tensor = FileTensor(
+                shape=tuple(_whole(number) for number in entry["shape"]),
+                dtype=_DTYPES[entry["dtype"]],
+                start=8 + length + begin,
+            )
+            if end - begin != tensor.nbytes:
+                raise ValueError(f"{name!r} has {end - begin} bytes, which its shape and dtype don't make")
+            spans.append((begin, end))
+            found[name] = tensor
+        at = 0
+        for begin, end in sorted(spans):
+            if begin != at:
+                raise ValueError(f"a tensor begins at byte {begin} of the data, where {at} is due")
+            at = end
+        if at != size - 8 - length:
+            raise ValueError(f"its tensors have {at} bytes, but the file has room for {size - 8 - length}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointFormatError(f"{where} is no safetensors file: {error}. Restore it from a backup.") from error
+    return found
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"{number!r} is not a whole number in range")
+    return number
+
+
+def read_box(
+    read_into: Callable[[memoryview, int], None], source: FileTensor, offsets: tuple[int, ...], out: Tensor
+) -> None:
+    """Read a box of a tensor in a file into ``out``, which may have another dtype, device or stride.
+
+    Bytes that are in a row on both sides go straight into the memory of ``out``; the rest passes through a staging
+    buffer of at most :data:`STAGING_BYTES`.
+
+    Args:
+        read_into: Fills a buffer with the file's bytes from a position on.
+        source: The tensor in the file.
+        offsets: Where the box begins in it.
+        out: The target, at the shape of the box.
+    """
+    if out.ndim == 0:
+        source, offsets, out = FileTensor(shape=(1,), dtype=source.dtype, start=source.start), (0,), out.reshape(1)
+        # reshape of a 0-dim tensor is a view, so what is written reaches the caller's tensor.
+    if out.numel():
+        _read_rows(read_into, source.dtype, source.shape, source.start, offsets, out)
+
+
+def _read_rows(
+    read_into: Callable[[memoryview, int], None],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    start: int,
+    offsets: tuple[int, ...],
+    out: Tensor,
+) -> None:
+    rows, row_bytes = out.shape[0], math.prod(shape[1:]) * dtype.itemsize
+    first = start + offsets[0] * row_bytes
+    whole_rows = tuple(out.shape[1:]) == shape[1:]
+    if whole_rows and out.dtype == dtype and _is_plain(out):
+        read_into(_memory(out), first)
+        return
+    # A row that overflows the staging buffer, or of which only a long part is wanted, is read on its own.
+    if row_bytes > STAGING_BYTES or (not whole_rows and math.prod(out.shape[1:]) * dtype.itemsize >= _DIRECT_RUN_BYTES):
+        for row in range(rows):
+            _read_rows(read_into, dtype, shape[1:], first + row * row_bytes, offsets[1:], out[row])
+        return
+    at_once = max(1, min(rows, STAGING_BYTES // row_bytes))
+    staging = torch.empty((at_once, *shape[1:]), dtype=dtype)
+    wanted = tuple(slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True))
+    for row in range(0, rows, at_once):
+        count = min(at_once, rows - row)
+        read_into(_memory(staging[:count]), first + row * row_bytes)
+        out[row : row + count].copy_(staging[(slice(count), *wanted)])

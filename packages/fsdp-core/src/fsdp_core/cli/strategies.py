@@ -1,0 +1,159 @@
+"""``fsdp list`` and ``fsdp describe NAME``; both import neither torch nor Lightning."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from fsdp_core import registry
+from fsdp_core.discovery import error_text
+from fsdp_core.errors import BrokenStrategyError
+
+__all__ = ["describe_strategy", "list_strategies"]
+
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
+
+
+@click.command("list")
+@_AS_JSON
+def list_strategies(as_json: bool) -> None:
+    """Show the strategies, and which can run here.
+
+    Also shows which packages could be installed, which plugins are broken, and which names are ambiguous.
+    """
+    everything = {
+        "strategies": [_row(name) for name in registry.strategies()],
+        "not_installed": [
+            {"name": name, "package": package, "install": f"pip install {package}"}
+            for name, package in registry.not_installed().items()
+        ],
+        "broken": [
+            {
+                "name": plugin.name,
+                "package": plugin.provider.name,
+                "version": plugin.provider.version,
+                "error": error_text(plugin.error),
+                "remedy": f"pip install --upgrade --force-reinstall {plugin.provider.name}",
+            }
+            for plugin in registry.broken()
+        ],
+        "duplicates": [
+            {
+                "name": name,
+                "packages": [str(provider) for provider in providers],
+                "error": str(registry.ambiguous_strategy(name)),
+            }
+            for name, providers in registry.duplicates().items()
+        ],
+    }
+    if as_json:
+        click.echo(json.dumps(everything, indent=2))
+    else:
+        _print_list(everything)
+
+
+@click.command("describe")
+@click.argument("name")
+@_AS_JSON
+def describe_strategy(name: str, as_json: bool) -> None:
+    """Show what the strategy NAME can do, and its options with their defaults."""
+    info = registry.describe(name)
+    facts = {**info.as_dict(), **_row(info.name)}
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+    else:
+        _print_description(facts)
+
+
+def _row(name: str) -> dict[str, Any]:
+    provider, info = registry.provider(name), registry.describe(name)
+    status, reason = "available", None
+    try:
+        reason = registry.unavailable(name)
+        status = "available" if reason is None else "unavailable"
+    except BrokenStrategyError as error:
+        status, reason = "broken", str(error).replace("\n", " ")
+    return {
+        "name": name,
+        "package": provider.name,
+        "version": provider.version,
+        "accelerators": list(info.accelerators),
+        "runs_here": status == "available",
+        "status": status,
+        "reason": reason,
+        "summary": info.summary,
+    }
+
+
+def _print_list(everything: dict[str, Any]) -> None:
+    if everything["strategies"]:
+        rows = [
+            (
+                row["name"],
+                row["package"],
+                row["version"],
+                ", ".join(row["accelerators"]),
+                "yes" if row["runs_here"] else f"no: {row['reason']}",
+            )
+            for row in everything["strategies"]
+        ]
+        _print_table(("Name", "Package", "Version", "Accelerators", "Runs here"), rows, width=10_000)  # one line each
+    else:
+        click.echo("No strategy is installed.")
+    if everything["not_installed"]:
+        click.echo("\nNot installed:")
+        by_install: dict[str, list[str]] = {}
+        for row in everything["not_installed"]:
+            by_install.setdefault(row["install"], []).append(row["name"])
+        for install, names in by_install.items():
+            click.echo(f"  {', '.join(names)} → {install}")
+    if everything["duplicates"]:
+        click.echo("\nAmbiguous:")
+        for row in everything["duplicates"]:
+            click.echo("  " + row["error"].replace("\n", "\n  "))
+    if everything["broken"]:
+        click.echo("\nBroken:")
+        for row in everything["broken"]:
+            click.echo(f"  {row['package']} {row['version']} ({row['name']}) failed to load: {row['error']}")
+            click.echo(f"  Mend that, or type: {row['remedy']}")
+
+
+def _print_description(facts: dict[str, Any]) -> None:
+    click.echo(f"{facts['name']} ({facts['package']} {facts['version']})")
+    click.echo(f"{facts['summary']}\n")
+    rows = [
+        ("Runs here", "yes" if facts["runs_here"] else f"no: {facts['reason']}"),
+        ("Accelerators", ", ".join(facts["accelerators"])),
+        ("Trainer class", _or_none(facts["trainer"])),
+        ("Fabric class", _or_none(facts["fabric"])),
+        ("Requires", _or_none(", ".join(facts["requires"]))),
+        ("Can do", _or_none(", ".join(facts["capabilities"]))),
+        ("Fixes", _or_none(", ".join(f"{name}={value!r}" for name, value in facts["presets"].items()))),
+    ]
+    _print_table((), rows)
+    if facts["options"]:
+        click.echo()
+        options = [(option["name"], repr(option["default"]), option["help"]) for option in facts["options"]]
+        _print_table(("Option", "Default", "What it does"), options)
+
+
+def _or_none(text: str | None) -> str:
+    return text or "none"
+
+
+def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int = 120) -> None:
+    """Print columns: as wide as a terminal, if there is one, else up to ``width`` characters."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else width)
+    table = Table(*header, box=box.SIMPLE_HEAD if header else None, show_header=bool(header), pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    console.print(table)

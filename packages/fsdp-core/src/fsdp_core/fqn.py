@@ -1,0 +1,59 @@
+"""A parameter's own name in the module that the user wrote, whatever a library has wrapped around it since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+__all__ = ["aliases", "clean_name", "named_parameters", "unwrap_compiled"]
+
+#: What torch.compile, activation checkpointing, FSDP1 and torch_xla put into the names of what they wrap.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_fpw_module.", "_orig_module.")
+
+
+def clean_name(name: str) -> str:
+    """Strip what wrappers put into a name.
+
+    Example:
+        >>> clean_name("_orig_mod.blocks.0._fsdp_wrapped_module.weight")
+        'blocks.0.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter once, under the first of its clean names."""
+    for name, parameter in module.named_parameters():
+        yield clean_name(name), parameter
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Find the further names of tied parameters and shared buffers.
+
+    Returns:
+        Each further name, with the first name of the same tensor.
+
+    Example:
+        >>> embedding, head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+        >>> head.weight = embedding.weight
+        >>> aliases(nn.ModuleDict({"embedding": embedding, "head": head}))
+        {'head.weight': 'embedding.weight'}
+    """
+    first: dict[int, str] = {}
+    further: dict[str, str] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for raw, tensor in named:
+            name = clean_name(raw)
+            known = first.setdefault(id(tensor), name)
+            if known != name:
+                further[name] = known
+    return further
+
+
+def unwrap_compiled(module: nn.Module) -> nn.Module:
+    """Return the module inside what :func:`torch.compile` returned, or the module itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module

@@ -1,0 +1,60 @@
+"""What both adapters check and translate before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fsdp_core.backend import Backend
+from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
+from fsdp_core.precision import ShardPrecision
+
+__all__ = ["check_devices", "check_state_dict_type", "reduce_op_name"]
+
+
+def check_devices(strategy: str, backend: Backend, devices: Iterable[torch.device] | None, precision: ShardPrecision) -> None:
+    """Refuse devices that the backend doesn't run on, and dtypes that they don't compute in.
+
+    Raises:
+        StrategyUnavailableError: The accelerator is another one.
+        UnsupportedCapabilityError: The device lacks the precision.
+    """
+    for device in list(devices or ())[:1]:
+        if device.type not in backend.accelerators:
+            raise StrategyUnavailableError(
+                f"strategy {strategy!r} can't run on {device.type!r}; it runs on {' and '.join(backend.accelerators)}.\n"
+                f"Write accelerator={backend.accelerators[-1]!r}, or see `fsdp list` for a strategy for this hardware."
+            )
+        bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        precision.check_device(device, bf16_supported=bf16)
+
+
+def check_state_dict_type(state_dict_type: str) -> None:
+    """Refuse what is neither ``"sharded"`` nor ``"full"``.
+
+    Raises:
+        UnsupportedCapabilityError: It is neither.
+    """
+    if state_dict_type not in ("sharded", "full"):
+        raise UnsupportedCapabilityError(
+            f"state_dict_type={state_dict_type!r} is no kind of checkpoint.\n"
+            "Write 'sharded' for a folder that every rank writes its part of, or 'full' for one file."
+        )
+
+
+def reduce_op_name(reduce_op: Any) -> str:
+    """Name a reduction, given as Lightning gives it: a string, torch's ``ReduceOp``, or ``None`` for the mean.
+
+    Example:
+        >>> reduce_op_name(None), reduce_op_name("AVG"), reduce_op_name(torch.distributed.ReduceOp.SUM)
+        ('mean', 'mean', 'sum')
+    """
+    if reduce_op is None:
+        return "mean"
+    name = reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower()
+    name = "mean" if name == "avg" else name
+    if name not in ("mean", "sum", "max", "min"):
+        raise UnsupportedCapabilityError(f"reduce_op={reduce_op!r} is not known.\nWrite 'mean', 'sum', 'max' or 'min'.")
+    return name

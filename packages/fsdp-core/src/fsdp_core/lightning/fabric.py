@@ -1,0 +1,284 @@
+"""Fabric's side of every sharded strategy. Knows Lightning, and nothing of how a module is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import FSDPStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_core.backend import Backend
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name
+from fsdp_core.lightning.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
+from fsdp_core.lightning.forwarding import ShardedForward, root_of
+from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precision
+from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher, reset_seed
+from fsdp_core.precision import ShardPrecision
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+
+__all__ = ["ShardedFabricStrategy"]
+
+
+class ShardedFabricStrategy(ParallelStrategy):
+    """Runs modules on a :class:`~fsdp_core.backend.Backend` under Fabric.
+
+    A backend's public strategy class inherits from it and adds a constructor that makes the backend.
+
+    Args:
+        backend: How modules are sharded.
+        strategy_name: The name that users type, for messages and checkpoints.
+        runtime: Where the ranks meet; a process group when ``None``.
+        accelerator: As in Lightning.
+        parallel_devices: As in Lightning.
+        cluster_environment: As in Lightning.
+        checkpoint_io: As in Lightning; used for ``full`` checkpoints only.
+        precision: As in Lightning; a precision string given to Fabric is the usual way.
+        state_dict_type: ``"sharded"`` for folders that every rank writes its part of, ``"full"`` for one file.
+        timeout: How long a collective may wait for its peers.
+
+    Raises:
+        UnsupportedCapabilityError: An option that shards can't follow.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        strategy_name: str,
+        runtime: Runtime | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        timeout: timedelta | None = None,
+    ) -> None:
+        check_state_dict_type(state_dict_type)
+        self.backend = backend
+        self.runtime = runtime or ProcessGroupRuntime()
+        self.strategy_name = strategy_name
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout
+        self.roots: list[nn.Module] = []
+        self._num_nodes = 1
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision=precision,
+        )
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
+        self._backward_sync_control = _NoSync(backend)
+
+    # -- where we run ----------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """How many hosts take part."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks run on this host."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Precision | None) -> None:
+        if plugin is None or isinstance(plugin, ShardedFabricPrecision):
+            self._precision = plugin
+            return
+        name, scaler = asked_precision(plugin)
+        precision = self.backend.effective_precision(ShardPrecision.named(name))
+        self._precision = ShardedFabricPrecision(precision, self, scaler)
+        # Fabric keeps Lightning's plugin for fabric.autocast()
+        plugin.forward_context = self._precision.forward_context  # type: ignore[method-assign]
+
+    @property
+    def _shard_precision(self) -> ShardPrecision:
+        plugin = self._precision
+        return plugin._shards.shards if isinstance(plugin, ShardedFabricPrecision) else ShardPrecision()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.state_dict_type == "sharded":
+            raise UnsupportedCapabilityError(
+                f"{type(io).__name__} can't write sharded checkpoints, which every rank writes its own part of.\n"
+                f"Leave it out, or write strategy={type(self).__name__}(state_dict_type='full')."
+            )
+        self._checkpoint_io = io
+
+    def _set_world_ranks(self) -> None:
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        fabric_rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        check_devices(self.strategy_name, self.backend, self.parallel_devices, self._shard_precision)
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = FabricSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self._set_world_ranks()
+        environment = self.cluster_environment
+        assert environment is not None
+        self.runtime.start(
+            rank=self.global_rank,
+            local_rank=self.local_rank,
+            world_size=self.world_size,
+            device=self.root_device,
+            address=environment.main_address,
+            port=environment.main_port,
+            timeout=self.timeout,
+        )
+        self.backend.bind(self.runtime, self._shard_precision)
+
+    # -- from the user's module to shards --------------------------------------------------------------------------
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(self.backend.init_context(bool(empty_init)))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        root = self.backend.shard(module)
+        if not any(known is root for known in self.roots):
+            self.roots.append(root)
+        return ShardedForward(root)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        forward = self.setup_module(module)
+        self.backend.repoint(optimizers, self.roots)
+        return forward, optimizers, scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self.backend.repoint([optimizer], self.roots)
+        return optimizer
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing to do: sharding places each unit on its device."""
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        self.precision.unscale_gradients(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return self.backend.clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        self.precision.unscale_gradients(optimizer)
+        self.backend.clip_value([p for group in optimizer.param_groups for p in group["params"]], float(clip_val))
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; what is not a tensor comes back unchanged."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return self.runtime.all_reduce(tensor, reduce_op_name(reduce_op), group)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return self.runtime.all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        self.runtime.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.runtime.broadcast_object(obj, src)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return self.backend.model_state(root_of(module))
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        self.backend.load_model_state(root_of(module), state_dict, strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.backend.optimizer_state(owner_of(optimizer, self.roots), optimizer)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        save_checkpoint(self, str(self.broadcast(str(path))), state, storage_options, filter or {})
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        return load_checkpoint(self, Path(self.broadcast(str(path))), state, strict, weights_only)
+
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision.teardown()
+        self.accelerator.teardown()
+        if self._checkpoint_io is not None:
+            self._checkpoint_io.teardown()
+
+
+class _NoSync(BackwardSyncControl):
+    """Tells Fabric how to leave out the reduction of gradients."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self._backend.no_sync(root_of(module)) if enabled else nullcontext()
+
+
+# See fsdp_core/lightning/trainer.py for why.
+FSDPStrategy.register(ShardedFabricStrategy)

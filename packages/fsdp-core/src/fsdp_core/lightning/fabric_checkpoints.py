@@ -1,0 +1,171 @@
+"""``Fabric.save`` and ``Fabric.load``: the user's dict of objects, to a sharded folder or a full file and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning.fabric.plugins import CheckpointIO
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_core import checkpoint as checkpoints
+from fsdp_core.backend import Backend
+from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError, UnsupportedCapabilityError
+from fsdp_core.fqn import aliases
+from fsdp_core.lightning.forwarding import root_of
+from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
+from fsdp_core.runtime import Runtime
+
+__all__ = ["load_checkpoint", "owner_of", "save_checkpoint"]
+
+
+class _Strategy(Protocol):
+    backend: Backend
+    runtime: Runtime
+    roots: list[nn.Module]
+    strategy_name: str
+    state_dict_type: str
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO: ...
+
+
+def owner_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module:
+    """Find the sharded root whose parameters an optimizer holds.
+
+    Raises:
+        OptimizerMismatchError: None does, or more than one.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owners = [root for root in roots if any(id(p) in held for p in root.parameters())]
+    if len(owners) == 1:
+        return owners[0]
+    if not owners:
+        raise OptimizerMismatchError(
+            f"{type(optimizer).__name__} holds no parameter of a model that was set up.\n"
+            "Write `model, optimizer = fabric.setup(model, optimizer)` before saving or loading."
+        )
+    raise OptimizerMismatchError(
+        f"{type(optimizer).__name__} holds parameters of {len(owners)} models, whose names may be the same.\n"
+        "Use one optimizer per model, or put the models into one nn.ModuleDict and set that up."
+    )
+
+
+def save_checkpoint(
+    strategy: _Strategy,
+    path: str,
+    state: dict[str, Any],
+    storage_options: Any,
+    filters: dict[str, Callable[[str, Any], bool]],
+) -> None:
+    """Save a dict of modules, optimizers, stateful objects and plain data. All ranks must call it.
+
+    Args:
+        strategy: Its backend, runtime and kind of checkpoint.
+        path: A folder for sharded checkpoints, a file for full ones.
+        state: The user's objects by key.
+        storage_options: For the ``CheckpointIO`` that writes full checkpoints.
+        filters: By key of ``state``: which names of its state to keep.
+    """
+    backend, converted, kinds, tied = strategy.backend, {}, {}, {}
+    for key, obj in state.items():
+        if isinstance(obj, nn.Module):
+            root = root_of(obj)
+            converted[key] = backend.model_state(root)
+            kinds[key] = "model"
+            tied.update({f"{key}/{a}": f"{key}/{b}" for a, b in aliases(root).items()})
+        elif isinstance(obj, Optimizer):
+            converted[key] = backend.optimizer_state(owner_of(obj, strategy.roots), obj)
+            kinds[key] = "optimizer"
+        else:
+            converted[key] = obj.state_dict() if callable(getattr(obj, "state_dict", None)) else obj
+        if key in filters and isinstance(converted[key], dict):
+            converted[key] = {k: v for k, v in converted[key].items() if filters[key](k, v)}
+    if strategy.state_dict_type == "full":
+        whole = gathered(converted, backend)
+        whole = {k: numbered(v) if kinds.get(k) == "optimizer" else v for k, v in whole.items()}
+        write_on_rank_zero(
+            Path(path),
+            lambda: strategy.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options),
+            strategy.runtime,
+        )
+        return
+    if storage_options is not None:
+        raise UnsupportedCapabilityError(
+            "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
+            f"Leave them out, or write strategy={type(strategy).__name__}(state_dict_type='full')."
+        )
+    kept = {f"{key}/{name}" for key, kind in kinds.items() if kind == "model" for name in converted[key]}
+    checkpoints.save(
+        path,
+        converted,
+        runtime=strategy.runtime,
+        strategy=strategy.strategy_name,
+        kinds=kinds,
+        aliases={a: b for a, b in tied.items() if a in kept and b in kept},
+    )
+
+
+def load_checkpoint(
+    strategy: _Strategy, path: Path, state: Any, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Restore what :func:`save_checkpoint` saved, in place.
+
+    Args:
+        strategy: Its backend and models.
+        path: A sharded folder or a full file; which of the two is seen from what is there.
+        state: The user's objects by key; a module or an optimizer alone, whose state is the whole checkpoint; or
+            nothing, to get everything back.
+        strict: Whether every key must be there, and the names in modules agree.
+        weights_only: ``False`` lets a full file execute code.
+
+    Returns:
+        What was not restored into ``state``, tensors whole.
+
+    Raises:
+        CheckpointMismatchError: A key, name, shape or dtype doesn't fit.
+    """
+    saved: Any = (
+        checkpoints.load(path) if path.is_dir() else read_full_file(path, weights_only)
+    )
+    if isinstance(state, nn.Module | Optimizer):
+        _restore(strategy, state, saved, strict)
+        return {}
+    state = state if state is not None else {}
+    missing = [key for key in state if key not in saved]
+    if strict and missing:
+        raise CheckpointMismatchError(
+            f"{path} holds no {missing[0]!r}; it holds {', '.join(map(repr, saved))}.\n"
+            "Ask for what is there, or load with strict=False."
+        )
+    # modules first: optimizers are checked against their parameters
+    for key in sorted(state, key=lambda k: not isinstance(state[k], nn.Module)):
+        if key in saved and not _restore(strategy, state[key], saved[key], strict):
+            state[key] = _whole(saved[key])
+    return {key: _whole(value) for key, value in saved.items() if key not in state}
+
+
+def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool) -> bool:
+    """Restore one object in place; ``False`` if it is plain data, which can't be."""
+    if isinstance(obj, nn.Module):
+        strategy.backend.load_model_state(root_of(obj), value, strict)
+    elif isinstance(obj, Optimizer):
+        strategy.backend.load_optimizer_state(owner_of(obj, strategy.roots), obj, value)
+    elif callable(getattr(obj, "load_state_dict", None)):
+        obj.load_state_dict(_whole(value))
+    else:
+        return False
+    return True
+
+
+def _whole(value: Any) -> Any:
+    """Read what is still only a handle on a saved tensor."""
+    if isinstance(value, dict):
+        return {k: _whole(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_whole(v) for v in value]
+    if type(value) is tuple:
+        return tuple(_whole(v) for v in value)
+    return value.full() if isinstance(value, checkpoints.SavedTensor) else value

@@ -1,0 +1,34 @@
+"""What Fabric calls in the place of a root that is sharded in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["ShardedForward", "root_of"]
+
+
+class ShardedForward(nn.Module):
+    """Calls a sharded root, and is another object than it.
+
+    Fabric sends a step method through the wrapper's forward, and so through the root's hooks, only if the strategy's
+    module is not the user's own. It holds no parameters itself, so names stay the user's.
+
+    Args:
+        root: The sharded root.
+    """
+
+    root: nn.Module
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "root", root)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.root(*args, **kwargs)
+
+
+def root_of(module: nn.Module) -> nn.Module:
+    """The sharded root that a module of Fabric's stands for."""
+    return module.root if isinstance(module, ShardedForward) else module

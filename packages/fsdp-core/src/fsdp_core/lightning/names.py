@@ -1,0 +1,155 @@
+"""Enters our strategy names in Lightning's registries: the place that knows those registries.
+
+Checked on Lightning 2.6.6. A registry is a dict from name to factory, filled when Lightning's strategies module runs;
+Trainer and Fabric take a snapshot of the names and call the factory when they are built.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from fsdp_core import registry
+from fsdp_core.autoload import warn
+from fsdp_core.errors import StrategyUnavailableError
+from fsdp_core.strategy_info import FrontEnd
+
+__all__ = ["LazyStrategy", "StrategyNames", "enter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Home:
+    """Where one of Lightning's packages keeps its registry.
+
+    Attributes:
+        attribute: The registry's name in the strategies module.
+        front_end: Whose strategies it holds.
+        instead: For a stand-alone package, whose classes our adapters can't subclass too: the line that users write
+            and the one to write in its place.
+    """
+
+    attribute: str
+    front_end: FrontEnd
+    instead: tuple[str, str] | None = None
+
+
+_HOMES = {
+    "lightning.fabric.strategies": _Home(attribute="STRATEGY_REGISTRY", front_end="fabric"),
+    "lightning.pytorch.strategies": _Home(attribute="StrategyRegistry", front_end="trainer"),
+    "lightning_fabric.strategies": _Home(
+        attribute="STRATEGY_REGISTRY",
+        front_end="fabric",
+        instead=("from lightning_fabric import Fabric", "from lightning.fabric import Fabric"),
+    ),
+    "pytorch_lightning.strategies": _Home(
+        attribute="StrategyRegistry",
+        front_end="trainer",
+        instead=("import pytorch_lightning as pl", "import lightning.pytorch as pl"),
+    ),
+}
+
+# "auto" never reaches a registry; Lightning enters "single_tpu" only after its strategies module has run.
+_RESERVED = frozenset({"auto", "single_tpu"})
+
+_TAKEN_OVER = "xla_fsdp"  # the one name of Lightning's (of Fabric's) that our own package replaces
+
+
+@dataclass(frozen=True, kw_only=True)
+class LazyStrategy:
+    """What a registry holds under one of our names: imports and builds the strategy when Lightning calls it.
+
+    The names that can't be used (ambiguous, broken, not installed, not for this front end) have one too, so that the
+    user reads our error and not Lightning's that the name is invalid.
+    """
+
+    name: str
+    front_end: FrontEnd
+    instead: tuple[str, str] | None = None
+
+    def __call__(self, **options: Any) -> Any:
+        if self.instead is not None:
+            registry.describe(self.name)  # an error about the name itself comes first
+            written, right = self.instead
+            raise StrategyUnavailableError(
+                f"strategy {self.name!r} works with the package 'lightning' (pip install lightning), "
+                f"but this script imports {written.split()[1]!r}, whose classes are others.\n"
+                f"Write `{right}` in place of `{written}`, everywhere in the script."
+            )
+        return registry.resolve(self.name, self.front_end)(**options)
+
+
+def enter(module: ModuleType) -> None:
+    """Enter every name that we know in the registry of one of Lightning's strategies modules. Idempotent.
+
+    Lightning's own names stay Lightning's, but for Fabric's ``"xla_fsdp"`` when fsdp-xla is installed; a plugin that
+    claims another of them is passed over with a warning.
+
+    Args:
+        module: ``lightning.pytorch.strategies``, ``lightning.fabric.strategies`` or a stand-alone package's.
+    """
+    home = _HOMES[module.__name__]
+    names = getattr(module, home.attribute)
+    infos = registry.strategies()
+    passed_over = []
+    for name in registry.known_names():
+        # Not names.get(name), which would build the strategy.
+        is_lightnings = name in names and not isinstance(names[name]["strategy"], LazyStrategy)
+        if name in _RESERVED or (is_lightnings and not _takes_over(name, home)):
+            passed_over.append(name)
+            continue
+        names.register(
+            name,
+            LazyStrategy(name=name, front_end=home.front_end, instead=home.instead),
+            description=infos[name].summary if name in infos else "can't be used as it is: see `fsdp list`",
+            override=True,
+        )
+    names.available_strategies = partial(StrategyNames, names)
+    for name in passed_over:
+        _warn_of_claims(name, module)
+
+
+def _takes_over(name: str, home: _Home) -> bool:
+    return (
+        name == _TAKEN_OVER
+        and home.instead is None
+        and any(one.canonical_name == registry.FIRST_PARTY[name] for one in registry.claimants(name))
+    )
+
+
+def _warn_of_claims(name: str, module: ModuleType) -> None:
+    for provider in registry.claimants(name):
+        warn(
+            f"the strategy {name!r} of {provider} is passed over: {module.__name__} has its own of that name.\n"
+            f"To use it, have its authors choose another name; to be rid of this warning, type: "
+            f"pip uninstall {provider.name}"
+        )
+
+
+class StrategyNames(list[str]):
+    """A registry's names, as ``available_strategies()`` lists them; a misspelt one of ours gets our error.
+
+    Lightning's connectors test the user's string against this list, and say of an unknown one only that it is invalid.
+    There is no public way to have a say in that. So the test raises :class:`~fsdp_core.UnknownStrategyError`, a
+    ``ValueError`` like Lightning's own, if a connector asks, Lightning does not know the name either, and the name
+    looks like one of ours. Anybody else's test gets the plain answer. Checked on Lightning 2.6.6.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        asks = sys._getframe(1).f_code.co_name
+        if isinstance(name, str) and asks == "_check_config_and_set_final_flags" and self._looks_like_ours(name):
+            raise registry.unknown_strategy(name, self._lightnings())
+        return False
+
+    def _looks_like_ours(self, name: str) -> bool:
+        ours, _ = registry.likeness(name, registry.known_names())
+        lightnings, _ = registry.likeness(name, self._lightnings())
+        return "fsdp" in name or (ours >= registry.CUTOFF and ours > lightnings)
+
+    def _lightnings(self) -> Iterable[str]:
+        return sorted(set(self) - set(registry.known_names()))

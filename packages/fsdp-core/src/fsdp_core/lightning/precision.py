@@ -1,0 +1,227 @@
+"""Lightning's precision plugins for shards: one for Trainer, one for Fabric, both made from a ``ShardPrecision``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.fabric.plugins.precision.amp import MixedPrecision as FabricMixedPrecision
+from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
+from lightning.fabric.plugins.precision.half import HalfPrecision as FabricHalfPrecision
+from lightning.pytorch.plugins.precision import (
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from fsdp_core.backend import Backend
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
+from fsdp_core.precision import ShardPrecision
+from fsdp_core.torch_private import make_scaler_sharded
+
+__all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]
+
+#: Plugins that mean nothing but their precision string, and perhaps a gradient scaler.
+_TRANSLATED = (
+    Precision,
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    FabricPrecision,
+    FabricFSDPPrecision,
+    FabricHalfPrecision,
+    FabricMixedPrecision,
+)
+
+
+class _HasBackend(Protocol):
+    backend: Backend
+
+    @property
+    def root_device(self) -> torch.device: ...
+
+
+def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
+    """Read from a plugin of Lightning's what precision was asked for, and the user's own gradient scaler.
+
+    Raises:
+        UnsupportedCapabilityError: The plugin does something that shards can't follow.
+    """
+    if type(plugin) not in _TRANSLATED:
+        raise UnsupportedCapabilityError(
+            f"the precision plugin {type(plugin).__name__} can't be used with a sharded strategy, which casts shards "
+            "itself.\nWrite precision='bf16-mixed' (or another precision string) in its place."
+        )
+    # Lightning makes FSDPPrecision's scaler by itself and drops the user's; it is made anew, for the device in use
+    own = None if isinstance(plugin, FSDPPrecision | FabricFSDPPrecision) else getattr(plugin, "scaler", None)
+    return str(plugin.precision), own
+
+
+class _Shards:
+    """What both plugins are made of."""
+
+    def __init__(self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is not None and not precision.scaled:
+            raise UnsupportedCapabilityError(
+                f"precision={precision.name!r} needs no gradient scaler, but got {type(scaler).__name__}.\n"
+                "Leave it out, or write precision='16-mixed'."
+            )
+        self.shards = precision
+        self.strategy = strategy
+        self._asked_scaler = scaler
+        self._scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler, made when the device is known."""
+        if self._scaler is None and self.shards.scaled:
+            self._scaler = self._asked_scaler or torch.amp.GradScaler(self.strategy.root_device.type)
+            make_scaler_sharded(self._scaler, lambda flag: self.strategy.backend.runtime.all_reduce(flag, "max"))
+        return self._scaler
+
+    def dtype_context(self) -> AbstractContextManager[Any]:
+        return DtypeContext(self.shards.storage)
+
+    def compute_context(self) -> AbstractContextManager[Any]:
+        if self.shards.autocast:
+            return torch.autocast(self.strategy.root_device.type, dtype=self.shards.compute)
+        return nullcontext() if self.shards.storage is torch.float32 else DtypeContext(self.shards.storage)
+
+    def cast_module(self, module: nn.Module) -> nn.Module:
+        return module if self.shards.storage is torch.float32 else module.to(self.shards.storage)
+
+    def cast_input(self, data: Any) -> Any:
+        if self.shards.storage is torch.float32:
+            return data  # the backend casts to the compute dtype, if there is one
+        return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=self.shards.storage)
+
+
+class ShardedTrainerPrecision(Precision):
+    """Precision of sharded training under the Trainer. Clips through the strategy's backend."""
+
+    def __init__(
+        self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        self._shards = _Shards(precision, strategy, scaler)
+        self.precision: Any = precision.name
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler, if fp16 needs one."""
+        return self._shards.scaler
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self._shards.cast_module(module)
+
+    def convert_input(self, data: Any) -> Any:
+        return self._shards.cast_input(data)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self._shards.dtype_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self._shards.dtype_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._shards.compute_context()
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedCapabilityError(
+                "LBFGS evaluates its closure several times a step, which a gradient scaler can't follow.\n"
+                "Write precision='bf16-mixed' or '32-true'."
+            )
+        result = closure()
+        self.scaler.unscale_(optimizer)  # before clipping, and before hooks that look at gradients
+        self._after_closure(model, optimizer)
+        skipped_backward = result is None
+        if model.automatic_optimization and skipped_backward:
+            return result
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._shards.strategy.backend.clip_norm(parameters, float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._shards.strategy.backend.clip_value(parameters, float(clip_val))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+
+class ShardedFabricPrecision(FabricPrecision):
+    """Precision of sharded training under Fabric."""
+
+    def __init__(
+        self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        self._shards = _Shards(precision, strategy, scaler)
+        self.precision: Any = precision.name
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler, if fp16 needs one."""
+        return self._shards.scaler
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self._shards.cast_module(module)
+
+    def convert_input(self, data: Any) -> Any:
+        return self._shards.cast_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=torch.get_default_dtype())
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self._shards.dtype_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self._shards.dtype_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._shards.compute_context()
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        super().backward(tensor, model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)

@@ -1,0 +1,362 @@
+"""The Trainer's side of every sharded strategy. Knows Lightning, and nothing of how a module is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_core import checkpoint as checkpoints
+from fsdp_core.backend import Backend
+from fsdp_core.checkpoint.plain_data import encode
+from fsdp_core.errors import CheckpointMismatchError, UnsupportedCapabilityError
+from fsdp_core.fqn import aliases
+from fsdp_core.lightning.averaging import averaged_models, take_averaged_state
+from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name
+from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
+from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
+from fsdp_core.lightning.private import TrainerSubprocessLauncher, reset_seed
+from fsdp_core.precision import ShardPrecision
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+
+__all__ = ["ShardedTrainerStrategy"]
+
+
+class ShardedTrainerStrategy(ParallelStrategy):
+    """Runs a LightningModule on a :class:`~fsdp_core.backend.Backend`.
+
+    A backend's public strategy class inherits from it and adds a constructor that makes the backend.
+
+    Args:
+        backend: How the module is sharded.
+        strategy_name: The name that users type, for messages and checkpoints.
+        runtime: Where the ranks meet; a process group when ``None``.
+        accelerator: As in Lightning.
+        parallel_devices: As in Lightning.
+        cluster_environment: As in Lightning.
+        checkpoint_io: As in Lightning; used for ``full`` checkpoints only.
+        precision_plugin: As in Lightning; a precision string given to the Trainer is the usual way.
+        state_dict_type: ``"sharded"`` for folders that every rank writes its part of, ``"full"`` for one file.
+        timeout: How long a collective may wait for its peers.
+
+    Raises:
+        UnsupportedCapabilityError: An option that shards can't follow.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        strategy_name: str,
+        runtime: Runtime | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        timeout: timedelta | None = None,
+    ) -> None:
+        check_state_dict_type(state_dict_type)
+        self.backend = backend
+        self.runtime = runtime or ProcessGroupRuntime()
+        self.strategy_name = strategy_name
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout
+        self.num_nodes = 1
+        self._in_step = False
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+        )
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
+
+    # -- where we run ----------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks run on this host."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is None or isinstance(plugin, ShardedTrainerPrecision):
+            self._precision_plugin = plugin
+            return
+        name, scaler = asked_precision(plugin)
+        precision = self.backend.effective_precision(ShardPrecision.named(name))
+        self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler)
+
+    @property
+    def _precision(self) -> ShardPrecision:
+        plugin = self._precision_plugin
+        return plugin._shards.shards if isinstance(plugin, ShardedTrainerPrecision) else ShardPrecision()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.state_dict_type == "sharded":
+            raise UnsupportedCapabilityError(
+                f"{type(io).__name__} can't write sharded checkpoints, which every rank writes its own part of.\n"
+                f"Leave it out, or write strategy={type(self).__name__}(state_dict_type='full')."
+            )
+        self._checkpoint_io = io
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        fabric_rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        check_devices(self.strategy_name, self.backend, self.parallel_devices, self._precision)
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = TrainerSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        environment = self.cluster_environment
+        assert environment is not None
+        self.runtime.start(
+            rank=self.global_rank,
+            local_rank=self.local_rank,
+            world_size=self.world_size,
+            device=self.root_device,
+            address=environment.main_address,
+            port=environment.main_port,
+            timeout=self.timeout,
+        )
+        self.backend.bind(self.runtime, self._precision)
+
+    # -- from the user's module to shards --------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        with self.backend.init_context(bool(empty_init)), self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
+        if fitting:
+            # refuse now what the first checkpoint, perhaps hours from now, could not hold
+            encode({"hyper_parameters": dict(module.hparams)}, lambda keys, tensor: None)
+        if not self.backend.is_sharded(module):
+            converted: Any = self.precision_plugin.convert_module(module)
+            if self._layer_sync is not None:
+                converted = self._layer_sync.apply(converted)
+            module = converted
+        self.model = self.backend.shard(module)
+        for averaged in averaged_models(trainer):
+            self.backend.shard(averaged)
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            with self.backend.as_written(self.model):
+                self.setup_optimizers(trainer)
+            self.backend.repoint(self.optimizers, [self.model])
+        self.setup_precision_plugin()
+        self.barrier()
+
+    def model_to_device(self) -> None:
+        """Nothing to do: sharding places each unit on its device."""
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._in_step = True
+        try:
+            return self._step("training_step", *args, **kwargs)
+        finally:
+            self._in_step = False
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._eval_step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._eval_step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._eval_step("predict_step", *args, **kwargs)
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step method of the user's inside the root's forward pass, so that the root's shards are gathered."""
+        assert self.model is not None and self.lightning_module is not None
+        with self.precision_plugin.forward_context():
+            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+
+    def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        output = self._step(name, *args, **kwargs)
+        assert self.model is not None
+        self.backend.after_eval(self.model)
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        assert self.model is not None
+        with self.backend.no_sync(self.model):
+            yield
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._refresh_in_step()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._refresh_in_step()
+        return output
+
+    def _refresh_in_step(self) -> None:
+        """Manual optimization runs backward passes and steps inside the root's forward pass."""
+        assert self.lightning_module is not None and self.model is not None
+        if self._in_step and not self.lightning_module.automatic_optimization:
+            self.backend.refresh(self.model)
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self.model is not None and self.backend.is_sharded(self.model):
+            self.backend.reset(self.model)
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; what is not a tensor comes back unchanged."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return self.runtime.all_reduce(tensor, reduce_op_name(reduce_op), group)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return self.runtime.all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        self.runtime.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.runtime.broadcast_object(obj, src)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        return self.backend.model_state(self.model)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.model is not None and self.lightning_module is not None
+        self.backend.load_model_state(self.model, checkpoint["state_dict"], strict)
+        take_averaged_state(self.lightning_module.trainer, checkpoint, self.backend.model_state(self.model))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.backend.optimizer_state(self.model, plain)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.model is not None
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointMismatchError(
+                f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers made "
+                f"{len(self.optimizers)}.\nReturn the optimizers that it was saved with."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            self.backend.load_optimizer_state(self.model, optimizer, state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        path = self.broadcast(str(filepath))
+        rest = dict(checkpoint)
+        model, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
+        if self.state_dict_type == "full":
+            whole = gathered({"state_dict": model, **rest}, self.backend)
+            if optimizers is not None:
+                whole["optimizer_states"] = [numbered(gathered(state, self.backend)) for state in optimizers]
+            write_on_rank_zero(
+                Path(path),
+                lambda: self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options),
+                self.runtime,
+            )
+            return
+        if storage_options is not None:
+            raise UnsupportedCapabilityError(
+                "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
+                f"Leave them out, or write strategy={type(self).__name__}(state_dict_type='full')."
+            )
+        assert self.model is not None
+        state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
+        kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
+        checkpoints.save(
+            path,
+            state,
+            runtime=self.runtime,
+            strategy=self.strategy_name,
+            kinds=kinds,
+            aliases={f"model/{a}": f"model/{b}" for a, b in aliases(self.model).items() if a in model and b in model},
+        )
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(str(checkpoint_path)))
+        if path.is_file() or not path.exists():
+            full: dict[str, Any] = read_full_file(path, weights_only)
+            return full
+        saved = checkpoints.load(path)
+        rest = saved.get("trainer", {})
+        optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
+        return {"state_dict": saved["model"], **optimizers, **rest}
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            checkpoints.remove(Path(filepath))
+        self.barrier()  # before a rank writes to the same path again
+
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        if self._checkpoint_io is not None:
+            self._checkpoint_io.teardown()
+
+
+# Passes Lightning's isinstance gates (distributed sampling, no inference_mode over shards, compiled modules, precision
+# left to the strategy) without inheriting FSDP1's code, and without its ban of the CPU, which asks for the exact class.
+FSDPStrategy.register(ShardedTrainerStrategy)

@@ -1,0 +1,175 @@
+"""Real ranks for tests: processes that meet over gloo, kept between tests, and ended when one of them fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["RankError", "RankPool"]
+
+
+class RankError(AssertionError):
+    """A rank failed or ran out of time; the message holds each rank's traceback."""
+
+
+class RankPool:
+    """Runs functions on several ranks at once.
+
+    Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning takes
+    the ranks as they are. Processes live on between calls, since importing torch and Lightning takes seconds; a process
+    group left open by a call is closed after it.
+
+    Example:
+        .. code-block:: python
+
+            with RankPool() as pool:
+                pool.run(2, train, 5)  # [train(5) on rank 0, train(5) on rank 1]
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call ``function(*args)`` on every rank.
+
+        Args:
+            world_size: The number of ranks.
+            function: A function that ranks can import by module and name.
+            *args: Picklable arguments.
+            timeout: Seconds that the slowest rank may take.
+
+        Returns:
+            What each rank returned, by rank. It must be picklable.
+
+        Raises:
+            RankError: A rank raised, died, or took too long.
+        """
+        while len(self._workers) < world_size:
+            self._start_worker()
+        port = _free_port()
+        for rank in range(world_size):
+            self._workers[rank][1].send((function.__module__, function.__qualname__, args, sys.path, rank, world_size, port))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < world_size:
+            waiting = {self._workers[r][1]: r for r in range(world_size) if r not in results and r not in failures}
+            # after a failure, peers wait in a collective that no one will join: give them a moment to fail too
+            left = min(deadline, time.monotonic() + 5.0) - time.monotonic() if failures else deadline - time.monotonic()
+            ready = wait(list(waiting), timeout=max(left, 0.0))
+            if not ready:
+                failures.update({r: f"no answer within {timeout:g} s" for r in waiting.values()})
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                try:
+                    ok, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, f"the process died with exit code {self._exit_code(rank)}"
+                (results if ok else failures)[rank] = value
+        if failures:
+            self.close()
+            told = "\n".join(f"--- rank {rank} of {world_size}\n{text}" for rank, text in sorted(failures.items()))
+            raise RankError(f"{function.__qualname__} failed:\n{told}")
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for _, connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        for process, connection in self._workers:
+            process.join(timeout=2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            connection.close()
+        self._workers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start_worker(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
+
+    def _exit_code(self, rank: int) -> int | None:
+        process = self._workers[rank][0]
+        process.join(timeout=2.0)
+        return process.exitcode
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _work(connection: Connection) -> None:
+    """The life of a rank's process: take a call, answer, until told to end."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        if job is None:
+            return
+        try:
+            answer = (True, _call(*job))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+def _call(
+    module: str, name: str, args: tuple[Any, ...], path: list[str], rank: int, world_size: int, port: int
+) -> Any:
+    import importlib
+
+    import torch
+    import torch.distributed as dist
+
+    sys.path[:] = path
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="fsdp-core-ranks",
+    )
+    function: Any = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    torch.manual_seed(0)
+    try:
+        return function(*args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()

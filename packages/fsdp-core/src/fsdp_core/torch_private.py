@@ -1,0 +1,71 @@
+"""The private names of torch that this package uses, each with its reason. Checked on torch 2.9.0 and 2.13.0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["foreach_mul_", "foreach_norm", "make_scaler_sharded", "queue_backward_callback"]
+
+
+def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device in place, in as few kernels as torch's own optimizers use.
+
+    There is no public fused multiply over a list.
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Norms of tensors of one device and dtype, accumulated in fp32, in one kernel.
+
+    ``torch.nn.utils.get_total_norm`` is public, but rounds the norms of bf16 gradients to bf16.
+    """
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass in progress has finished.
+
+    There is no public hook at the end of a backward pass; FSDP1, FSDP2 and DDP use this one.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+
+
+def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[Tensor], Tensor]) -> None:
+    """Let ``scaler`` see an overflow that happened in another rank's shard.
+
+    ``GradScaler`` decides on each rank alone whether to skip a step; over shards, the ranks would part ways. It also
+    can't unscale sharded and replicated gradients in one list. Both live in ``_unscale_grads_``, the method that torch's
+    own ``ShardedGradScaler`` replaces; it is replaced on the instance, so that a scaler of the user's own stays one.
+
+    Args:
+        scaler: The scaler, changed in place.
+        all_reduce_max: Takes the largest value over the ranks of a tensor of shape ``(1,)``.
+    """
+
+    def unscale(
+        optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                grad = parameter.grad
+                local = grad.to_local() if hasattr(grad, "to_local") else grad
+                by_kind.setdefault((local.device, local.dtype), []).append(local)
+        found: dict[torch.device, Tensor] = {inv_scale.device: found_inf.clone()}
+        for (device, _), grads in by_kind.items():
+            flag = found.setdefault(device, found_inf.to(device, copy=True))
+            filled = [g for g in grads if g.numel()]
+            if filled:
+                torch._amp_foreach_non_finite_check_and_unscale_(filled, flag, inv_scale.to(device))
+        return {device: all_reduce_max(flag) for device, flag in found.items()}
+
+    instance: Any = scaler
+    instance._unscale_grads_ = unscale

@@ -1,0 +1,216 @@
+"""Which parts of a module are sharded as units of their own, and which recompute their activations.
+
+The words are the same for every backend: a set of classes, a callable, or ``"auto"``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.fqn import unwrap_compiled
+
+__all__ = ["ActivationCheckpointingPolicy", "WrapPolicy", "checkpoint_activations", "repeated_blocks", "select_units"]
+
+#: Classes, a predicate on modules, one of torch's FSDP policies (called with module, recurse, nonwrapped_numel), or
+#: ``"auto"`` for :func:`repeated_blocks`.
+WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | Literal["auto"]
+#: Classes, or a predicate on modules.
+ActivationCheckpointingPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+
+log = logging.getLogger(__name__)
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Find the blocks that a model repeats: members of its outermost ``ModuleList`` s that share a class.
+
+    Example:
+        >>> model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 1)})
+        >>> [block is model["blocks"][i] for i, block in enumerate(repeated_blocks(model))]
+        [True, True]
+    """
+    blocks: list[nn.Module] = []
+
+    def visit(parent: nn.Module) -> None:
+        for child in parent.children():
+            if isinstance(child, nn.ModuleList):
+                members = [unwrap_compiled(m) for m in child]
+                count = Counter(type(m) for m in members)
+                for member in members:
+                    if count[type(member)] > 1 and not isinstance(member, nn.ModuleList | nn.ModuleDict):
+                        blocks.append(member)
+                    else:
+                        visit(member)
+            else:
+                visit(child)
+
+    visit(module)
+    return list(dict.fromkeys(blocks))
+
+
+def select_units(module: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+    """Choose the submodules of ``module`` to shard as units of their own, innermost first; the root is not among them.
+
+    A submodule that shares a parameter with the outside of it is left to the unit around it, so that tied parameters
+    stay in one unit. One that owns no parameters is left out.
+
+    Args:
+        module: The root.
+        policy: See :data:`WrapPolicy`.
+
+    Raises:
+        ShardingError: The policy is not one, matches nothing, or matches a container that is never called.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> len(select_units(model, {nn.Linear})), len(select_units(model, "auto"))
+        (2, 0)
+    """
+    if isinstance(policy, str):
+        if policy != "auto":
+            raise ShardingError(f"auto_wrap_policy={policy!r} is no policy.\n{_HOW_TO_WRAP}")
+        chosen = repeated_blocks(module)
+    else:
+        chosen = list(_matching(module, policy))
+        if not chosen:
+            raise ShardingError(
+                f"auto_wrap_policy={_describe(policy)} matches no submodule of {type(module).__name__}, so nothing but "
+                f"the whole model would be a unit.\nIts submodules are of: {_classes_in(module)}.\n{_HOW_TO_WRAP}"
+            )
+    for unit in chosen:
+        if isinstance(unit, nn.ModuleList | nn.ModuleDict) and type(unit).forward is nn.Module.forward:
+            raise ShardingError(
+                f"auto_wrap_policy={_describe(policy)} matches a {type(unit).__name__}, which is never called itself.\n"
+                "Name the class of its members instead."
+            )
+    chosen_set = set(chosen)
+    depth_first = [m for m in _post_order(module) if m in chosen_set]
+    return [unit for unit in depth_first if any(True for _ in unit.parameters()) and not _shares_outside(unit, module)]
+
+
+def checkpoint_activations(module: nn.Module, policy: ActivationCheckpointingPolicy | None) -> int:
+    """Let the matching submodules recompute their activations in the backward pass, in place.
+
+    The random state is kept, so that dropout repeats itself in the recomputation. Names and classes of modules don't
+    change. Idempotent.
+
+    Args:
+        module: The root.
+        policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none.
+
+    Returns:
+        How many submodules recompute.
+
+    Raises:
+        ShardingError: The policy is no policy, or matches nothing.
+    """
+    if policy is None:
+        return 0
+    chosen = list(_matching(module, policy, option="activation_checkpointing_policy"))
+    if not chosen:
+        raise ShardingError(
+            f"activation_checkpointing_policy={_describe(policy)} matches no submodule of {type(module).__name__}.\n"
+            f"Its submodules are of: {_classes_in(module)}."
+        )
+    for submodule in chosen:
+        if "_fsdp_core_checkpointed" not in submodule.__dict__:
+            submodule.__dict__["_fsdp_core_checkpointed"] = True
+            submodule.forward = functools.partial(  # type: ignore[method-assign]
+                checkpoint, submodule.forward, use_reentrant=False, preserve_rng_state=True
+            )
+    return len(chosen)
+
+
+_HOW_TO_WRAP = (
+    "Write auto_wrap_policy={MyBlock} with the class of the repeated block, a function module -> bool, or 'auto'."
+)
+
+
+def _matching(
+    module: nn.Module, policy: Collection[type[nn.Module]] | Callable[..., bool], option: str = "auto_wrap_policy"
+) -> Iterator[nn.Module]:
+    if isinstance(policy, Collection):
+        classes = tuple(policy)
+        wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, nn.Module))]
+        if wrong:
+            raise ShardingError(f"{option} holds {wrong[0]!r}, which is no class of modules.\n{_HOW_TO_WRAP}")
+        predicate: Callable[[nn.Module], bool] = lambda m: isinstance(m, classes)  # noqa: E731
+    elif isinstance(policy, type) and issubclass(policy, nn.Module):
+        raise ShardingError(f"{option}={policy.__name__} is a class.\nWrite a set of classes: {{{policy.__name__}}}.")
+    elif not callable(policy):
+        raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO_WRAP}")
+    elif _is_torch_policy(policy):
+        yield from _torch_policy_matches(module, policy)
+        return
+    else:
+        predicate = policy
+    for submodule in module.modules():
+        if submodule is not module and predicate(submodule):
+            yield submodule
+
+
+def _is_torch_policy(policy: Callable[..., Any]) -> bool:
+    """Whether ``policy`` takes (module, recurse, nonwrapped_numel), as those of torch.distributed.fsdp.wrap do."""
+    return "recurse" in inspect.signature(policy).parameters
+
+
+def _torch_policy_matches(root: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
+    """Apply one of torch's policies as its FSDP1 does: children first, each seeing what they left over."""
+    matched: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Return how many elements below ``module`` are in units."""
+        size = sum(p.numel() for p in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=size):
+            return 0
+        wrapped = sum(visit(child) for child in module.children())
+        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=size - wrapped):
+            matched.append(module)
+            return size
+        return wrapped
+
+    visit(root)
+    return matched
+
+
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+
+    def visit(parent: nn.Module) -> Iterator[nn.Module]:
+        for child in parent.children():
+            if child not in seen:
+                seen.add(child)
+                yield from visit(child)
+                yield child
+
+    yield from visit(module)
+
+
+def _shares_outside(unit: nn.Module, root: nn.Module) -> bool:
+    """Whether a parameter of ``unit`` is also a parameter of a module outside it."""
+    inside = set(unit.modules())
+    own = {id(p) for p in unit.parameters()}
+    for module in root.modules():
+        if module not in inside and any(id(p) in own for p in module.parameters(recurse=False)):
+            log.info("%s shares a parameter with %s, so it is no unit of its own", type(unit).__name__, type(module).__name__)
+            return True
+    return False
+
+
+def _describe(policy: object) -> str:
+    if isinstance(policy, Collection) and not isinstance(policy, str):
+        return "{" + ", ".join(getattr(c, "__name__", repr(c)) for c in policy) + "}"
+    return getattr(policy, "__name__", repr(policy))
+
+
+def _classes_in(module: nn.Module) -> str:
+    names = dict.fromkeys(type(m).__name__ for m in module.modules() if m is not module)
+    return ", ".join(list(names)[:20]) or "none, it has no submodules"

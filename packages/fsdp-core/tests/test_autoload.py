@@ -1,0 +1,218 @@
+"""``import torch`` brings our names into Lightning, and can't come to harm by it. Real interpreters, real Lightning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Site
+
+IMPLEMENTATION = """
+    import lightning.fabric.strategies
+    import lightning.pytorch.strategies
+
+    class ForTrainer(lightning.pytorch.strategies.SingleDeviceStrategy):
+        def __init__(self, *, level=1, **kwargs):
+            super().__init__(**kwargs)
+            self.level = level
+
+    class ForFabric(lightning.fabric.strategies.SingleDeviceStrategy):
+        pass
+"""
+TINY = """name="tiny", summary="One device.", trainer="tiny_impl:ForTrainer", fabric="tiny_impl:ForFabric",
+    accelerators=("cpu",), options=[Option(name="level", default=1)]"""
+
+
+@pytest.fixture
+def tiny_site(site: Site) -> Site:
+    """A plugin whose strategies are Lightning's own for one device."""
+    site.provide("tiny-plugin", TINY, TINY.replace('"tiny"', '"tiny_3"') + ', presets={"level": 3}', tiny_impl=IMPLEMENTATION)
+    return site
+
+
+def test_a_script_that_imports_lightning_alone_can_say_the_name(tiny_site: Site) -> None:
+    tiny_site.python(
+        """
+        import sys
+        from lightning.pytorch import Trainer
+        from lightning.fabric import Fabric
+        assert "tiny_plugin_plugin" in sys.modules and "tiny_impl" not in sys.modules
+
+        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        trainer = Trainer(strategy="tiny", accelerator="cpu", **quiet)
+        assert type(trainer.strategy).__qualname__ == "ForTrainer" and trainer.strategy.level == 1
+        assert Trainer(strategy="TINY_3", accelerator="cpu", **quiet).strategy.level == 3
+        assert type(Fabric(strategy="tiny", accelerator="cpu")._strategy).__qualname__ == "ForFabric"
+
+        from lightning.pytorch.demos.boring_classes import BoringModel
+        Trainer(strategy="tiny", accelerator="cpu", fast_dev_run=True, **quiet).fit(BoringModel())
+
+        from lightning.pytorch.strategies import StrategyRegistry
+        assert StrategyRegistry["tiny"]["description"] == "One device."
+        """,
+        "-W",
+        "error::RuntimeWarning",
+    )
+
+
+def test_the_environment_variable_turns_it_off_and_the_import_does_it_by_hand(tiny_site: Site) -> None:
+    for imports in ("fsdp_core.lightning, lightning.pytorch", "lightning.pytorch, fsdp_core.lightning"):
+        tiny_site.python(
+            f"""
+            import sys
+            import torch
+            assert "fsdp_core" not in sys.modules
+            import {imports}
+            from lightning.pytorch.strategies import StrategyRegistry
+            from lightning.fabric.strategies import STRATEGY_REGISTRY
+            assert type(StrategyRegistry.get("tiny")).__name__ == "ForTrainer"
+            assert type(STRATEGY_REGISTRY.get("tiny")).__name__ == "ForFabric"
+            """,
+            TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        )
+    tiny_site.python(
+        """
+        from lightning.pytorch import Trainer
+        message = failure(lambda: Trainer(strategy="tiny", accelerator="cpu"))
+        assert message.startswith("ValueError: You selected an invalid strategy name: `strategy='tiny'`"), message
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+
+
+def test_importing_torch_loads_no_plugin(tiny_site: Site) -> None:
+    tiny_site.plugin("exiting-plugin", "raise SystemExit('must not be loaded')")
+    tiny_site.python("""
+        import sys
+        import torch
+        ours = {name for name in sys.modules if name.startswith(("fsdp_", "tiny_", "pluggy", "exiting"))}
+        assert ours == {"fsdp_core", "fsdp_core.autoload"}, ours
+    """)
+
+
+def test_the_finder_leaves_no_trace_in_the_modules(tiny_site: Site) -> None:
+    tiny_site.python("""
+        import copy, importlib, importlib.machinery, importlib.resources, importlib.util, inspect, pickle, sys
+        import torch
+        from fsdp_core import autoload
+
+        count = len(sys.meta_path)
+        autoload.install(), autoload.install()
+        assert len(sys.meta_path) == count
+        finder, = [one for one in sys.meta_path if type(one).__module__ == "fsdp_core.autoload"]
+        assert finder.find_spec("json") is None and finder.find_spec("lightning.pytorch.nothing") is None
+
+        import lightning.fabric  # its strategies are imported now, those of pytorch_lightning are not
+        name = "pytorch_lightning.strategies"
+        path = importlib.util.find_spec("pytorch_lightning").submodule_search_locations
+        spec = finder.find_spec(name, path)
+        plain = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec == plain and plain == spec and not spec != plain
+        assert hash(spec.loader) == hash(plain.loader)
+        assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == plain
+        assert spec.loader.path == plain.origin and spec.loader.is_package(name)
+        assert spec.loader.get_source(name) == plain.loader.get_source(name)
+        assert not hasattr(spec.loader, "load_modules")
+        assert name not in sys.modules
+        assert finder.find_spec(name, []) is None
+
+        import lightning.pytorch.strategies as strategies
+        assert type(strategies.__loader__) is importlib.machinery.SourceFileLoader
+        assert strategies.__spec__.loader is strategies.__loader__
+        assert inspect.getsource(strategies).startswith("# Copyright")
+        assert importlib.resources.files(strategies).joinpath("ddp.py").is_file()
+        assert importlib.util.find_spec("lightning.pytorch.strategies") is strategies.__spec__
+        pickle.dumps(strategies.__spec__)
+
+        before = strategies.StrategyRegistry
+        importlib.reload(strategies)
+        assert strategies.StrategyRegistry is not before and "tiny" in strategies.StrategyRegistry
+        assert strategies.StrategyRegistry.keys() == before.keys()
+        assert type(strategies.__loader__) is importlib.machinery.SourceFileLoader
+        restored = pickle.loads(pickle.dumps(before))
+        assert restored.available_strategies() == before.available_strategies()
+    """)
+
+
+def test_an_error_in_lightnings_own_module_comes_through(site: Site) -> None:
+    site.distribution("stand-in", modules={"lightning.fabric.strategies.__init__": "raise RuntimeError('theirs')"})
+    for folder in ("lightning", "lightning/fabric"):
+        (site.path / folder / "__init__.py").touch()
+    site.python("""
+        import sys
+        import fsdp_core.autoload
+        fsdp_core.autoload.install()
+        for _ in range(2):
+            def again():
+                import lightning.fabric.strategies
+            assert failure(again) == "RuntimeError: theirs"
+            assert "lightning.fabric.strategies" not in sys.modules
+    """)
+
+
+@pytest.mark.parametrize("options", [(), ("-W", "error")], ids=["plain", "warnings are errors"])
+def test_a_fault_of_ours_is_one_warning_and_lightning_works(site: Site, options: tuple[str, ...]) -> None:
+    # A distribution that this version of fsdp-core can't even look at.
+    site.distribution("half-copied", plugins="half = half_plugin")
+    code = """
+        import sys
+        import torch
+        import importlib.metadata
+        import fsdp_core.discovery
+        def discover():
+            raise OSError("the disk is on fire")
+        fsdp_core.discovery.discover = discover
+        sys.modules.pop("fsdp_core.registry", None)
+        import warnings
+        with warnings.catch_warnings():
+            if "-W" not in sys.orig_argv:
+                warnings.simplefilter("always")
+            import lightning.fabric.strategies
+        assert "ddp" in lightning.fabric.strategies.STRATEGY_REGISTRY
+    """
+    done = site.python(code, *options) if not options else site.python(code, "-W", "error::RuntimeWarning")
+    message = (
+        "fsdp-core could not enter its strategy names in lightning.fabric.strategies: OSError: the disk is on fire\n"
+        "Lightning works without them. `fsdp list` shows what is installed."
+    )
+    assert done.stderr.count(message) == 1
+
+
+def test_install_never_raises(site: Site) -> None:
+    done = site.python(
+        """
+        import sys
+        from fsdp_core.autoload import install
+
+        class Hostile:
+            @property
+            def __spec__(self):
+                raise OSError("no module at all")
+
+        sys.modules["lightning.fabric.strategies"] = Hostile()
+        install()
+        """
+    )
+    assert "RuntimeWarning: fsdp-core could not watch for Lightning: OSError: no module at all" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_plugins_that_fail_do_not_stop_torch_or_lightning(tiny_site: Site) -> None:
+    tiny_site.plugin("exiting-plugin", "raise SystemExit('no licence')")
+    tiny_site.plugin("wrong-plugin", "def")
+    tiny_site.python(
+        """
+        from lightning.pytorch import Trainer
+        Trainer(strategy="tiny", accelerator="cpu", logger=False)
+        message = failure(lambda: Trainer(strategy="exiting_plugin", accelerator="cpu", logger=False))
+        assert message == (
+            "BrokenStrategyError: strategy 'exiting_plugin' can't be used: "
+            "exiting-plugin 1.0 failed to load: SystemExit: no licence\\n"
+            "Mend that, or type: pip install --upgrade --force-reinstall exiting-plugin"
+        ), message
+        """,
+        "-W",
+        "error::RuntimeWarning",
+    )

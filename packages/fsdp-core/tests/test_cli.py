@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Site
+
+CPU = 'accelerators=("cpu",)'
+NOTHING_HEAVY = "heavy: []\n"
+
+
+@pytest.fixture
+def full_site(site: Site) -> Site:
+    """One plugin of every kind."""
+    site.provide(
+        "good-plugin",
+        f"""name="good", summary="Shards well.", trainer="good_impl:Good", {CPU},
+            capabilities=[Capability.CLIP_BY_NORM, Capability.CPU_OFFLOAD], presets={{"level": 3}}, requires=["click>=8"],
+            options=[Option(name="level", default=1, help="How much."), Option(name="mode", default="a b")]""",
+        """name="tpu_only", summary="Shards elsewhere.", fabric="a:B", accelerators=("tpu", "cuda"), probe="probes:no" """,
+        f'name="erring", summary="Asks wrongly.", fabric="a:B", {CPU}, probe="probes:err"',
+        version="2.5",
+        probes="def no():\n    return 'there is no TPU'\n\ndef err():\n    return 1 / 0",
+    )
+    site.provide("one-plugin", f'name="twice", summary="", trainer="a:B", {CPU}')
+    site.provide("two-plugin", f'name="twice", summary="", trainer="a:B", {CPU}')
+    site.plugin("bad-plugin", "import my_dep")
+    return site
+
+
+def test_list(full_site: Site) -> None:
+    done = full_site.fsdp("list")
+    table, _, rest = done.stdout.partition("\n\nNot installed:\n")
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table.splitlines() if line.strip()]
+    assert [row for row in rows if not row[0].startswith(("─", "-"))] == [
+        ["Name", "Package", "Version", "Accelerators", "Runs here"],
+        [
+            "erring",
+            "good-plugin",
+            "2.5",
+            "cpu",
+            "no: strategy 'erring' can't say whether it runs here: the probe of good-plugin 2.5 failed: "
+            "ZeroDivisionError: division by zero Report this to the authors of good-plugin, or type: "
+            "pip install --upgrade good-plugin",
+        ],
+        ["good", "good-plugin", "2.5", "cpu", "yes"],
+        ["tpu_only", "good-plugin", "2.5", "tpu, cuda", "no: there is no TPU"],
+    ]
+    assert rest == (
+        "  ddp_fully_sharded, fsdp_native, fsdp_native_full_shard_offload → pip install fsdp-cuda-native\n"
+        "  fsdp2, fsdp2_cpu_offload → pip install fsdp-fsdp2\n"
+        "  xla_fsdp, xla_fsdp_full, xla_fsdp_spmd → pip install fsdp-xla\n"
+        "\n"
+        "Ambiguous:\n"
+        "  strategy 'twice' is ambiguous: one-plugin 1.0 and two-plugin 1.0 provide it.\n"
+        "  Uninstall all but one; type: pip uninstall one-plugin or pip uninstall two-plugin\n"
+        "\n"
+        "Broken:\n"
+        "  bad-plugin 1.0 (bad_plugin) failed to load: ModuleNotFoundError: No module named 'my_dep'\n"
+        "  Mend that, or type: pip install --upgrade --force-reinstall bad-plugin\n"
+    )
+    assert done.stderr == NOTHING_HEAVY
+
+
+def test_list_as_json(full_site: Site) -> None:
+    done = full_site.fsdp("list", "--json")
+    seen = json.loads(done.stdout)
+    assert [(row["name"], row["status"], row["runs_here"]) for row in seen["strategies"]] == [
+        ("erring", "broken", False),
+        ("good", "available", True),
+        ("tpu_only", "unavailable", False),
+    ]
+    assert seen["strategies"][2] == {
+        "name": "tpu_only",
+        "package": "good-plugin",
+        "version": "2.5",
+        "accelerators": ["tpu", "cuda"],
+        "runs_here": False,
+        "status": "unavailable",
+        "reason": "there is no TPU",
+        "summary": "Shards elsewhere.",
+    }
+    assert {"name": "xla_fsdp", "package": "fsdp-xla", "install": "pip install fsdp-xla"} in seen["not_installed"]
+    assert seen["broken"] == [
+        {
+            "name": "bad_plugin",
+            "package": "bad-plugin",
+            "version": "1.0",
+            "error": "ModuleNotFoundError: No module named 'my_dep'",
+            "remedy": "pip install --upgrade --force-reinstall bad-plugin",
+        }
+    ]
+    (twice,) = seen["duplicates"]
+    assert (twice["name"], twice["packages"]) == ("twice", ["one-plugin 1.0", "two-plugin 1.0"])
+    assert done.stderr == NOTHING_HEAVY
+
+
+def test_list_where_nothing_is_installed(site: Site) -> None:
+    done = site.fsdp("list")
+    assert done.stdout.startswith("No strategy is installed.\n\nNot installed:\n  ddp_fully_sharded, ")
+    assert json.loads(site.fsdp("list", "--json").stdout)["strategies"] == []
+
+
+def test_describe(full_site: Site) -> None:
+    done = full_site.fsdp("describe", "GOOD")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()]
+    assert [line for line in lines if not line.startswith(("─", "-"))] == [
+        "good (good-plugin 2.5)",
+        "Shards well.",
+        "Runs here yes",
+        "Accelerators cpu",
+        "Trainer class good_impl:Good",
+        "Fabric class none",
+        "Requires click>=8",
+        "Can do clip_by_norm, cpu_offload",
+        "Fixes level=3",
+        "Option Default What it does",
+        "level 1 How much.",
+        "mode 'a b'",
+    ]
+    assert done.stderr == NOTHING_HEAVY
+
+
+def test_describe_as_json(full_site: Site) -> None:
+    done = full_site.fsdp("describe", "good", "--json")
+    seen = json.loads(done.stdout)
+    assert seen["options"] == [
+        {"name": "level", "default": 1, "help": "How much."},
+        {"name": "mode", "default": "a b", "help": ""},
+    ]
+    assert (seen["presets"], seen["package"], seen["runs_here"]) == ({"level": 3}, "good-plugin", True)
+    assert done.stderr == NOTHING_HEAVY
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("goood", "no strategy named 'goood'. Did you mean 'good'?\nInstalled: erring, good, tpu_only (good-plugin 2.5)."),
+        ("fsdp2", "strategy 'fsdp2' is not installed. Type: pip install fsdp-fsdp2\nInstalled: erring, good, "),
+        ("twice", "strategy 'twice' is ambiguous: one-plugin 1.0 and two-plugin 1.0 provide it.\nUninstall all but one"),
+        ("bad_plugin", "strategy 'bad_plugin' can't be used: bad-plugin 1.0 failed to load: ModuleNotFoundError: "),
+    ],
+)
+def test_our_errors_are_shown_without_a_traceback(full_site: Site, name: str, message: str) -> None:
+    done = full_site.fsdp("describe", name, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(message)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith(NOTHING_HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lsit"], "Error: No such command 'lsit'."),
+        (["describe"], "Error: Missing argument 'NAME'."),
+        (["list", "--yaml"], "Error: No such option"),
+    ],
+)
+def test_wrong_usage(site: Site, arguments: list[str], message: str) -> None:
+    done = site.fsdp(*arguments, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_help_and_version(site: Site) -> None:
+    shown = site.fsdp("--help").stdout
+    assert "list      Show the strategies, and which can run here." in shown
+    assert "describe  Show what a strategy can do, and its options." in shown
+    assert "Print JSON, for programs to read." in site.fsdp("describe", "--help").stdout
+    assert site.fsdp("--version").stdout.startswith("fsdp (fsdp-core) ")
+
+
+def test_the_installed_command_on_a_terminal_that_is_not_utf_8(full_site: Site) -> None:
+    command = shutil.which("fsdp", path=sysconfig.get_path("scripts"))
+    assert command is not None
+    done = full_site.run(command, "list", PYTHONIOENCODING="ascii")
+    assert "  fsdp2, fsdp2_cpu_offload ? pip install fsdp-fsdp2" in done.stdout
+    assert "no: there is no TPU" in done.stdout

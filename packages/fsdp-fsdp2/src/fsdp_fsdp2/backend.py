@@ -1,0 +1,192 @@
+"""Sharding with torch's ``fully_shard`` (FSDP2). Knows no Lightning."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from fsdp_core.backend import Backend
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.materialize import materialize
+from fsdp_core.precision import ShardPrecision
+from fsdp_core.replicated import ReplicatedParameters
+from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy, checkpoint_activations, select_units
+
+__all__ = ["FSDP2Backend"]
+
+
+class FSDP2Backend(Backend):
+    """Shards parameters along their first axis over all ranks, unit by unit.
+
+    0-dim parameters, which ``fully_shard`` refuses, stay whole on every rank.
+
+    Args:
+        auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, or ``"auto"`` for the
+            blocks repeated in the model's ``ModuleList`` s. The root comes last, with what is left.
+        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
+        reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
+            them sharded over groups of so many ranks. ``None``: all but the root do.
+        cpu_offload: Whether shards, gradients and optimizer state live in host memory. An
+            :class:`~torch.distributed.fsdp.OffloadPolicy` is taken as it is.
+        mp_policy: Dtypes of computation and reduction, in the place of those that the precision implies.
+        sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation. It keeps accumulated
+            gradients sharded, for more communication.
+    """
+
+    def __init__(
+        self,
+        *,
+        auto_wrap_policy: WrapPolicy = "auto",
+        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
+        reshard_after_forward: bool | int | None = None,
+        cpu_offload: bool | OffloadPolicy = False,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        sync_each_batch: bool = False,
+    ) -> None:
+        super().__init__()
+        self.auto_wrap_policy = auto_wrap_policy
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.mp_policy = mp_policy
+        self.sync_each_batch = sync_each_batch
+        self._mesh: DeviceMesh | None = None
+        self._replicated: weakref.WeakKeyDictionary[nn.Module, ReplicatedParameters] = weakref.WeakKeyDictionary()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The 1-D mesh of all ranks, its axis named ``"shard"``."""
+        if self._mesh is None:
+            self._mesh = init_device_mesh(
+                self.runtime.device.type, (self.runtime.world_size,), mesh_dim_names=("shard",)
+            )
+        return self._mesh
+
+    def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
+        if self.mp_policy is None:
+            return precision
+        return replace(
+            precision, compute=self.mp_policy.param_dtype, reduce=self.mp_policy.reduce_dtype, autocast=False
+        )
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        if self.is_sharded(module):
+            return module
+        self._check(module)
+        self.remember(module)
+        units = select_units(module, self.auto_wrap_policy)
+        checkpoint_activations(module, self.activation_checkpointing_policy)
+        sharded: set[nn.Module] = set()
+        for unit in (*units, module):
+            own = [m for m in unit.modules() if m not in sharded]
+            sharded.update(own)
+            self._place(own)
+            whole = {p for m in own for p in m.parameters(recurse=False) if p.ndim == 0}
+            fully_shard(
+                unit,
+                mesh=self.mesh,
+                reshard_after_forward=self.reshard_after_forward,
+                mp_policy=self._mp_policy(),
+                offload_policy=self._offload_policy(),
+                ignored_params=whole or None,
+            )
+        whole_parameters = [p for p in module.parameters() if p.ndim == 0]
+        if whole_parameters:
+            self._replicated[module] = ReplicatedParameters(whole_parameters, self.runtime)
+        self.mark_sharded(module)
+        return module
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        root, replicated = _fsdp(module), self._replicated.get(module)
+        if self.sync_each_batch:
+            yield
+            return
+        root.set_requires_gradient_sync(False)
+        if replicated is not None:
+            replicated.sync = False
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            if replicated is not None:
+                replicated.sync = True
+
+    def after_eval(self, module: nn.Module) -> None:
+        for submodule in module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.reshard()
+
+    def refresh(self, module: nn.Module) -> None:
+        root = _fsdp(module)
+        root.reshard()
+        root.unshard()
+
+    def reset(self, module: nn.Module) -> None:
+        # since torch 2.13; before it, an exception left the module unusable
+        reset = getattr(module, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+
+    def _check(self, module: nn.Module) -> None:
+        name = type(module).__name__
+        if not any(True for _ in module.parameters()):
+            raise ShardingError(
+                f"{name} has no parameters, so there is nothing to shard.\n"
+                "Build its layers in __init__ or configure_model, or use strategy='ddp'."
+            )
+        for fqn, submodule in module.named_modules():
+            if isinstance(submodule, FSDPModule):
+                raise ShardingError(
+                    f"{name} is already sharded: fully_shard was applied to {fqn or 'the root'!r}.\n"
+                    "Remove the fully_shard calls and give the strategy auto_wrap_policy={MyBlock} instead; "
+                    "or keep them and use Lightning's ModelParallelStrategy."
+                )
+        if self.cpu_offload and not isinstance(self.cpu_offload, bool | OffloadPolicy):
+            raise UnsupportedCapabilityError(
+                f"cpu_offload={self.cpu_offload!r} is not known to 'fsdp2'.\n"
+                "Write cpu_offload=True, or a torch.distributed.fsdp.CPUOffloadPolicy; "
+                "FSDP1's CPUOffload belongs to 'fsdp_native'."
+            )
+
+    def _place(self, modules: list[nn.Module]) -> None:
+        """Bring what ``modules`` own directly to the device, with rank 0's values."""
+        device = self.runtime.device
+        materialize(modules, device)
+        for module in modules:
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(device)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                module._buffers[name] = buffer.to(device)
+            if self.runtime.world_size > 1:
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    # ranks seeded differently would shard a model that no rank ever had
+                    dist.broadcast(tensor.data, src=0)
+
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        if self.mp_policy is not None:
+            return self.mp_policy
+        return MixedPrecisionPolicy(param_dtype=self.precision.compute, reduce_dtype=self.precision.reduce)
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if isinstance(self.cpu_offload, OffloadPolicy):
+            return self.cpu_offload
+        return CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule), f"{type(module).__name__} was not sharded by this backend"
+    return module

@@ -1,0 +1,120 @@
+"""The models of the tests, their data, and the oracle: one unsharded process of plain torch, with none of our code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+#: fp32: the order of additions differs between one process and several; measured differences stay below 2e-6.
+FP32_TOLERANCE = 1e-5
+
+BATCH, FEATURES = 12, 6  # 12 rows divide by 1, 2, 3 and 4 ranks
+
+
+class Block(nn.Module):
+    """A residual block of uneven sizes (7 and 5 rows) with a 0-dim gain."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, 7)
+        self.down = nn.Linear(7, FEATURES)
+        self.norm = nn.LayerNorm(FEATURES)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks in a ModuleList, a tied pair at the root, a buffer, and a frozen layer."""
+
+    def __init__(self, dropout: float = 0.0, blocks: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.frozen = nn.Linear(FEATURES, FEATURES)
+        self.frozen.requires_grad_(False)
+        self.out = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.out.weight = self.inp.weight
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.frozen(x))
+
+
+def new_net(**kwargs: Any) -> Net:
+    torch.manual_seed(1)
+    return Net(**kwargs)
+
+
+def dataset(size: int) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(2)
+    return [(torch.randn(FEATURES, generator=g), torch.randn(FEATURES, generator=g)) for _ in range(size)]
+
+
+def global_batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    data = dataset(BATCH * steps)
+    return [
+        (torch.stack([x for x, _ in data[i : i + BATCH]]), torch.stack([y for _, y in data[i : i + BATCH]]))
+        for i in range(0, BATCH * steps, BATCH)
+    ]
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def momentum(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw_groups(module: nn.Module) -> torch.optim.Optimizer:
+    """Param groups by ndim, as everyone writes them. The large eps keeps gradients that are zero but for rounding small."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        eps=1e-3,
+    )
+
+
+def train_plain(
+    steps: int,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    net: nn.Module | None = None,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train in this process on whole batches.
+
+    Returns:
+        The loss of each batch, and the final state by name.
+    """
+    net = net or new_net()
+    optimizer = make_optimizer(net)
+    losses = []
+    for i, (x, y) in enumerate(global_batches(steps)):
+        loss = mse_loss(net(x), y)
+        losses.append(loss.item())
+        (loss / accumulate).backward()
+        if (i + 1) % accumulate == 0:
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
+            if clip_value is not None:
+                nn.utils.clip_grad_value_(net.parameters(), clip_value)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}

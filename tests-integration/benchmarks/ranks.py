@@ -1,0 +1,44 @@
+"""Run a script of this folder on several ranks, within a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["run_on_ranks"]
+
+
+def run_on_ranks(script: str, *arguments: object, ranks: int = 2, time_limit: float) -> dict[str, Any]:
+    """Start ``script`` under ``torchrun`` and read what its rank 0 writes to ``--out``.
+
+    Args:
+        script: The name of a file beside this one.
+        arguments: Further words of the command line.
+        ranks: Processes, all on this machine, with one thread each.
+        time_limit: Seconds after which all of them are ended.
+
+    Raises:
+        RuntimeError: A rank failed, or the time was up.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        words = [*launcher, Path(__file__).with_name(script), *arguments, "--out", out]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        process = subprocess.Popen(list(map(str, words)), env=environment)
+        try:
+            status = process.wait(timeout=time_limit)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{script} took more than {time_limit:.0f} s") from None
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun then ends its ranks, which a kill would leave behind
+                process.wait()
+        if status:
+            raise RuntimeError(f"{script} ended with status {status}")
+        return dict(json.loads(out.read_text()))

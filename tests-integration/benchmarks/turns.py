@@ -1,0 +1,89 @@
+"""Let several training loops take steps in turn, in one process per rank, and time each step."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from contenders import Step
+from torch import Tensor
+
+__all__ = ["Turn", "take_turns"]
+
+
+class Turn:
+    """One training loop in a thread of its own that takes one step each time it is told to.
+
+    Only one thread runs at any moment, and the order is the same on every rank, so collectives of different loops
+    never mix.
+
+    Attributes:
+        name: What to call it.
+        seconds: How long each timed step took on this rank.
+        losses: The loss of each timed step on this rank.
+    """
+
+    def __init__(self, name: str, train: Callable[[Step], None]) -> None:
+        self.name, self.seconds, self.losses = name, list[float](), list[Tensor]()
+        self._train, self._go, self._done = train, threading.Semaphore(0), threading.Semaphore(0)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def warm_up(self) -> None:
+        """Build everything and take the first step."""
+        self._thread.start()
+        self._done.acquire()
+
+    def step(self) -> None:
+        """Take one step, and time it from the moment when all ranks are ready for it."""
+        dist.barrier()
+        started = time.perf_counter()
+        self._go.release()
+        self._done.acquire()
+        self.seconds.append(time.perf_counter() - started)
+
+    def stop(self) -> None:
+        """End the loop."""
+        self._stopping = True
+        self._go.release()
+        self._thread.join()
+
+    def _after_step(self, step: int, loss: Tensor) -> bool:
+        if step:
+            self.losses.append(loss)
+        self._done.release()
+        self._go.acquire()
+        return not self._stopping
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # the number belongs to the thread that sets it
+        try:
+            self._train(self._after_step)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # the other ranks wait in a collective; their launcher ends them
+
+
+def take_turns(turns: list[Turn], *, rounds: int, steps: int) -> None:
+    """Have every loop take ``rounds * steps`` timed steps, one step at a time, in an order shuffled for each step.
+
+    A spell in which the machine is slower then meets all loops alike.
+    """
+    for turn in turns:
+        turn.warm_up()
+    for turn in turns:  # the first step after a warm-up still allocates: optimizer state, buffers
+        turn.step()
+        turn.seconds.clear()
+        turn.losses.clear()
+    dice = random.Random(0)
+    for _ in range(rounds * steps):
+        for turn in dice.sample(turns, len(turns)):
+            turn.step()
+    for turn in turns:
+        turn.stop()

@@ -1,0 +1,86 @@
+"""The documentation is true: its scripts run as they stand, and the messages that it quotes are in the sources."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_core import errors
+
+ROOT = Path(__file__).parent.parent
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/quickstart.md")}
+SCRIPTS = {
+    f"{name} #{number}": block
+    for name, text in PAGES.items()
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL), start=1)
+    if "__main__" in block
+}
+TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+MESSAGES = [message for message in re.findall(r"^### `(.+)`$", TROUBLESHOOTING, flags=re.MULTILINE) if " " in message]
+
+
+def run_script(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, *arguments, "script.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)  # the script and the ranks that it started
+        output, _ = process.communicate()
+        pytest.fail(f"still running after 150 s:\n{output}")
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def test_the_scripts_are_found() -> None:
+    assert sorted(SCRIPTS) == ["README.md #1", "docs/quickstart.md #1", "docs/quickstart.md #3"]
+    assert len(MESSAGES) > 10
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_run_as_they_stand(name: str, tmp_path: Path) -> None:
+    finished = run_script(SCRIPTS[name], tmp_path)
+    assert finished.returncode == 0, finished.stdout
+    (saved,) = tmp_path.glob("*.ckpt")
+    assert (saved / "manifest.json").is_file()
+
+
+def test_the_quickstart_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    script = SCRIPTS["docs/quickstart.md #1"]
+    assert run_script(script, tmp_path).returncode == 0
+    resume = re.findall(r"```python\n(.*?)```", PAGES["docs/quickstart.md"], flags=re.DOTALL)[1]
+    definitions, main = script.split("    trainer = ")[0], resume.replace("\n", "\n    ")
+    finished = run_script(f"{definitions}    {main}\n    print('epochs:', trainer.current_epoch)\n", tmp_path)
+    assert finished.returncode == 0, finished.stdout
+    assert "epochs: 8" in finished.stdout
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_quoted_messages_are_in_the_sources(message: str) -> None:
+    literals = [
+        node.value
+        for path in ROOT.glob("packages/*/src/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for part in filter(None, (part.strip() for part in message.split("…"))):
+        assert any(part in literal for literal in literals), f"no message says {part!r}"
+
+
+def test_every_error_is_explained() -> None:
+    never_seen_by_users = {"FSDPError", "CheckpointError", "StrategyInfoError"}
+    unexplained = [n for n in errors.__all__ if n not in never_seen_by_users and f"`{n}`" not in TROUBLESHOOTING]
+    assert unexplained == []
