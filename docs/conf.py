@@ -12,7 +12,7 @@ author = "the fsdp authors"
 release = tomllib.loads((ROOT / "packages/fsdp-core/pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 version = release
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "_artifacts", "examples"]
 
 html_theme = "furo"
@@ -34,5 +34,3 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-
-doctest_global_setup = "import torch\nfrom torch import nn"

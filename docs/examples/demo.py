@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -45,12 +46,11 @@ def train(name: str, **options: object) -> Report:
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         status = process.wait(timeout=TIME_LIMIT)
-    except BaseException as stop:
-        os.killpg(process.pid, signal.SIGKILL)  # the run and the processes that it started
-        process.wait()
-        if isinstance(stop, subprocess.TimeoutExpired):
-            raise SystemExit(f"demo failed: {name} took more than {TIME_LIMIT} s.") from None
-        raise
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"demo failed: {name} took more than {TIME_LIMIT} s.") from None
+    finally:
+        with suppress(ProcessLookupError):  # the run has ended, and so have the processes that it started
+            os.killpg(process.pid, signal.SIGKILL)
     if status:
         raise SystemExit(f"demo failed: {name} ended with status {status}.")
     print(f"== {name}: {time.perf_counter() - started:.0f} s")
@@ -93,21 +93,19 @@ def draw(sharded: Report, resumed: Report, unsharded: Report, strategy: str, pat
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     blue, orange, grey = "#1f6fb4", "#d9701e", "#444444"
-    for report, label, style in [
+    hollow: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5, "fillstyle": "none"}
+    curves: list[tuple[Report, str, dict[str, Any]]] = [
         (sharded, f'"{strategy}", 2 processes', {"color": blue}),
         (resumed, f'"{strategy}", resumed on 1 process', {"color": orange}),
-        (
-            unsharded,
-            "unsharded, 1 process",
-            {"color": grey, "linestyle": "none", "marker": "o", "markersize": 5, "fillstyle": "none"},
-        ),
-    ]:
+        (unsharded, "unsharded, 1 process", {"color": grey, **hollow}),
+    ]
+    for report, label, style in curves:
         left.plot([step["step"] for step in report["steps"]], losses(report), label=label, **style)
     resume = len(sharded["steps"])
     left.axvline(resume, color=grey, linewidth=0.8)
     left.annotate(
         f"saved at step {resume} by 2,\nresumed by 1",
-        (resume, 0.04),
+        (resume, 0.6),
         xycoords=("data", "axes fraction"),
         xytext=(-8, 0),
         textcoords="offset points",
@@ -138,6 +136,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="fsdp2", help="the sharded strategy, by name")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller steps: tens of seconds in all")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave no run behind
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
 
@@ -157,6 +156,8 @@ def main() -> None:
     print(f"validation loss: {sharded['val_loss']:.3f} at the checkpoint, {resumed['val_loss']:.3f} at the end")
     per_process = " and ".join(f"{n / 2**20:.1f}" for n in held(sharded))
     print(f"held per process: {per_process} MiB sharded, {held(unsharded)[0] / 2**20:.1f} MiB unsharded")
+    peaks = ", ".join(f"{rank['peak'] / 2**20:.0f}" for rank in [*sharded["memory"], *unsharded["memory"]])
+    print(f"peak resident memory of the same processes: {peaks} MiB, most of it Python and torch themselves")
     print(f"picture: {picture}")
     if wrong:
         raise SystemExit("demo failed: " + "\n".join(wrong))

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -65,7 +66,8 @@ class Block(nn.Module):
         b, t, c = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 def batches(module: ByteGPT, text: Tensor) -> Iterator[Tensor]:
@@ -111,7 +113,8 @@ class ByteGPT(pl.LightningModule):
         x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross-entropy, in nats per byte, of windows (batch, context + 1)."""
@@ -138,7 +141,7 @@ class ByteGPT(pl.LightningModule):
             tokens = torch.cat([tokens, following.to(tokens.device)], dim=1)
         return tokens
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW that decays matrices but not biases and norms, after a linear warm-up."""
         groups = [
             {"params": [p for p in self.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -192,15 +195,15 @@ class Meter(pl.Callback):
             peak = torch.cuda.max_memory_allocated(pl_module.device)
         counts = {
             "parameters": held_bytes(parameters),
-            "gradients": held_bytes([p.grad for p in parameters if p.grad is not None]),
+            "gradients": held_bytes(p.grad for p in parameters if p.grad is not None),
             "optimizer": held_bytes(state),
             "peak": peak,  # the process's peak resident memory; on CUDA the device's peak
         }
-        gathered = pl_module.all_gather(torch.tensor(list(counts.values()), device=pl_module.device))
+        gathered: Any = pl_module.all_gather(torch.tensor(list(counts.values()), device=pl_module.device))
         self.memory = [dict(zip(counts, row, strict=True)) for row in gathered.view(-1, len(counts)).tolist()]
 
 
-def held_bytes(tensors: list[Tensor]) -> int:
+def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes that this process holds of some tensors, sharded or not."""
     return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
 
@@ -215,6 +218,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="train until this step, counted from the very first")
     parser.add_argument("--batch-size", type=int, default=16, help="windows per step, over all processes together")
     parser.add_argument("--context", type=int, default=128, help="bytes per window")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
     parser.add_argument("--checkpoint", type=Path, help="where to save after the last step")
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--log-json", type=Path, help="write loss, bytes/s and memory here")
@@ -227,7 +231,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     pl.seed_everything(1234)  # every process builds the same weights
     train, held_out = read_text()
-    module = ByteGPT(context=args.context, batch_size=args.batch_size)
+    module = ByteGPT(context=args.context, batch_size=args.batch_size, lr=args.lr)
     meter = Meter()
     trainer = pl.Trainer(
         strategy=args.strategy,
@@ -251,7 +255,8 @@ def main() -> None:
     mine = windows[trainer.global_rank :: trainer.world_size].split(8)
     (metrics,) = trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)
     prompt = torch.tensor([list(b"def ")])
-    sample = trainer.predict(module, DataLoader([(prompt, args.sample)], batch_size=None))[0] if args.sample else prompt
+    request: Any = [(prompt, args.sample)]
+    (sample,) = trainer.predict(module, DataLoader(request, batch_size=None)) or [prompt]
 
     if trainer.is_global_zero:
         print(f"\nstep {trainer.global_step}: validation loss {metrics['val_loss']:.3f} nats per byte")

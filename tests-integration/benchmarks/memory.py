@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from contenders import HandShardedModule, Module, Step, by_trainer, model_parallel
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule
@@ -42,7 +43,7 @@ class _Watch(pl.Callback):
     ) -> None:
         if batch_idx == MEASURED_STEP:
             root = next(module for module in pl_module.modules() if isinstance(module, FSDPModule))
-            self.tracker = FSDPMemTracker(root)  # type: ignore[arg-type]
+            self.tracker = FSDPMemTracker(root)
             self.tracker.__enter__()
 
     def on_train_batch_end(
@@ -84,10 +85,11 @@ def measure(strategy: str, size: Size) -> dict[str, Any]:
     parameters, block = largest_block(size)
     total = 4 * parameters  # fp32 parameters, as many gradients, and AdamW's two moments
     result: dict[str, Any] = {"size": asdict(size), "total": total, "largest block": block}
-    for name, chosen, module in [
+    contenders: list[tuple[str, str | Strategy, Module]] = [
         ("fsdp2", strategy, Module(size)),
         ("ModelParallelStrategy", model_parallel(), HandShardedModule(size)),
-    ]:
+    ]
+    for name, chosen, module in contenders:
         watch = _Watch()
         by_trainer(size, after_step, chosen, module, (watch,))
         allowed = total / dist.get_world_size() + block

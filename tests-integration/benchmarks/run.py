@@ -13,6 +13,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 rounds of 3 steps, 3 runs")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks.json")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave no rank behind
     if args.quick:
         args.rounds, args.steps, args.runs = 2, 3, 3
 

@@ -46,7 +46,10 @@ class Site:
         module = name.replace("-", "_")
         source = "from fsdp_core import Capability, Option, StrategyInfo, hookimpl\n" + dedent(source)
         self.distribution(
-            name, version=version, modules={f"{module}_plugin": source, **modules}, plugins=f"{module} = {module}_plugin"
+            name,
+            version=version,
+            modules={f"{module}_plugin": source, **modules},
+            plugins=f"{module} = {module}_plugin",
         )
 
     def provide(self, name: str, *strategies: str, version: str = "1.0", **modules: str) -> None:
@@ -96,7 +99,7 @@ class Site:
         return self.run(sys.executable, "-c", code, *arguments, check=check)
 
 
-_PRELUDE = '''\
+_PRELUDE = """\
 def failure(call):
     try:
         call()
@@ -105,7 +108,7 @@ def failure(call):
     raise AssertionError("it raised nothing")
 
 
-'''
+"""
 
 
 @pytest.fixture

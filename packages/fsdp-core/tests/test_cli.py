@@ -19,10 +19,10 @@ def full_site(site: Site) -> Site:
     """One plugin of every kind."""
     site.provide(
         "good-plugin",
-        f"""name="good", summary="Shards well.", trainer="good_impl:Good", {CPU},
-            capabilities=[Capability.CLIP_BY_NORM, Capability.CPU_OFFLOAD], presets={{"level": 3}}, requires=["click>=8"],
+        f"""name="good", summary="Shards well.", trainer="good_impl:Good", {CPU}, requires=["click>=8"],
+            capabilities=[Capability.CLIP_BY_NORM, Capability.CPU_OFFLOAD], presets={{"level": 3}},
             options=[Option(name="level", default=1, help="How much."), Option(name="mode", default="a b")]""",
-        """name="tpu_only", summary="Shards elsewhere.", fabric="a:B", accelerators=("tpu", "cuda"), probe="probes:no" """,
+        'name="tpu_only", summary="Shards elsewhere.", fabric="a:B", accelerators=("tpu", "cuda"), probe="probes:no"',
         f'name="erring", summary="Asks wrongly.", fabric="a:B", {CPU}, probe="probes:err"',
         version="2.5",
         probes="def no():\n    return 'there is no TPU'\n\ndef err():\n    return 1 / 0",
@@ -140,9 +140,15 @@ def test_describe_as_json(full_site: Site) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("goood", "no strategy named 'goood'. Did you mean 'good'?\nInstalled: erring, good, tpu_only (good-plugin 2.5)."),
+        (
+            "goood",
+            "no strategy named 'goood'. Did you mean 'good'?\nInstalled: erring, good, tpu_only (good-plugin 2.5).",
+        ),
         ("fsdp2", "strategy 'fsdp2' is not installed. Type: pip install fsdp-fsdp2\nInstalled: erring, good, "),
-        ("twice", "strategy 'twice' is ambiguous: one-plugin 1.0 and two-plugin 1.0 provide it.\nUninstall all but one"),
+        (
+            "twice",
+            "strategy 'twice' is ambiguous: one-plugin 1.0 and two-plugin 1.0 provide it.\nUninstall all but one",
+        ),
         ("bad_plugin", "strategy 'bad_plugin' can't be used: bad-plugin 1.0 failed to load: ModuleNotFoundError: "),
     ],
 )
@@ -180,6 +186,6 @@ def test_help_and_version(site: Site) -> None:
 def test_the_installed_command_on_a_terminal_that_is_not_utf_8(full_site: Site) -> None:
     command = shutil.which("fsdp", path=sysconfig.get_path("scripts"))
     assert command is not None
-    done = full_site.run(command, "list", PYTHONIOENCODING="ascii")
+    done = full_site.run(command, "list", PYTHONIOENCODING="cp1252")
     assert "  fsdp2, fsdp2_cpu_offload ? pip install fsdp-fsdp2" in done.stdout
     assert "no: there is no TPU" in done.stdout

@@ -72,7 +72,10 @@ def test_bad_names(name: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trainer": "my.module.Class"}, "trainer is 'my.module.Class'.\nWrite it as a string, 'package.module:attribute'."),
+        (
+            {"trainer": "my.module.Class"},
+            "trainer is 'my.module.Class'.\nWrite it as a string, 'package.module:attribute'.",
+        ),
         ({"fabric": object}, "fabric is <class 'object'>.\nWrite it as a string, 'package.module:attribute'."),
         ({"probe": "here"}, "probe is 'here'.\nWrite it as a string, 'package.module:attribute'."),
         ({"trainer": None}, "it has neither a Trainer nor a Fabric class.\nGive trainer=, fabric= or both."),
@@ -106,5 +109,6 @@ def test_bad_options() -> None:
     with pytest.raises(StrategyInfoError) as raised:
         Option(name="policy", default=object())  # type: ignore[arg-type]
     assert str(raised.value) == (
-        "option 'policy' has a default of type object, which isn't plain data.\nWrite None, a bool, a number or a string."
+        "option 'policy' has a default of type object, which isn't plain data.\n"
+        "Write None, a bool, a number or a string."
     )

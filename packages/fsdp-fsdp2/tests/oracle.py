@@ -12,6 +12,9 @@ from torch.nn.functional import mse_loss
 #: fp32: the order of additions differs between one process and several; measured differences stay below 2e-6.
 FP32_TOLERANCE = 1e-5
 
+#: Half precision has 8 (bf16) or 11 (fp16) bits of mantissa: a loss is right to some units of 2**-8.
+HALF_TOLERANCE = 3e-2
+
 BATCH, FEATURES = 12, 6  # 12 rows divide by 1, 2, 3 and 4 ranks
 
 
@@ -118,3 +121,12 @@ def train_plain(
             optimizer.step()
             optimizer.zero_grad()
     return losses, {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+
+def is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+def torch_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """In the form of torch.distributed.fsdp.wrap's policies."""
+    return True if recurse else isinstance(module, Block)

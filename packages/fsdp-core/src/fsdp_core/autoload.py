@@ -96,12 +96,6 @@ class _EnteringLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self._loader == (other._loader if isinstance(other, _EnteringLoader) else other))
-
-    def __hash__(self) -> int:
-        return hash(self._loader)
-
 
 _being_entered: set[str] = set()
 

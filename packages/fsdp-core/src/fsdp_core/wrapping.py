@@ -56,7 +56,7 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(blocks))
 
 
-def select_units(module: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
     """Choose the submodules of ``module`` to shard as units of their own, innermost first; the root is not among them.
 
     A submodule that shares a parameter with the outside of it is left to the unit around it, so that tied parameters
@@ -64,7 +64,7 @@ def select_units(module: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
 
     Args:
         module: The root.
-        policy: See :data:`WrapPolicy`.
+        policy: See :data:`WrapPolicy`; ``None`` for the root alone.
 
     Raises:
         ShardingError: The policy is not one, matches nothing, or matches a container that is never called.
@@ -74,6 +74,8 @@ def select_units(module: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
         >>> len(select_units(model, {nn.Linear})), len(select_units(model, "auto"))
         (2, 0)
     """
+    if policy is None:
+        return []
     if isinstance(policy, str):
         if policy != "auto":
             raise ShardingError(f"auto_wrap_policy={policy!r} is no policy.\n{_HOW_TO_WRAP}")
@@ -130,7 +132,7 @@ def checkpoint_activations(module: nn.Module, policy: ActivationCheckpointingPol
 
 
 _HOW_TO_WRAP = (
-    "Write auto_wrap_policy={MyBlock} with the class of the repeated block, a function module -> bool, or 'auto'."
+    "Write auto_wrap_policy={MyBlock} with the class of the repeated block, a function module -> bool, 'auto', or None for the root alone."
 )
 
 

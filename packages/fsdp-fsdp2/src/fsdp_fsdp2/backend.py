@@ -34,8 +34,8 @@ class FSDP2Backend(Backend):
     0-dim parameters, which ``fully_shard`` refuses, stay whole on every rank.
 
     Args:
-        auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, or ``"auto"`` for the
-            blocks repeated in the model's ``ModuleList`` s. The root comes last, with what is left.
+        auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
+            blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
         reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
             them sharded over groups of so many ranks. ``None``: all but the root do.
@@ -49,7 +49,7 @@ class FSDP2Backend(Backend):
     def __init__(
         self,
         *,
-        auto_wrap_policy: WrapPolicy = "auto",
+        auto_wrap_policy: WrapPolicy | None = "auto",
         activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool | OffloadPolicy = False,

@@ -33,7 +33,8 @@ class FSDP2Strategy(ShardedFabricStrategy):
         checkpoint_io: As in Lightning; for ``state_dict_type="full"`` only.
         precision: As in Lightning; ``Fabric(precision="bf16-mixed")`` is the usual way.
         auto_wrap_policy: Which submodules are gathered and freed together: a set of classes, a function
-            ``module -> bool`` or one of torch's policies, or ``"auto"`` for the blocks repeated in ``ModuleList`` s.
+            ``module -> bool`` or one of torch's policies, ``"auto"`` for the blocks
+            repeated in ``ModuleList`` s, or ``None`` for the root alone.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
             classes or a function ``module -> bool``.
         reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
@@ -63,7 +64,7 @@ class FSDP2Strategy(ShardedFabricStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
         *,
-        auto_wrap_policy: WrapPolicy = "auto",
+        auto_wrap_policy: WrapPolicy | None = "auto",
         activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool | OffloadPolicy = False,

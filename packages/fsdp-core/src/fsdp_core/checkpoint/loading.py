@@ -19,9 +19,10 @@ from fsdp_core.checkpoint.dtypes import dtype_name
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from fsdp_core.checkpoint.plain_data import decode
+from fsdp_core.checkpoint.planning import find_part, split_path
 from fsdp_core.checkpoint.safetensors_file import FileTensor, parse_header, read_box
 from fsdp_core.checkpoint.verify import verify as verify_files
-from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
 
 __all__ = ["SavedTensor", "load", "load_state_dict"]
 
@@ -273,19 +274,14 @@ def load_state_dict(
     return {str(name): placed(leaf) for name, leaf in part.items()}
 
 
-def _part_of(nest: Any, key: str, where: Any, kinds: Mapping[str, str]) -> Mapping[str, Any]:
-    here = nest
-    for step in key.split("/"):
-        if isinstance(here, (list, tuple)) and step.isdecimal() and int(step) < len(here):
-            here = here[int(step)]
-        elif isinstance(here, Mapping) and step in here:
-            here = here[step]
-        else:
-            here = None
-            break
-    if isinstance(here, Mapping):
-        return here
-    models = ", ".join(repr(path) for path, kind in kinds.items() if kind == "model") or "none"
+def _part_of(nest: Mapping[str, Any], key: str, where: Any, kinds: Mapping[str, str]) -> Mapping[str, Any]:
+    try:
+        part = nest[key] if key in nest else find_part(nest, key)
+    except CheckpointValueError:
+        part = None
+    if isinstance(part, Mapping):
+        return part
+    models = ", ".join(repr("/".join(split_path(path))) for path, kind in kinds.items() if kind == "model") or "none"
     raise CheckpointMismatchError(f"no model under {key!r} in {where}. Models in it: {models}; pass one as key=.")
 
 

@@ -16,7 +16,7 @@ from fsdp_core.checkpoint.plain_data import Keys, TensorLeaf, encode
 from fsdp_core.checkpoint.safetensors_file import unsavable
 from fsdp_core.errors import CheckpointValueError
 
-__all__ = ["Plan", "Section", "find_part", "join_path", "plan_save"]
+__all__ = ["Plan", "Section", "find_part", "join_path", "plan_save", "split_path"]
 
 Section = Literal["model", "optimizer", "state"]
 

@@ -1,0 +1,249 @@
+"""Hand-made boxes from ranks that are threads: whole tensors, holes, overlaps, disagreement, failures."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import ThreadRuntime, on_threads
+from test_checkpoint_coverage import split
+from torch import Tensor
+
+from fsdp_core import errors
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, chunked, fill, fill_all, load, load_state_dict, save, verify
+from fsdp_core.checkpoint import saving as saving_module
+
+pytestmark = pytest.mark.timeout(60)
+
+WHOLE = torch.arange(60.0).reshape(5, 4, 3)
+
+
+def boxes(whole: Tensor, parts: list[tuple[tuple[int, ...], tuple[int, ...]]], replica: int = 0) -> ChunkedTensor:
+    """Chunks of a tensor, each a view into it."""
+    cut = [(o, whole[tuple(slice(a, a + n) for a, n in zip(o, lengths, strict=True))]) for o, lengths in parts]
+    return ChunkedTensor(
+        shape=tuple(whole.shape),
+        dtype=whole.dtype,
+        chunks=tuple(Chunk(offsets=offsets, data=data) for offsets, data in cut),
+        replica=replica,
+    )
+
+
+def save_each(path: Path, states: list[dict[str, Any]], **options: Any) -> list[Any]:
+    """Save on as many threads as there are states."""
+
+    def work(runtime: ThreadRuntime) -> None:
+        kinds = {key: "model" for key in states[runtime.rank] if key == "model"}
+        save(path, states[runtime.rank], runtime=runtime, strategy="hand-made", kinds=kinds, **options)
+
+    return on_threads(len(states), work)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_boxes_on_any_ranks_load_into_any_others(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 4)
+    parts: list[list[Any]] = [[] for _ in range(ranks)]
+    for box in split((5, 4, 3), rng.randint(0, 14), rng):
+        rng.choice(parts).append(box)
+    states = [{"model": {"w": boxes(WHOLE, part)}, "elsewhere": [boxes(WHOLE, part)]} for part in parts]
+    assert save_each(tmp_path / "c", states) == [None] * ranks
+    verify(tmp_path / "c")
+    nest = load(tmp_path / "c")
+    assert nest["model"]["w"].full().equal(WHOLE)
+    assert nest["elsewhere"][0].full().equal(WHOLE)
+    target = torch.full_like(WHOLE, -1)
+    for part in split((5, 4, 3), 9, rng):
+        fill(boxes(target, [part]), nest["model"]["w"])
+    assert target.equal(WHOLE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reads_any_box(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    states = [{"model": {"w": boxes(WHOLE, [box])}} for box in split((5, 4, 3), 2, rng)]
+    save_each(tmp_path / "c", states)
+    saved = load(tmp_path / "c")["model"]["w"]
+    offsets = tuple(rng.randint(0, n) for n in WHOLE.shape)
+    lengths = tuple(rng.randint(0, n - o) for o, n in zip(offsets, WHOLE.shape, strict=True))
+    expected = WHOLE[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+    assert saved.read(offsets, lengths).equal(expected)
+
+
+@pytest.mark.parametrize(
+    "box", [((0, 0, 0), (6, 4, 3)), ((-1, 0, 0), (1, 1, 1)), ((0, 0), (1, 1)), ((4, 0, 0), (2, 1, 1))]
+)
+def test_a_box_outside_of_the_tensor_is_refused(tmp_path: Path, box: Any) -> None:
+    save_each(tmp_path / "c", [{"model": {"w": WHOLE}}])
+    with pytest.raises(
+        errors.CheckpointMismatchError, match=r"'model/w' has shape \(5, 4, 3\), so it has no box of shape"
+    ):
+        load(tmp_path / "c")["model"]["w"].read(*box)
+
+
+def test_only_the_first_copy_is_written(tmp_path: Path) -> None:
+    halves = [[((0, 0, 0), (3, 4, 3))], [((3, 0, 0), (2, 4, 3))]]
+    states = [
+        {"model": {"w": boxes(WHOLE if copy == 0 else WHOLE * 0, half, copy)}} for copy in (0, 1) for half in halves
+    ]
+    assert save_each(tmp_path / "c", states) == [None] * 4
+    assert load_state_dict(tmp_path / "c")["w"].equal(WHOLE)
+    assert len(list((tmp_path / "c" / "model").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[((0, 0, 0), (2, 4, 3))], [((3, 0, 0), (2, 4, 3))]], r"'model/w': nothing covers \[2:3, 0:4, 0:3\]"),
+        ([[((0, 0, 0), (3, 4, 3))], [((2, 0, 0), (3, 4, 3))]], r"'model/w': two chunks cover \[2:3, 0:4, 0:3\]"),
+        # As many elements as the tensor has, but one box is there twice.
+        ([[((0, 0, 0), (5, 2, 3))], [((0, 0, 0), (5, 2, 3))]], r"'model/w': two chunks cover \[0:5, 0:2, 0:3\]"),
+        ([[((0, 0, 0), (5, 2, 3)), ((0, 0, 0), (5, 2, 3))], []], "'model/w': two chunks cover"),
+        ([[], []], r"'model/w': nothing covers \[0:5, 0:4, 0:3\]"),
+    ],
+    ids=["hole", "overlap", "right_sum", "twice_on_a_rank", "nothing"],
+)
+def test_holes_and_overlaps_are_refused_on_every_rank(tmp_path: Path, parts: Any, message: str) -> None:
+    good = [{"model": {"w": WHOLE}}] * 2
+    assert save_each(tmp_path / "c", good) == [None, None]
+    before = sorted(tmp_path.rglob("*"))
+    results = save_each(tmp_path / "c", [{"model": {"w": boxes(WHOLE, part)}} for part in parts])
+    for result in results:
+        assert isinstance(result, errors.CheckpointMismatchError)
+        with pytest.raises(errors.CheckpointMismatchError, match=message):
+            raise result
+    assert sorted(tmp_path.rglob("*")) == before
+    assert load_state_dict(tmp_path / "c")["w"].equal(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([{"w": torch.zeros(2)}, {"w": torch.zeros(3)}], r"rank 0 has \(2,\) float32, and rank 1 has \(3,\) float32"),
+        ([{"w": torch.zeros(2)}, {"w": torch.zeros(2).half()}], r"and rank 1 has \(2,\) float16"),
+        ([{}, {"w": torch.zeros(2)}], "rank 1 has it, and rank 0 has not"),
+        ([{"w": boxes(WHOLE, [((0, 0, 0), (2, 4, 3))])}, {}], "nothing covers"),
+    ],
+    ids=["shape", "dtype", "only_on_rank_1", "only_on_rank_0"],
+)
+def test_ranks_that_disagree_are_refused(tmp_path: Path, states: Any, message: str) -> None:
+    results = save_each(tmp_path / "c", [{"model": state} for state in states])
+    for result in results:
+        with pytest.raises(errors.CheckpointMismatchError, match=message):
+            raise result
+    assert not (tmp_path / "c").exists()
+
+
+def test_at_most_twenty_faults_are_shown(tmp_path: Path) -> None:
+    hole = boxes(WHOLE, [((0, 0, 0), (2, 4, 3))])
+    (result,) = save_each(tmp_path / "c", [{"model": {f"w{i}": hole for i in range(25)}}])
+    assert str(result).count("nothing covers") == 20
+    assert "… and 5 more" in str(result)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1, 2])
+def test_a_refusal_on_one_rank_reaches_all_before_anything_is_written(tmp_path: Path, bad_rank: int) -> None:
+    states = [{"model": {"w": WHOLE}, "hook": print if rank == bad_rank else 0} for rank in range(3)]
+    results = save_each(tmp_path / "c", states)
+    assert len({str(result) for result in results}) == 1
+    for result in results:
+        assert isinstance(result, errors.CheckpointValueError)
+        assert "'hook': builtins.builtin_function_or_method" in str(result)
+        assert f"(on rank {bad_rank} of 3, while preparing to save" in str(result)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_failing_disk_on_one_rank_reaches_all(tmp_path: Path, bad_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert save_each(tmp_path / "c", [{"model": {"w": WHOLE}}] * 2) == [None, None]
+    before = sorted(tmp_path.rglob("*"))
+    write = saving_module.write_safetensors
+
+    def full(stream: Any, tensors: Any) -> tuple[int, str]:
+        if f"-rank-{bad_rank:05d}" in stream.name:
+            stream.write(b"half of it")
+            raise OSError(28, "No space left on device")
+        return write(stream, tensors)
+
+    monkeypatch.setattr(saving_module, "write_safetensors", full)
+    halves = [[((0, 0, 0), (3, 4, 3))], [((3, 0, 0), (2, 4, 3))]]
+    results = save_each(tmp_path / "c", [{"model": {"w": boxes(WHOLE + 1, half)}} for half in halves])
+    for result in results:
+        assert type(result) is errors.CheckpointError
+        assert "No space left on device" in str(result)
+        assert f"on rank {bad_rank} of 2, while writing" in str(result)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert load_state_dict(tmp_path / "c")["w"].equal(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        (Chunk(offsets=(4,), data=torch.zeros(2)), "does not lie inside a tensor of shape"),
+        (Chunk(offsets=(-1,), data=torch.zeros(2)), "does not lie inside"),
+        (Chunk(offsets=(0, 0), data=torch.zeros(2)), "does not lie inside"),
+        (Chunk(offsets=(0,), data=torch.zeros(2, 1)), "does not lie inside"),
+    ],
+)
+def test_chunks_outside_of_their_tensor_are_refused(chunk: Chunk, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChunkedTensor(shape=(5,), dtype=torch.float32, chunks=(chunk,))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2)], ids=str)
+def test_a_plain_tensor_is_one_box_and_each_rank_has_another_copy(shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape, requires_grad=True)
+    whole = chunked(tensor, rank=3)
+    assert (whole.shape, whole.replica) == (shape, 3)
+    assert [chunk.data.data_ptr() for chunk in whole.chunks] == ([tensor.data_ptr()] if tensor.numel() else [])
+    assert chunked(whole) is whole
+
+
+@pytest.mark.parametrize("kind", ["saved", "in_memory"])
+def test_fill_compares_before_it_writes(tmp_path: Path, kind: str) -> None:
+    save_each(tmp_path / "c", [{"model": {"w": WHOLE}}])
+    source = load(tmp_path / "c")["model"]["w"] if kind == "saved" else WHOLE
+    small, half, same = torch.zeros(4, 4, 3), torch.zeros(5, 4, 3).half(), torch.zeros(5, 4, 3, requires_grad=True)
+    with pytest.raises(
+        errors.CheckpointMismatchError, match=r"its shape is \(5, 4, 3\) in the checkpoint, and \(4, 4, 3\)"
+    ):
+        fill(small, source)
+    with pytest.raises(
+        errors.CheckpointMismatchError, match="its dtype is float32 in the checkpoint, and float16 here"
+    ):
+        fill(half, source)
+    assert not half.any()
+    fill(half, source, cast=True)
+    assert half.equal(WHOLE.half())
+    fill(same, source)
+    assert same.equal(WHOLE)
+
+
+def test_fill_all_changes_nothing_unless_everything_fits() -> None:
+    targets = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(1)}
+    sources = {"a": torch.ones(2), "b": torch.ones(3), "d": torch.ones(1)}
+    with pytest.raises(errors.CheckpointMismatchError) as caught:
+        fill_all(targets, sources, what="x.ckpt")
+    message = str(caught.value)
+    assert message.startswith("x.ckpt does not fit, so nothing was loaded from it:")
+    assert "1 differ:\n    b: its shape is (3,) in the checkpoint, and (2,) here" in message
+    assert "1 are missing in it:\n    c" in message
+    assert "1 are in it alone:\n    d" in message
+    assert not targets["a"].any()
+    sources["b"] = torch.ones(2)
+    with pytest.raises(errors.CheckpointMismatchError, match="pass strict=False to load what both have"):
+        fill_all(targets, sources)
+    differences = fill_all(targets, sources, strict=False)
+    assert (differences.missing, differences.unexpected) == (("c",), ("d",))
+    assert targets["a"].all()
+    assert targets["b"].all()
+
+
+def test_fill_all_shows_at_most_twenty_of_each() -> None:
+    with pytest.raises(errors.CheckpointMismatchError) as caught:
+        fill_all({f"a{i}": torch.zeros(1) for i in range(30)}, {})
+    assert "30 are missing in it:" in str(caught.value)
+    assert "… and 10 more" in str(caught.value)

@@ -1,0 +1,201 @@
+"""The safetensors container, against the library of that name."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
+from torch import Tensor
+
+from fsdp_core.checkpoint import safetensors_file
+from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES
+from fsdp_core.checkpoint.safetensors_file import parse_header, read_box, write_safetensors
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+
+
+def written(tensors: dict[str, Tensor]) -> bytes:
+    stream = io.BytesIO()
+    size, digest = write_safetensors(stream, tensors)
+    data = stream.getvalue()
+    assert (size, digest) == (len(data), xxhash.xxh3_64_hexdigest(data))
+    return data
+
+
+def reader(data: bytes) -> Callable[[memoryview, int], None]:
+    def read_into(buffer: memoryview, start: int) -> None:
+        buffer[:] = data[start : start + len(buffer)]
+
+    return read_into
+
+
+def header_of(data: bytes) -> dict[str, safetensors_file.FileTensor]:
+    return parse_header(lambda start, end: data[start:end], len(data), "the file")
+
+
+@pytest.mark.parametrize("dtype", SAFETENSORS_NAMES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3), (2, 1, 3)], ids=str)
+def test_the_library_reads_what_is_written(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    # Bytes of zeros and ones are a value of every dtype, bool included.
+    count = torch.Size(shape).numel() * dtype.itemsize
+    tensor = torch.randint(0, 2, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
+    data = written({"x": tensor, "odd": torch.ones(3, dtype=torch.uint8)})
+    back = load_bytes(data)
+    assert back["x"].dtype == dtype
+    assert back["x"].shape == tensor.shape
+    assert back["x"].view(torch.uint8).equal(tensor.view(torch.uint8)) if shape else True
+    assert back["odd"].tolist() == [1, 1, 1]
+    where = header_of(data)["x"]
+    assert (where.shape, where.dtype) == (shape, dtype)
+    assert where.start % dtype.itemsize == 0 or not count
+    out = torch.empty(shape, dtype=dtype)
+    read_box(reader(data), where, (0,) * len(shape), out)
+    assert out.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("staging", [8, 40, 2**20])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x,
+        lambda x: x.mT,
+        lambda x: x[:, ::2],
+        lambda x: x[3:, 1:],
+        lambda x: x[:1, :1].expand(9, 7),
+        lambda x: x.reshape(3, 3, 7).permute(2, 0, 1),
+        lambda x: torch.nn.Parameter(x),
+        lambda x: (x + 1j).conj(),
+        lambda x: (x + 1j).conj().imag,
+    ],
+    ids=["plain", "transposed", "strided", "offset", "expanded", "permuted", "parameter", "conjugated", "negated"],
+)
+def test_writes_a_tensor_as_it_looks(
+    change: Callable[[Tensor], Tensor], staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_file, "STAGING_BYTES", staging)
+    tensor = change(torch.arange(63.0).reshape(9, 7))
+    assert load_bytes(written({"x": tensor}))["x"].equal(tensor.detach().resolve_conj())
+
+
+def test_tensors_that_share_memory_are_written_each() -> None:
+    tensor = torch.arange(6.0)
+    back = load_bytes(written({"a": tensor, "b": tensor, "c": tensor[2:4]}))
+    assert back["b"].equal(tensor)
+    assert back["c"].tolist() == [2.0, 3.0]
+
+
+def test_no_tensor_at_all() -> None:
+    assert load_bytes(written({})) == {}
+
+
+def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+    data = save_bytes({"b": torch.arange(3), "a": torch.ones(2, dtype=torch.bool)}, {"by": "the library"})
+    found = header_of(data)
+    assert set(found) == {"a", "b"}
+    out = torch.empty(3, dtype=torch.int64)
+    read_box(reader(data), found["b"], (0,), out)
+    assert out.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("staging", [8, 24, 100, 2**20])
+@pytest.mark.parametrize("run", [1, 2**20], ids=["long_runs_alone", "rows_together"])
+@pytest.mark.parametrize("target", ["contiguous", "strided", "other_dtype"])
+def test_reads_any_box_into_any_target(target: str, run: int, staging: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "STAGING_BYTES", staging)
+    monkeypatch.setattr(safetensors_file, "_DIRECT_RUN_BYTES", run)
+    whole = torch.arange(5 * 4 * 3, dtype=torch.int32).reshape(5, 4, 3)
+    data = written({"x": whole})
+    where = header_of(data)["x"]
+    for offsets, lengths in [
+        ((0, 0, 0), (5, 4, 3)),
+        ((2, 0, 0), (3, 4, 3)),
+        ((1, 1, 0), (3, 2, 3)),
+        ((0, 0, 2), (5, 4, 1)),
+        ((4, 3, 2), (1, 1, 1)),
+        ((1, 2, 1), (2, 1, 2)),
+    ]:
+        dtype = torch.float64 if target == "other_dtype" else torch.int32
+        out = torch.full(lengths, -1, dtype=dtype)
+        if target == "strided":
+            out = torch.full((*lengths[::-1], 2), -1, dtype=dtype)[..., 0].permute(2, 1, 0)
+        read_box(reader(data), where, offsets, out)
+        assert out.equal(whole[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (
+            torch.zeros(2, dtype=torch.complex128),
+            "can't save 'x': safetensors has no dtype complex128; save torch.view",
+        ),
+        (torch.zeros(2, device="meta"), "meta device and holds no data; materialise it first"),
+        (torch.zeros(2).to_sparse(), r"layout torch.sparse_coo has no plain rows; save tensor.to_dense\(\)"),
+        (torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.quint8), "has no plain rows"),
+    ],
+    ids=["complex128", "meta", "sparse", "quantized"],
+)
+def test_refuses_what_has_no_place_in_a_file(tensor: Tensor, message: str) -> None:
+    stream = io.BytesIO()
+    with pytest.raises(CheckpointValueError, match=message):
+        write_safetensors(stream, {"x": tensor})
+    assert not stream.getvalue()
+
+
+def made(header: object, body: bytes, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + body
+
+
+def entry(shape: object = (2,), offsets: object = (0, 8), dtype: object = "F32") -> dict[str, object]:
+    return {"x": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x02\x00\x00",
+        made(entry(), b"\0" * 7),
+        made(entry(), b"\0" * 9),
+        made(entry(), b"\0" * 8, length=2**63),
+        made(entry(), b"\0" * 8, length=1),
+        made(b"not json", b""),
+        made(b"[" * 100_000, b""),
+        made([], b""),
+        made(b'"x"', b""),
+        made({"x": 1}, b""),
+        made({"x": {}}, b""),
+        made(entry(dtype="Q7"), b"\0" * 8),
+        made(entry(dtype=[1]), b"\0" * 8),
+        made(entry(shape=[-2]), b"\0" * 8),
+        made(entry(shape=[2.0]), b"\0" * 8),
+        made(entry(shape=[2**62, 4]), b"\0" * 8),
+        made(entry(shape=[True]), b"\0" * 8),
+        made(entry(offsets=(8, 16)), b"\0" * 16),
+        made(entry(offsets=(0, 2**40)), b"\0" * 8),
+        made(entry(offsets=(8, 0)), b"\0" * 8),
+        made(entry(offsets=(0,)), b"\0" * 8),
+        made({**entry(), "y": entry()["x"]}, b"\0" * 8),
+    ],
+    ids=range(23),
+)
+def test_a_damaged_or_hostile_header_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointFormatError, match="the file is no safetensors file"):
+        header_of(data)
+
+
+def test_the_library_opens_a_file_of_ours_lazily(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(written({"model/a": torch.arange(4.0), "model/b@2,0": torch.ones(1, 2)}))
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == {"model/a", "model/b@2,0"}
+        assert file.get_slice("model/a")[1:3].tolist() == [1.0, 2.0]
+        assert file.metadata() == {"format": "pt"}

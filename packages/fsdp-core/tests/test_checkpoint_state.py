@@ -1,0 +1,247 @@
+"""The nest that is given to a save and what a load gives back: kinds, keys, aliases, optimizers, full files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fsdp_core
+from fsdp_core.checkpoint import SavedTensor, load, load_state_dict, read_manifest, save
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
+from fsdp_core.runtime import ProcessGroupRuntime
+
+KINDS: Any = {"model": "model", "optimizer/0": "optimizer"}
+
+
+def save_alone(path: Path, state: dict[str, Any], kinds: Any = None, **options: Any) -> None:
+    save(path, state, runtime=ProcessGroupRuntime(), strategy="test", kinds=kinds or {}, **options)
+
+
+class Tied(nn.Module):
+    """A model with a tied parameter, a buffer and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.wte.weight
+        self.register_buffer("count", torch.tensor(2))
+        self.version = 1
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"version": self.version, "mask": torch.ones(2)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.version = state["version"]
+
+
+@pytest.mark.parametrize("both_names", [True, False])
+def test_a_tied_parameter_is_stored_once_and_comes_back_under_both_names(tmp_path: Path, both_names: bool) -> None:
+    model = Tied()
+    weights = model.state_dict()
+    if not both_names:
+        del weights["head.weight"]
+    aliases = {"model/head.weight": "model/wte.weight"}
+    save_alone(tmp_path / "c", {"model": weights}, {"model": "model"}, aliases=aliases)
+    manifest = read_manifest(tmp_path / "c")
+    assert manifest.aliases == aliases
+    assert set(manifest.tensors) == {"model/wte.weight", "model/count", "model/_extra_state/mask"}
+    state_dict = load_state_dict(tmp_path / "c")
+    assert state_dict["head.weight"] is state_dict["wte.weight"]
+    other = Tied()
+    other.version = 0
+    other.load_state_dict(state_dict)
+    assert other.head.weight.equal(model.wte.weight)
+    assert other.version == 1
+
+
+@pytest.mark.parametrize(
+    ("aliases", "message"),
+    [
+        ({"model/a": "model/nothing"}, "stands for 'model/nothing', which is not among the tensors|no 'model/nothing'"),
+        ({"model/x": "model/y"}, r"alias 'model/x' has shape \(2,\) and torch.float32, but 'model/y' has \(3,\)"),
+        ({"nothing/x": "model/y"}, "no 'nothing' in the state: the state has model, step"),
+        ({"model/z": "step"}, "stands for 'step', which is not among the tensors"),
+    ],
+)
+def test_aliases_that_do_not_fit_are_refused(tmp_path: Path, aliases: dict[str, str], message: str) -> None:
+    state = {"model": {"x": torch.zeros(2), "y": torch.zeros(3)}, "step": 1}
+    with pytest.raises(CheckpointValueError, match=message):
+        save_alone(tmp_path / "c", state, {"model": "model"}, aliases=aliases)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ({"mdoel": "model"}, "no 'mdoel' in the state: the state has model, optimizer"),
+        ({"optimizer/1": "optimizer"}, "no 'optimizer/1' in the state: 'optimizer' has 0"),
+        ({"model": "weights"}, "must be 'model' or 'optimizer'"),
+    ],
+)
+def test_kinds_that_do_not_fit_are_refused(tmp_path: Path, kinds: Any, message: str) -> None:
+    with pytest.raises(CheckpointValueError, match=message):
+        save_alone(tmp_path / "c", {"model": {}, "optimizer": [{}]}, kinds)
+
+
+def test_the_trainers_layout_comes_back(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), betas=(0.8, 0.9))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+    names = dict(enumerate(name for name, _ in model.named_parameters()))
+    plain = optimizer.state_dict()
+    by_name = {
+        "state": {names[i]: entry for i, entry in plain["state"].items()},
+        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in plain["param_groups"]],
+    }
+    state = {
+        "model": model.state_dict(),
+        "optimizer": [by_name],
+        "lr_schedulers": [scheduler.state_dict()],
+        "callbacks": {
+            "ModelCheckpoint{'monitor': None}": {"best_k_models": {"/a/b": torch.tensor(0.5)}, "score": None}
+        },
+        "rng": {
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.RandomState(1).get_state(),
+            "python": (3, (1, 2), None),
+        },
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
+    }
+    save_alone(tmp_path / "c", state, KINDS)
+    back = load(tmp_path / "c")
+    assert type(back["model"]) is OrderedDict
+    assert list(read_manifest(tmp_path / "c").tensors) == [
+        "model/weight",
+        "model/bias",
+        *(f"optimizer/0/{name}/{slot}" for name in ("weight", "bias") for slot in ("step", "exp_avg", "exp_avg_sq")),
+        "optimizer/0/param_groups/0/lr",
+    ]
+    groups = back["optimizer"][0]["param_groups"]
+    lr = groups[0].pop("lr")
+    assert isinstance(lr, SavedTensor)
+    assert lr.full().item() == pytest.approx(plain["param_groups"][0]["lr"].item())
+    assert groups[0]["params"] == ["weight", "bias"]
+    assert groups[0]["betas"] == plain["param_groups"][0]["betas"]
+    moments = back["optimizer"][0]["state"]["weight"]
+    assert moments["exp_avg"].full().equal(optimizer.state[model.weight]["exp_avg"])
+    assert back["lr_schedulers"] == state["lr_schedulers"]
+    (best,) = back["callbacks"]["ModelCheckpoint{'monitor': None}"]["best_k_models"].values()
+    assert best.item() == 0.5
+    assert back["rng"]["torch"].equal(state["rng"]["torch"])
+    np.random.RandomState(2).set_state(back["rng"]["numpy"])
+    assert back["rng"]["python"] == (3, (1, 2), None)
+    assert back["loops"] == state["loops"]
+
+
+def test_fabrics_layout_with_several_models(tmp_path: Path) -> None:
+    state = {
+        "gen": {"w": torch.ones(2)},
+        "nets/disc": {"w": torch.zeros(2), "odd/name": torch.ones(1)},
+        "optimizer": {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": []},
+        "step": 3,
+    }
+    kinds = {"gen": "model", "nets%2Fdisc": "model", "optimizer": "optimizer"}
+    save_alone(tmp_path / "c", state, kinds)
+    assert set(read_manifest(tmp_path / "c").tensors) == {
+        "gen/w",
+        "nets%2Fdisc/w",
+        "nets%2Fdisc/odd%2Fname",
+        "optimizer/w/exp_avg",
+    }
+    assert load(tmp_path / "c")["step"] == 3
+    assert load_state_dict(tmp_path / "c", "gen")["w"].tolist() == [1.0, 1.0]
+    assert set(load_state_dict(tmp_path / "c", "nets/disc")) == {"w", "odd/name"}
+    with pytest.raises(CheckpointMismatchError, match="no model under 'model' in .* Models in it: 'gen', 'nets/disc'"):
+        load_state_dict(tmp_path / "c")
+
+
+def test_two_tensors_of_one_key_are_refused(tmp_path: Path) -> None:
+    state = {"model": {1: torch.ones(1), "1": torch.ones(1)}}
+    with pytest.raises(
+        CheckpointValueError, match="'model/1': another tensor of the state would be stored as 'model/1'"
+    ):
+        save_alone(tmp_path / "c", state, {"model": "model"})
+    save_alone(tmp_path / "c", {"plain": {1: torch.ones(1), "1": torch.zeros(1)}})
+    assert [value.item() for value in load(tmp_path / "c")["plain"].values()] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (torch.zeros(1, dtype=torch.complex128), "'model/w': safetensors has no dtype complex128"),
+        (torch.zeros(1, device="meta"), "'model/w': it is on the meta device"),
+        (nn.Linear(1, 1), "'model/w': torch.nn.modules.linear.Linear is neither plain data nor a tensor"),
+    ],
+)
+@pytest.mark.parametrize("kinds", [{"model": "model"}, {}])
+def test_refused_leaves_are_named_with_their_key(tmp_path: Path, leaf: Any, message: str, kinds: Any) -> None:
+    with pytest.raises(CheckpointValueError, match=message):
+        save_alone(tmp_path / "c", {"model": {"w": leaf}}, kinds)
+    assert not (tmp_path / "c").exists()
+
+
+def test_views_parameters_and_shared_memory(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    state = {"model": {"t": whole.t(), "p": nn.Parameter(whole), "part": whole[1], "same": whole}}
+    save_alone(tmp_path / "c", state, {"model": "model"})
+    back = load_state_dict(tmp_path / "c")
+    for name, tensor in state["model"].items():
+        assert back[name].equal(tensor.detach())
+        assert type(back[name]) is torch.Tensor
+
+
+def test_load_state_dict_casts_floating_point_only(tmp_path: Path) -> None:
+    save_alone(tmp_path / "c", {"model": {"w": torch.ones(2), "n": torch.ones(2).long()}}, {"model": "model"})
+    back = load_state_dict(tmp_path / "c", device="meta", dtype=torch.bfloat16)
+    assert (back["w"].dtype, back["n"].dtype, back["w"].device.type) == (torch.bfloat16, torch.int64, "meta")
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model"])
+def test_load_state_dict_reads_a_full_file(tmp_path: Path, key: str) -> None:
+    weight = torch.arange(3.0)
+    torch.save({key: {"a": weight, "b": weight}, "epoch": 1}, tmp_path / "full.ckpt")
+    back = load_state_dict(tmp_path / "full.ckpt")
+    assert back["a"].equal(weight)
+    assert back["a"] is back["b"]
+    with pytest.raises(CheckpointMismatchError, match=f"no model under 'x' in .*full.ckpt. It holds: '{key}', 'epoch'"):
+        load_state_dict(tmp_path / "full.ckpt", "x")
+
+
+class Payload:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))
+
+
+def test_a_full_file_runs_nothing(tmp_path: Path) -> None:
+    torch.save({"model": Payload(str(tmp_path / "ran"))}, tmp_path / "full.ckpt")
+    with pytest.raises(CheckpointFormatError, match="runs no code from a checkpoint"):
+        load_state_dict(tmp_path / "full.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_reading_needs_neither_lightning_nor_a_process_group(tmp_path: Path) -> None:
+    save_alone(tmp_path / "c", {"model": {"w": torch.ones(2)}}, {"model": "model"})
+    code = (
+        "import sys, fsdp_core\n"
+        f"print(fsdp_core.load_state_dict({str(tmp_path / 'c')!r})['w'].tolist())\n"
+        "print([name for name in ('lightning', 'lightning_fabric', 'pytorch_lightning') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["[1.0, 1.0]", "[]"]
+    assert fsdp_core.load_state_dict is load_state_dict
