@@ -4,7 +4,7 @@ Packages are found on disk, so a new one needs no edit here. A package whose tes
 Lightning, or other versions than ``constraints.txt`` pins, says so in its own pyproject::
 
     [tool.fsdp.tests]
-    requires = ["jsonargparse[signatures]"]   # besides what every package's tests get
+    requires = ["transformers"]               # besides what every package's tests get
     constraints = "constraints.txt"           # pins of its own, relative to the package; it then shares no environment
 """
 
@@ -31,7 +31,7 @@ nox.options.sessions = ["lint", "typecheck", "tests", "integration", "docs"]
 
 ROOT = Path(__file__).parent
 PINS = ROOT / "constraints.txt"
-TESTS_NEED = ("torch", "lightning", "pytest", "pytest-timeout")
+TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "pytest", "pytest-timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +123,12 @@ def wheels(session: nox.Session, python: str, *kinds: str) -> list[str]:
     return [str(path) for path in sorted(ROOT.glob("dist/*.whl"))]
 
 
+def run_pytest(session: nox.Session, *everything: str) -> None:
+    """Run all of a session's tests, or those that the words after ``--`` name by path."""
+    named = any(Path(word.split("::")[0]).exists() for word in session.posargs)
+    session.run("python", "-m", "pytest", *(() if named else everything), *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Ruff: style, imports, docstrings, format. `-- --fix` mends what it can."""
@@ -145,18 +151,17 @@ def tests(session: nox.Session, package: str) -> None:
     """Each package's tests and doctests, in an environment of its own. Words after `--` go to pytest."""
     chosen = PACKAGES[package]
     install(session, *chosen.tests_need, *editable(with_dependencies(chosen)), pins=chosen.pins)
-    places = session.posargs or ["--doctest-modules", str(chosen.modules), str(chosen.path / "tests")]
-    session.run("python", "-m", "pytest", *places)
+    run_pytest(session, "--doctest-modules", str(chosen.modules), str(chosen.path / "tests"))
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """The packages as users get them, built and installed as wheels: `tests-integration/`."""
-    install(session, *TESTS_NEED, "build", "psutil", "jsonargparse[signatures]")
+    install(session, *TESTS_NEED, "build", "psutil")
     built = wheels(session, "python", "--wheel")
     install(session, "--force-reinstall", "--no-deps", *built)
     install(session, *built)
-    session.run("python", "-m", "pytest", *(session.posargs or ["tests-integration"]))
+    run_pytest(session, "tests-integration")
 
 
 @nox.session(python=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -66,6 +67,13 @@ def test_the_quickstart_goes_on_with_another_number_of_processes(tmp_path: Path)
     finished = run_script(f"{definitions}    {main}\n    print('epochs:', trainer.current_epoch)\n", tmp_path)
     assert finished.returncode == 0, finished.stdout
     assert "epochs: 8" in finished.stdout
+
+
+def test_the_quickstart_runs_under_torchrun(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    finished = run_script(SCRIPTS["docs/quickstart.md #1"], tmp_path, *torchrun)
+    assert finished.returncode == 0, finished.stdout
+    assert json.loads((tmp_path / "run1.ckpt/manifest.json").read_text(encoding="utf-8"))["world_size"] == 2
 
 
 @pytest.mark.parametrize("message", MESSAGES)

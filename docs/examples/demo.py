@@ -140,8 +140,8 @@ def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
 
-    size = {"batch_size": 8, "context": 64} if args.quick else {"batch_size": 16, "context": 128}
-    steps, more, alone = (40, 20, 10) if args.quick else (160, 60, 40)
+    size = {"batch_size": 8, "context": 64 if args.quick else 128}
+    steps, more, alone = (40, 20, 10) if args.quick else (300, 100, 40)
     checkpoint = OUT / "checkpoint"
     sharded = train("sharded", strategy=args.strategy, devices=2, steps=steps, checkpoint=checkpoint, sample=0, **size)
     resumed = train("resumed", strategy=args.strategy, devices=1, steps=steps + more, resume=checkpoint, **size)

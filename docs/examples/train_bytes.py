@@ -95,7 +95,7 @@ class ByteGPT(pl.LightningModule):
         layers: int = 4,
         heads: int = 4,
         context: int = 128,
-        batch_size: int = 16,
+        batch_size: int = 8,
         lr: float = 1e-3,
     ) -> None:
         super().__init__()
@@ -103,10 +103,11 @@ class ByteGPT(pl.LightningModule):
         self.embed, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.5)
+        nn.init.normal_(self.position.weight, std=0.1)
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        self.head.weight = self.embed.weight  # tied: one matrix reads bytes and predicts them
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Predict the byte that follows each byte: (batch, time) to logits (batch, time, 256)."""
@@ -216,7 +217,7 @@ def main() -> None:
     parser.add_argument("--devices", default="auto", help="processes; 'auto' takes what Lightning finds")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=200, help="train until this step, counted from the very first")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows per step, over all processes together")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows per step, over all processes together")
     parser.add_argument("--context", type=int, default=128, help="bytes per window")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
     parser.add_argument("--checkpoint", type=Path, help="where to save after the last step")

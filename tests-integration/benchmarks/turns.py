@@ -26,11 +26,15 @@ class Turn:
     Attributes:
         name: What to call it.
         seconds: How long each timed step took on this rank.
+        cpu_seconds: The processor time of all threads of this rank during each step.
         losses: The loss of each timed step on this rank.
     """
 
     def __init__(self, name: str, train: Callable[[Step], None]) -> None:
-        self.name, self.seconds, self.losses = name, list[float](), list[Tensor]()
+        self.name = name
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self.losses: list[Tensor] = []
         self._train, self._go, self._done = train, threading.Semaphore(0), threading.Semaphore(0)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -43,10 +47,11 @@ class Turn:
     def step(self) -> None:
         """Take one step, and time it from the moment when all ranks are ready for it."""
         dist.barrier()
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         self._go.release()
         self._done.acquire()
         self.seconds.append(time.perf_counter() - started)
+        self.cpu_seconds.append(time.process_time() - cpu_started)
 
     def stop(self) -> None:
         """End the loop."""
@@ -80,6 +85,7 @@ def take_turns(turns: list[Turn], *, rounds: int, steps: int) -> None:
     for turn in turns:  # the first step after a warm-up still allocates: optimizer state, buffers
         turn.step()
         turn.seconds.clear()
+        turn.cpu_seconds.clear()
         turn.losses.clear()
     dice = random.Random(0)
     for _ in range(rounds * steps):

@@ -53,7 +53,9 @@ class ThreadRuntime(Runtime):
 
 def on_threads(world_size: int, work: Callable[[ThreadRuntime], Any]) -> list[Any]:
     """Run ``work`` on ranks that are threads; gives what each returned, or the exception that it raised."""
-    meeting, table, results = threading.Barrier(world_size), [None] * world_size, [None] * world_size
+    meeting = threading.Barrier(world_size)
+    table: list[Any] = [None] * world_size
+    results: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
         try:
@@ -97,7 +99,7 @@ def whole_tensors() -> dict[str, tuple[Tensor, int | None]]:
 
 
 def sharded(layout: str) -> dict[str, Tensor]:
-    """The same as DTensors; ``plain``, ``flat`` (one mesh axis) or ``hybrid`` (replicated twice, sharded by the rest)."""
+    """The same as DTensors; ``plain``, ``flat`` (one mesh axis) or ``hybrid`` (replicated twice, then sharded)."""
     if layout == "plain":
         return {name: whole for name, (whole, _) in whole_tensors().items()}
     ranks = dist.get_world_size()
@@ -185,6 +187,7 @@ def boxes_of(layout: str) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[i
     started(layout)
     found = []
     for name, tensor in sharded(layout).items():
+        assert isinstance(tensor, DTensor)
         mine: ChunkedTensor = chunked(tensor)
         theirs = [
             (tuple(chunk.offsets), tuple(chunk.sizes))

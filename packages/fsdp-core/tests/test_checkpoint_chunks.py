@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import ThreadRuntime, on_threads
-from test_checkpoint_coverage import split
 from torch import Tensor
 
+from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core import errors
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, chunked, fill, fill_all, load, load_state_dict, save, verify
+from fsdp_core.checkpoint import (
+    Chunk,
+    ChunkedTensor,
+    chunked,
+    fill,
+    fill_all,
+    load,
+    load_state_dict,
+    safetensors_file,
+    save,
+    verify,
+)
 from fsdp_core.checkpoint import saving as saving_module
+from test_checkpoint_coverage import split
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -85,7 +96,7 @@ def test_a_box_outside_of_the_tensor_is_refused(tmp_path: Path, box: Any) -> Non
 
 
 def test_only_the_first_copy_is_written(tmp_path: Path) -> None:
-    halves = [[((0, 0, 0), (3, 4, 3))], [((3, 0, 0), (2, 4, 3))]]
+    halves: list[list[Any]] = [[((0, 0, 0), (3, 4, 3))], [((3, 0, 0), (2, 4, 3))]]
     states = [
         {"model": {"w": boxes(WHOLE if copy == 0 else WHOLE * 0, half, copy)}} for copy in (0, 1) for half in halves
     ]
@@ -160,7 +171,7 @@ def test_a_refusal_on_one_rank_reaches_all_before_anything_is_written(tmp_path: 
 def test_a_failing_disk_on_one_rank_reaches_all(tmp_path: Path, bad_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert save_each(tmp_path / "c", [{"model": {"w": WHOLE}}] * 2) == [None, None]
     before = sorted(tmp_path.rglob("*"))
-    write = saving_module.write_safetensors
+    write = safetensors_file.write_safetensors
 
     def full(stream: Any, tensors: Any) -> tuple[int, str]:
         if f"-rank-{bad_rank:05d}" in stream.name:
@@ -169,7 +180,7 @@ def test_a_failing_disk_on_one_rank_reaches_all(tmp_path: Path, bad_rank: int, m
         return write(stream, tensors)
 
     monkeypatch.setattr(saving_module, "write_safetensors", full)
-    halves = [[((0, 0, 0), (3, 4, 3))], [((3, 0, 0), (2, 4, 3))]]
+    halves: list[list[Any]] = [[((0, 0, 0), (3, 4, 3))], [((3, 0, 0), (2, 4, 3))]]
     results = save_each(tmp_path / "c", [{"model": {"w": boxes(WHOLE + 1, half)}} for half in halves])
     for result in results:
         assert type(result) is errors.CheckpointError

@@ -17,7 +17,7 @@ from fsdp_core.checkpoint.manifest import Manifest
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.runtime import ProcessGroupRuntime
 
-STATE = {
+STATE: dict[str, Any] = {
     "model": {"w": torch.arange(6.0).reshape(3, 2), "b": torch.ones(3)},
     "callbacks": {"best": torch.tensor(0.5), "seen": 3},
 }
@@ -179,7 +179,7 @@ def test_swapped_shards_are_found(folder: Path, tmp_path: Path) -> None:
     state = {"model": {"w": STATE["model"]["w"] + 1, "b": torch.ones(3)}, "callbacks": STATE["callbacks"]}
     save(other, state, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
     model_file(folder).write_bytes(model_file(other).read_bytes())
-    with pytest.raises(CheckpointFormatError, match="has the checksum xxh3:.* instead of xxh3:"):
+    with pytest.raises(CheckpointFormatError, match=r"has the checksum xxh3:.* instead of xxh3:"):
         load(folder, verify=True)
 
 

@@ -34,7 +34,7 @@ class Text(str):
     """A string with a class of its own."""
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024
+Point = namedtuple("Point", "x y")
 
 
 def through_json(value: Any) -> Any:
@@ -70,7 +70,7 @@ def through_json(value: Any) -> Any:
         (1, (2,)),
         {},
         {"a": {"b": [1, None]}},
-        {1: "a", "1": "b", None: 0, (1, 2): 3, 1.5: 4, True: 5} | {2: 6},
+        {1: "a", "1": "b", None: 0, (1, 2): 3, 1.5: 4, False: 5},
         {"$tuple": [1]},
         {"a": 1, "$b": 2},
         {1, 2, "x"},

@@ -121,7 +121,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, content: str) -> 
     (path / content).write_text("{}")
     with pytest.raises(CheckpointExistsError, match=rf"something else in it \({content}\).*save to another path"):
         save_state(path, 1.0)
-    with pytest.raises(CheckpointExistsError, match="is not a checkpoint of this format .*, so it was not removed"):
+    with pytest.raises(CheckpointExistsError, match=r"is not a checkpoint of this format .*, so it was not removed"):
         remove(path)
     assert files_in(path) == {content}
 
@@ -203,7 +203,7 @@ def test_an_interrupted_first_save_is_no_checkpoint_and_the_next_one_is(
     if is_checkpoint(path):
         assert value_of(path) == 2.0
     else:
-        with pytest.raises(CheckpointFormatError, match="interrupted before it was published|the folder is empty"):
+        with pytest.raises(CheckpointFormatError, match=r"interrupted before it was published|the folder is empty"):
             load(path)
     save_state(path, 3.0)
     assert value_of(path) == 3.0
@@ -296,5 +296,5 @@ def test_a_path_through_memory(tmp_path: Path) -> None:
 
 def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="NotADirectoryError|FileExistsError"):
+    with pytest.raises(CheckpointError, match=r"NotADirectoryError|FileExistsError"):
         save_state(tmp_path / "file" / "c", 1.0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoint_ranks
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
+import checkpoint_ranks
 from fsdp_core.checkpoint import chunked, is_checkpoint, load_state_dict, read_manifest, verify
 from fsdp_core.testing.ranks import RankPool
 
@@ -29,7 +29,7 @@ def pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
     folders = {}
-    for ranks, layout in LAYOUTS:
+    for ranks, layout in reversed(LAYOUTS):  # the most ranks first: their processes start side by side
         folders[ranks, layout] = tmp_path_factory.mktemp("saved") / f"{layout}{ranks}.ckpt"
         pool.run(ranks, checkpoint_ranks.save_all, folders[ranks, layout], layout, timeout=60)
     return folders
@@ -39,7 +39,7 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
 def test_every_layout_loads_into_each_other(
     pool: RankPool, saved: dict[tuple[int, str], Path], ranks: int, layout: str
 ) -> None:
-    equal = pool.run(ranks, checkpoint_ranks.load_all, list(saved.values()), layout, timeout=60)
+    equal = pool.run(ranks, checkpoint_ranks.load_all, [saved[source] for source in LAYOUTS], layout, timeout=60)
     assert equal == [[f"{name}{count}.ckpt" for count, name in LAYOUTS]] * ranks
 
 

@@ -104,7 +104,7 @@ def test_the_trainers_layout_comes_back(tmp_path: Path) -> None:
         "state": {names[i]: entry for i, entry in plain["state"].items()},
         "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in plain["param_groups"]],
     }
-    state = {
+    state: dict[str, Any] = {
         "model": model.state_dict(),
         "optimizer": [by_name],
         "lr_schedulers": [scheduler.state_dict()],
@@ -162,7 +162,7 @@ def test_fabrics_layout_with_several_models(tmp_path: Path) -> None:
     assert load(tmp_path / "c")["step"] == 3
     assert load_state_dict(tmp_path / "c", "gen")["w"].tolist() == [1.0, 1.0]
     assert set(load_state_dict(tmp_path / "c", "nets/disc")) == {"w", "odd/name"}
-    with pytest.raises(CheckpointMismatchError, match="no model under 'model' in .* Models in it: 'gen', 'nets/disc'"):
+    with pytest.raises(CheckpointMismatchError, match=r"no model under 'model' in .* Models in it: 'gen', 'nets/disc'"):
         load_state_dict(tmp_path / "c")
 
 

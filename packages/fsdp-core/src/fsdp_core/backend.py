@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_core.checkpoint import ChunkedTensor, SavedTensor, fill_all
 from fsdp_core.clipping import clip_grads_by_norm, clip_grads_by_value
+from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import clean_name, named_parameters
 from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state, repoint
 from fsdp_core.precision import ShardPrecision
@@ -69,10 +70,10 @@ class Backend(ABC):
     runtime: Runtime
     precision: ShardPrecision
 
-    def __init__(self) -> None:
-        # parameters as they were before sharding, by id: optimizers and lists of the user may hold them still
-        self._written: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]] = {}
-        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    #: Which backend has sharded a root. A module outlives its strategy: the next Trainer goes on with it.
+    _owners: ClassVar[weakref.WeakKeyDictionary[nn.Module, Backend]] = weakref.WeakKeyDictionary()
+    #: Parameters as they were before sharding, by id: optimizers and lists of the user may hold them still.
+    _written: ClassVar[dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]]] = {}
 
     # -- building and sharding -------------------------------------------------------------------------------------
 
@@ -110,12 +111,31 @@ class Backend(ABC):
         """
 
     def is_sharded(self, module: nn.Module) -> bool:
-        """Whether :meth:`shard` has sharded this very module."""
-        return module in self._roots
+        """Whether this very module is sharded already, on terms that this backend shares.
+
+        Raises:
+            ShardingError: Another backend, or one with other options, has sharded it.
+        """
+        owner = self._owners.get(module)
+        if owner is None or owner is self:
+            return owner is self
+        theirs, ours = owner.terms(), self.terms()
+        differing = [f"{key} {theirs.get(key)!r}, now {ours[key]!r}" for key in ours if ours[key] != theirs.get(key)]
+        if differing:
+            raise ShardingError(
+                f"{type(module).__name__} was sharded before, on other terms: {'; '.join(differing)}.\n"
+                "Use the same options, or build the module anew and load its checkpoint."
+            )
+        self._owners[module] = self
+        return True
+
+    def terms(self) -> dict[str, Any]:
+        """What a sharded module can't change any more, by name, for comparison."""
+        return {"backend": type(self).__name__, "precision": self.precision}
 
     def mark_sharded(self, module: nn.Module) -> None:
         """Note that ``module`` is sharded."""
-        self._roots.add(module)
+        self._owners[module] = self
 
     def remember(self, module: nn.Module) -> None:
         """Note the parameters of ``module`` before they are replaced, so that :meth:`repoint` knows them by name."""
@@ -166,10 +186,22 @@ class Backend(ABC):
     def after_eval(self, module: nn.Module) -> None:
         """Give back the memory of what a forward pass without a backward pass left unsharded."""
 
+    def finish_backward(self, module: nn.Module) -> None:
+        """Hand gradients to the shards after a backward pass inside a forward pass of the root that is still going on.
+
+        Manual optimization runs backward passes there, where a library may not see their end.
+        """
+
     def refresh(self, module: nn.Module) -> None:
         """Show the current values of the parameters inside a forward pass of the root that is still going on.
 
-        Manual optimization runs backward passes and steps there.
+        Manual optimization takes optimizer steps there.
+        """
+
+    def follow_requires_grad(self, module: nn.Module) -> None:
+        """Let gathered parameters require gradients as their shards do.
+
+        Called inside a forward pass of the root, when the shards were told to (``toggle_optimizer``).
         """
 
     def reset(self, module: nn.Module) -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +25,7 @@ from fsdp_core.materialize import materialize
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.replicated import ReplicatedParameters
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy, checkpoint_activations, select_units
+from fsdp_fsdp2.torch_private import finish_backward
 
 __all__ = ["FSDP2Backend"]
 
@@ -46,6 +48,10 @@ class FSDP2Backend(Backend):
             gradients sharded, for more communication.
     """
 
+    # by root, and not by backend, for a root outlives the strategy that sharded it
+    _replicated: ClassVar[weakref.WeakKeyDictionary[nn.Module, ReplicatedParameters]] = weakref.WeakKeyDictionary()
+    _shards: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]]] = weakref.WeakKeyDictionary()
+
     def __init__(
         self,
         *,
@@ -64,7 +70,6 @@ class FSDP2Backend(Backend):
         self.mp_policy = mp_policy
         self.sync_each_batch = sync_each_batch
         self._mesh: DeviceMesh | None = None
-        self._replicated: weakref.WeakKeyDictionary[nn.Module, ReplicatedParameters] = weakref.WeakKeyDictionary()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -74,6 +79,9 @@ class FSDP2Backend(Backend):
                 self.runtime.device.type, (self.runtime.world_size,), mesh_dim_names=("shard",)
             )
         return self._mesh
+
+    def terms(self) -> dict[str, Any]:
+        return {**super().terms(), "cpu_offload": self.cpu_offload, "mp_policy": self.mp_policy}
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
         if self.mp_policy is None:
@@ -106,6 +114,7 @@ class FSDP2Backend(Backend):
         whole_parameters = [p for p in module.parameters() if p.ndim == 0]
         if whole_parameters:
             self._replicated[module] = ReplicatedParameters(whole_parameters, self.runtime)
+        self._shards[module] = dict(module.named_parameters())
         self.mark_sharded(module)
         return module
 
@@ -130,10 +139,19 @@ class FSDP2Backend(Backend):
             if isinstance(submodule, FSDPModule):
                 submodule.reshard()
 
+    def finish_backward(self, module: nn.Module) -> None:
+        finish_backward(_fsdp(module))
+        self.refresh(module)
+
     def refresh(self, module: nn.Module) -> None:
         root = _fsdp(module)
         root.reshard()
         root.unshard()
+
+    def follow_requires_grad(self, module: nn.Module) -> None:
+        shards = self._shards[module]
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(shards[name].requires_grad)
 
     def reset(self, module: nn.Module) -> None:
         # since torch 2.13; before it, an exception left the module unusable

@@ -6,10 +6,12 @@ shards of another world size. :func:`load_state_dict` gives a model's full state
 
 from fsdp_core.checkpoint.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.checkpoint.filling import KeyDifferences, fill, fill_all
-from fsdp_core.checkpoint.loading import SavedTensor, load, load_state_dict
-from fsdp_core.checkpoint.manifest import FORMAT_VERSION, Manifest, is_checkpoint, read_manifest
+from fsdp_core.checkpoint.loading import SavedTensor, load
+from fsdp_core.checkpoint.manifest import FORMAT_VERSION, Manifest
+from fsdp_core.checkpoint.recognition import is_checkpoint, read_manifest
 from fsdp_core.checkpoint.removal import remove
 from fsdp_core.checkpoint.saving import save
+from fsdp_core.checkpoint.state_dict import load_state_dict
 from fsdp_core.checkpoint.verify import verify
 
 __all__ = [

@@ -7,43 +7,28 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import xxhash
 
 from fsdp_core.checkpoint.coverage import find_fault
 from fsdp_core.checkpoint.dtypes import DTYPES, dtype_name
-from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
-from fsdp_core.errors import CheckpointFormatError
 
 __all__ = [
+    "FORMAT",
     "FORMAT_VERSION",
     "MANIFEST",
     "FileEntry",
-    "Kind",
     "Manifest",
     "StoredChunk",
     "StoredTensor",
-    "holds_manifest",
-    "is_checkpoint",
-    "is_ours",
-    "read_manifest",
 ]
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdp-checkpoint"
 FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES = 2**30
 MAX_DIMENSIONS = 64
-
-Kind = Literal["model", "optimizer"]
-
-# A save names its files so; whatever in the folder is named otherwise is the user's own and is never removed.
-_OUR_FILES = re.compile(
-    r"(model|optimizer|state)/[0-9a-f]{12}-rank-\d{5,}\.safetensors"
-    r"|state-[0-9a-f]{12}\.(json|safetensors)|\.manifest-[0-9a-f]{12}\.tmp|manifest\.json"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +90,7 @@ class Manifest:
         strategy: The strategy name that wrote it.
         versions: The versions of the packages that wrote it.
         world_size: The number of ranks that wrote it.
-        kinds: Which parts of the state are a model's or an optimizer's, by path.
+        kinds: Which parts of the state are a ``"model"``'s or an ``"optimizer"``'s, by path.
         state_file: The JSON file with the plain data.
         state_tensors: The safetensors file with the tensors that the plain data points to, if there are any.
         tensors: Every chunked tensor by its key, such as ``model/lm_head.weight``.
@@ -118,7 +103,7 @@ class Manifest:
     strategy: str
     versions: Mapping[str, str]
     world_size: int
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, str]
     state_file: str
     state_tensors: str | None
     tensors: Mapping[str, StoredTensor] = field(repr=False)
@@ -205,7 +190,7 @@ class Manifest:
                 **_strings({key: whole[key] for key in ("save_id", "created", "strategy")}),
                 world_size=_whole(whole["world_size"]),
                 versions=_strings(whole["versions"]),
-                kinds=_strings(whole["kinds"]),  # type: ignore[arg-type]
+                kinds=_strings(whole["kinds"]),
                 state_file=whole["state"]["json"],
                 state_tensors=whole["state"]["tensors"],
                 tensors={key: _tensor(key, entry) for key, entry in whole["tensors"].items()},
@@ -276,85 +261,3 @@ def _check_name(name: str) -> None:
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or re.search(r"[\\:\x00-\x1f]", name) or name == MANIFEST:
         raise ValueError(f"the file name {name!r} does not stay inside the checkpoint")
-
-
-def read_manifest(path: StrPath | Folder) -> Manifest:
-    """Read and check the manifest of a checkpoint; the files that it names are not looked at.
-
-    Args:
-        path: The checkpoint: a local path or an fsspec URL.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        CheckpointFormatError: There is no checkpoint, or none that this version can read.
-    """
-    folder = path if isinstance(path, Folder) else open_folder(path)
-    try:
-        kind = folder.kind()
-        if kind == "missing" or (kind == "link" and not folder.fs.exists(folder.root)):
-            raise CheckpointFormatError(f"no checkpoint at {folder}: there is nothing. Check the path.")
-        if kind == "file" or (kind == "link" and not folder.fs.isdir(folder.root)):
-            raise CheckpointFormatError(
-                f"{folder} is a file, but a sharded checkpoint is a folder with a {MANIFEST}. A file that was saved "
-                'with state_dict_type="full" is read by torch.load(path, weights_only=True).'
-            )
-        size = folder.size(MANIFEST)
-        if size is None:
-            raise CheckpointFormatError(_explain_no_manifest(folder))
-        if size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it has {size} bytes, and no manifest is larger than {MAX_MANIFEST_BYTES}")
-        return Manifest.from_json(folder.read(MANIFEST))
-    except OSError as error:
-        raise CheckpointFormatError(f"can't read {folder}: {type(error).__name__}: {error}") from error
-    except CheckpointFormatError:
-        raise
-    except ValueError as error:
-        raise CheckpointFormatError(f"can't read {folder.path(MANIFEST)}: {error}") from error
-
-
-def _explain_no_manifest(folder: Folder) -> str:
-    names = folder.files()
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    if not names:
-        return f"no checkpoint at {folder}: the folder is empty."
-    if all(map(is_ours, names)):
-        return (
-            f"no complete checkpoint at {folder}: a save began and was interrupted before it was published "
-            f"(there is {shown}, but no {MANIFEST}). Load an earlier checkpoint."
-        )
-    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {shown})."
-
-
-def is_ours(name: str) -> bool:
-    """Whether a save gives such names to its files.
-
-    Example:
-        >>> is_ours("model/0123456789ab-rank-00000.safetensors"), is_ours("model/weights.bin")
-        (True, False)
-    """
-    return _OUR_FILES.fullmatch(name) is not None
-
-
-def is_checkpoint(path: StrPath) -> bool:
-    """Whether a complete checkpoint of this format lies at ``path``, in any format version.
-
-    Args:
-        path: A local path or an fsspec URL.
-
-    Returns:
-        ``True`` where a folder with a manifest of this format is; its tensors are not looked at.
-    """
-    return holds_manifest(open_folder(path))
-
-
-def holds_manifest(folder: Folder) -> bool:
-    """Whether the folder has a manifest that says it is one of this format, readable or not by this version."""
-    try:
-        if not folder.fs.isdir(folder.root) or not 0 < (folder.size(MANIFEST) or 0) <= MAX_MANIFEST_BYTES:
-            return False
-        # The format is named in the first line that a save writes; parsing all tensors is not needed to know.
-        return f'"format": "{FORMAT}"' in folder.read(MANIFEST, 0, 256).decode(errors="replace")
-    except (OSError, CheckpointFormatError):
-        return False

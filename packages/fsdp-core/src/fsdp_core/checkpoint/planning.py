@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint.chunks import ChunkedTensor, chunked
 from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
-from fsdp_core.checkpoint.manifest import Kind
 from fsdp_core.checkpoint.plain_data import Keys, TensorLeaf, encode
 from fsdp_core.checkpoint.safetensors_file import unsavable
 from fsdp_core.errors import CheckpointValueError
@@ -40,7 +39,7 @@ class Plan:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-def plan_save(state: Mapping[str, Any], kinds: Mapping[str, Kind], aliases: Mapping[str, str], rank: int) -> Plan:
+def plan_save(state: Mapping[str, Any], kinds: Mapping[str, str], aliases: Mapping[str, str], rank: int) -> Plan:
     """Decide what becomes of each leaf of a state.
 
     Args:
@@ -55,11 +54,12 @@ def plan_save(state: Mapping[str, Any], kinds: Mapping[str, Kind], aliases: Mapp
     Raises:
         CheckpointValueError: Something in the state can't be saved, or ``kinds`` or ``aliases`` don't fit it.
     """
+    roots: dict[Keys, Section] = {}
     for path, kind in kinds.items():
         if kind not in ("model", "optimizer"):
             raise CheckpointValueError(f"kinds[{path!r}] is {kind!r}; it must be 'model' or 'optimizer'")
         find_part(state, path)
-    roots = {tuple(path.split("/")): kind for path, kind in kinds.items()}
+        roots[tuple(path.split("/"))] = "model" if kind == "model" else "optimizer"
     planner = _Planner(Plan(aliases=dict(aliases)), roots, rank)
     planner.plan.plain = encode(_with_aliases(state, aliases), planner.on_tensor)
     planner.check_aliases()
@@ -69,7 +69,7 @@ def plan_save(state: Mapping[str, Any], kinds: Mapping[str, Kind], aliases: Mapp
 @dataclass
 class _Planner:
     plan: Plan
-    roots: dict[Keys, Kind]
+    roots: dict[Keys, Section]
     rank: int
     alias_leaves: dict[str, TensorLeaf] = field(default_factory=dict)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fsdp_core.checkpoint.folder import StrPath, open_folder
-from fsdp_core.checkpoint.manifest import MANIFEST, holds_manifest, is_ours
+from fsdp_core.checkpoint.manifest import MANIFEST
+from fsdp_core.checkpoint.recognition import holds_manifest, is_ours
 from fsdp_core.errors import CheckpointExistsError
 
 __all__ = ["remove"]

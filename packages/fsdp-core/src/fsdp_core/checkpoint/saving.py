@@ -20,17 +20,10 @@ from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.coverage import Box
 from fsdp_core.checkpoint.dtypes import dtype_name
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.manifest import (
-    MANIFEST,
-    FileEntry,
-    Kind,
-    Manifest,
-    holds_manifest,
-    is_ours,
-    read_manifest,
-)
+from fsdp_core.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from fsdp_core.checkpoint.merging import Index, chunk_name, file_name, merge
 from fsdp_core.checkpoint.planning import Plan, plan_save
+from fsdp_core.checkpoint.recognition import holds_manifest, is_ours, read_manifest
 from fsdp_core.checkpoint.safetensors_file import write_safetensors
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import Runtime
@@ -44,7 +37,7 @@ def save(
     *,
     runtime: Runtime,
     strategy: str,
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, str],
     aliases: Mapping[str, str] | None = None,
     versions: Mapping[str, str] | None = None,
     overwrite: bool = True,
@@ -89,6 +82,7 @@ def save(
     target = together(runtime, f"preparing to save {os.fspath(path)}", prepare)[0]
     assert target is not None  # rank 0 gives one
     folder, save_id = target.folder, target.save_id
+    named = {MANIFEST}
     try:
         indexes = together(runtime, f"writing {folder}", lambda: _write_chunks(folder, save_id, plan, runtime.rank))
 
@@ -105,6 +99,7 @@ def save(
                     aliases=plan.aliases,
                     **_write_state(folder, save_id, plan, indexes),
                 )
+                named.update(manifest.files)
                 folder.publish(MANIFEST, manifest.to_json().encode(), temporary=f".manifest-{save_id}.tmp")
                 if target.aside:
                     folder.move_to(target.final, aside=f"{target.final.root}.{save_id}.replaced")
@@ -114,7 +109,7 @@ def save(
         _discard(target, runtime)
         raise
     if runtime.rank == 0:
-        _tidy(target.final)
+        _tidy(target.final, named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +197,8 @@ def _write_state(folder: Folder, save_id: str, plan: Plan, indexes: Sequence[Ind
     state_file, state_tensors = f"state-{save_id}.json", f"state-{save_id}.safetensors" if plan.tensors else None
     if state_tensors is not None:
         files[state_tensors] = _write_tensors(folder, state_tensors, plan.tensors)
-    text = json.dumps(plan.plain, indent=1).encode()
+    # One line per part of the state; json's own indentation takes as long as all tensors of a small model.
+    text = ("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in plan.plain.items()) + "\n}\n").encode()
     with folder.writing(state_file) as stream:
         stream.write(text)
     files[state_file] = FileEntry(size=len(text), checksum=f"xxh3:{xxhash.xxh3_64_hexdigest(text)}")
@@ -241,10 +237,9 @@ def _remove_files_of(target: _Target, rank: int) -> None:
             target.folder.remove(name)
 
 
-def _tidy(folder: Folder) -> None:
+def _tidy(folder: Folder, named: set[str]) -> None:
     """Remove what earlier saves have left: files that the manifest doesn't name, folders of interrupted saves."""
     try:
-        named = {MANIFEST, *read_manifest(folder).files}
         for name in folder.files():
             if is_ours(name) and name not in named:
                 folder.remove(name)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import xxhash
 
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.manifest import FileEntry, read_manifest
+from fsdp_core.checkpoint.manifest import FileEntry
+from fsdp_core.checkpoint.recognition import read_manifest
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["verify"]

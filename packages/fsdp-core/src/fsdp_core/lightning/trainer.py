@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +80,7 @@ class ShardedTrainerStrategy(ParallelStrategy):
         self.timeout = timeout
         self.num_nodes = 1
         self._in_step = False
+        self._has_stepped = False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -198,8 +200,27 @@ class ShardedTrainerStrategy(ParallelStrategy):
             with self.backend.as_written(self.model):
                 self.setup_optimizers(trainer)
             self.backend.repoint(self.optimizers, [self.model])
+        if not module.automatic_optimization:
+            self._watch_toggling(self.lightning_module)
         self.setup_precision_plugin()
         self.barrier()
+
+    def _watch_toggling(self, module: pl.LightningModule) -> None:
+        """Let parameters that are gathered inside a step follow ``toggle_optimizer``, which only sees their shards."""
+
+        def followed(toggle: Callable[..., None]) -> Callable[..., None]:
+            @wraps(toggle)
+            def toggle_and_follow(optimizer: Any) -> None:
+                toggle(optimizer)
+                strategy = module.trainer.strategy
+                if isinstance(strategy, ShardedTrainerStrategy) and strategy._in_step and strategy.model is not None:
+                    strategy.backend.follow_requires_grad(strategy.model)
+
+            return toggle_and_follow
+
+        if "toggle_optimizer" not in module.__dict__:
+            module.toggle_optimizer = followed(module.toggle_optimizer)  # type: ignore[method-assign]
+            module.untoggle_optimizer = followed(module.untoggle_optimizer)  # type: ignore[method-assign]
 
     def model_to_device(self) -> None:
         """Nothing to do: sharding places each unit on its device."""
@@ -225,6 +246,7 @@ class ShardedTrainerStrategy(ParallelStrategy):
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step method of the user's inside the root's forward pass, so that the root's shards are gathered."""
         assert self.model is not None and self.lightning_module is not None
+        self._has_stepped = True
         with self.precision_plugin.forward_context():
             return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
 
@@ -241,21 +263,25 @@ class ShardedTrainerStrategy(ParallelStrategy):
             yield
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        self._refresh_in_step()
+        if self._inside_root_forward:
+            assert self.model is not None
+            self.backend.finish_backward(self.model)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._refresh_in_step()
+        if self._inside_root_forward:
+            assert self.model is not None
+            self.backend.refresh(self.model)
         return output
 
-    def _refresh_in_step(self) -> None:
-        """Manual optimization runs backward passes and steps inside the root's forward pass."""
-        assert self.lightning_module is not None and self.model is not None
-        if self._in_step and not self.lightning_module.automatic_optimization:
-            self.backend.refresh(self.model)
+    @property
+    def _inside_root_forward(self) -> bool:
+        """Whether a backward pass or a step of manual optimization is being taken by the training step itself."""
+        assert self.lightning_module is not None
+        return self._in_step and not self.lightning_module.automatic_optimization
 
     def on_exception(self, exception: BaseException) -> None:
-        if self.model is not None and self.backend.is_sharded(self.model):
+        if self._has_stepped and self.model is not None and self.backend.is_sharded(self.model):
             self.backend.reset(self.model)
 
     # -- collectives -----------------------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""What lies at a path: a checkpoint of ours, an interrupted save, something else, or nothing."""
+
+from __future__ import annotations
+
+import re
+
+from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.manifest import FORMAT, MANIFEST, Manifest
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = ["holds_manifest", "is_checkpoint", "is_ours", "read_manifest"]
+
+MAX_MANIFEST_BYTES = 2**30
+
+# A save names its files so; whatever in the folder is named otherwise is the user's own and is never removed.
+_OUR_FILES = re.compile(
+    r"(model|optimizer|state)/[0-9a-f]{12}-rank-\d{5,}\.safetensors"
+    r"|state-[0-9a-f]{12}\.(json|safetensors)|\.manifest-[0-9a-f]{12}\.tmp|manifest\.json"
+)
+
+
+def read_manifest(path: StrPath | Folder) -> Manifest:
+    """Read and check the manifest of a checkpoint; the files that it names are not looked at.
+
+    Args:
+        path: The checkpoint: a local path or an fsspec URL.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint, or none that this version can read.
+    """
+    folder = path if isinstance(path, Folder) else open_folder(path)
+    try:
+        kind = folder.kind()
+        if kind == "missing" or (kind == "link" and not folder.fs.exists(folder.root)):
+            raise CheckpointFormatError(f"no checkpoint at {folder}: there is nothing. Check the path.")
+        if kind == "file" or (kind == "link" and not folder.fs.isdir(folder.root)):
+            raise CheckpointFormatError(
+                f"{folder} is a file, but a sharded checkpoint is a folder with a {MANIFEST}. A file that was saved "
+                'with state_dict_type="full" is read by torch.load(path, weights_only=True).'
+            )
+        size = folder.size(MANIFEST)
+        if size is None:
+            raise CheckpointFormatError(_explain_no_manifest(folder))
+        if size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has {size} bytes, and no manifest is larger than {MAX_MANIFEST_BYTES}")
+        return Manifest.from_json(folder.read(MANIFEST))
+    except OSError as error:
+        raise CheckpointFormatError(f"can't read {folder}: {type(error).__name__}: {error}") from error
+    except CheckpointFormatError:
+        raise
+    except ValueError as error:
+        raise CheckpointFormatError(f"can't read {folder.path(MANIFEST)}: {error}") from error
+
+
+def _explain_no_manifest(folder: Folder) -> str:
+    names = folder.files()
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    if not names:
+        return f"no checkpoint at {folder}: the folder is empty."
+    if all(map(is_ours, names)):
+        return (
+            f"no complete checkpoint at {folder}: a save began and was interrupted before it was published "
+            f"(there is {shown}, but no {MANIFEST}). Load an earlier checkpoint."
+        )
+    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {shown})."
+
+
+def is_ours(name: str) -> bool:
+    """Whether a save gives such names to its files.
+
+    Example:
+        >>> is_ours("model/0123456789ab-rank-00000.safetensors"), is_ours("model/weights.bin")
+        (True, False)
+    """
+    return _OUR_FILES.fullmatch(name) is not None
+
+
+def is_checkpoint(path: StrPath) -> bool:
+    """Whether a complete checkpoint of this format lies at ``path``, in any format version.
+
+    Args:
+        path: A local path or an fsspec URL.
+
+    Returns:
+        ``True`` where a folder with a manifest of this format is; its tensors are not looked at.
+    """
+    return holds_manifest(open_folder(path))
+
+
+def holds_manifest(folder: Folder) -> bool:
+    """Whether the folder has a manifest that says it is one of this format, readable or not by this version."""
+    try:
+        if not folder.fs.isdir(folder.root) or not 0 < (folder.size(MANIFEST) or 0) <= MAX_MANIFEST_BYTES:
+            return False
+        # The format is named in the first line that a save writes; parsing all tensors is not needed to know.
+        return f'"format": "{FORMAT}"' in folder.read(MANIFEST, 0, 256).decode(errors="replace")
+    except (OSError, CheckpointFormatError):
+        return False

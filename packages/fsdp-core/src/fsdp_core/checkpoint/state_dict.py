@@ -1,0 +1,92 @@
+"""A model's full state dict from any checkpoint, in one process and without Lightning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint.folder import StrPath, open_folder
+from fsdp_core.checkpoint.loading import SavedTensor, load
+from fsdp_core.checkpoint.planning import find_part, split_path
+from fsdp_core.checkpoint.recognition import read_manifest
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
+
+__all__ = ["load_state_dict"]
+
+
+def load_state_dict(
+    path: StrPath, key: str = "model", *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Load a model's full state dict in one process, without Lightning and whatever strategy saved it.
+
+    Args:
+        path: A checkpoint folder of this format (a local path or an fsspec URL), or a local file that was saved with
+            ``state_dict_type="full"``, which is read with ``torch.load(weights_only=True)``; of a file with the
+            Trainer's layout, the model is what lies under ``"state_dict"``.
+        key: The model's path in the state: ``"model"`` under the Trainer, and the user's own key under Fabric.
+        device: Where to put the tensors. Each goes there as soon as it is read.
+        dtype: A dtype for the floating-point tensors; as saved when ``None``.
+
+    Returns:
+        Tensors by FQN, for ``model.load_state_dict``. The names of a tied parameter share one tensor. A module's extra
+        state (``get_extra_state``) stands in it as it was saved.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint that can be read.
+        CheckpointMismatchError: It holds no model under that key; the message lists the keys that it has.
+    """
+    folder = open_folder(path)
+    if folder.local and os.path.isfile(folder.root):
+        part = _part_of_file(folder.root, key)
+    else:
+        part = _part_of(load(path), key, folder, read_manifest(folder).kinds)
+    done: dict[Any, Tensor] = {}
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return {name: placed(item) for name, item in leaf.items()}
+        if isinstance(leaf, SavedTensor):
+            identity: Any = leaf.key
+        elif isinstance(leaf, Tensor):
+            identity = leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
+        else:
+            return leaf
+        if identity not in done:
+            tensor = leaf.full() if isinstance(leaf, SavedTensor) else leaf
+            target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            done[identity] = tensor.to(device=device, dtype=target)
+        return done[identity]
+
+    return {str(name): placed(leaf) for name, leaf in part.items()}
+
+
+def _part_of(nest: Mapping[str, Any], key: str, where: Any, kinds: Mapping[str, str]) -> Mapping[str, Any]:
+    try:
+        part = nest[key] if key in nest else find_part(nest, key)
+    except CheckpointValueError:
+        part = None
+    if isinstance(part, Mapping):
+        return part
+    models = ", ".join(repr("/".join(split_path(path))) for path, kind in kinds.items() if kind == "model") or "none"
+    raise CheckpointMismatchError(f"no model under {key!r} in {where}. Models in it: {models}; pass one as key=.")
+
+
+def _part_of_file(path: str, key: str) -> Mapping[str, Any]:
+    try:
+        # Mapped, so that a tensor is read when it is used.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointFormatError(
+            f"{path} is a file that torch.load(weights_only=True) can't read: {error}. If it is of another format, "
+            "convert it first; this function runs no code from a checkpoint."
+        ) from error
+    if isinstance(content, Mapping):
+        for name in (key, "state_dict") if key == "model" else (key,):
+            if isinstance(content.get(name), Mapping):
+                return content[name]  # type: ignore[no-any-return]
+    there = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
+    raise CheckpointMismatchError(f"no model under {key!r} in {path}. It holds: {there}; pass one as key=.")
