@@ -153,17 +153,40 @@ def test_files_behind_a_link_are_not_removed(tmp_path: Path) -> None:
     assert value_of(tmp_path / "other") == 1.0
 
 
+@pytest.mark.parametrize("at", range(1, 14))
+def test_whatever_sync_fails_one_whole_checkpoint_is_there(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save_state(path, 1.0)
+    before = files_in(path)
+    with monkeypatch.context() as patched:
+        interrupt(patched, os, "fsync", at, OSError(5, "Input/output error"))
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save_state(path, 2.0)
+    # The manifest's replacement counts, whatever fails after it.
+    if value_of(path) == 1.0:
+        assert files_in(path) == before
+    else:
+        assert value_of(path) == 2.0
+    save_state(path, 3.0)
+    assert value_of(path) == 3.0
+    assert is_tidy(path)
+
+
 class Stop(BaseException):
     """Not an Exception: nothing that a save does on failure happens, as if the process had died here."""
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, at: int) -> None:
-    """Stop at the ``at``-th call of a function of the operating system, before it does anything."""
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, at: int, error: BaseException | None = None
+) -> None:
+    """Raise at the ``at``-th call of a function of the operating system, before it does anything."""
     calls, function = iter(range(1, 10_000)), getattr(module, name)
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == at:
-            raise Stop
+            raise error or Stop
         return function(*args, **kwargs)
 
     monkeypatch.setattr(module, name, stopping)

@@ -80,7 +80,7 @@ def momentum(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def adamw_groups(module: nn.Module) -> torch.optim.Optimizer:
-    """Param groups by ndim, as everyone writes them. The large eps keeps gradients that are zero but for rounding small."""
+    """Param groups by ndim, as everyone writes them. The large eps tames gradients that are zero but for rounding."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     return torch.optim.AdamW(
         [

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
-from oracle import BATCH, dataset, new_net
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import fsdp_fsdp2.fabric
 import oracle
 from fsdp_fsdp2 import FSDP2Strategy
+from oracle import BATCH, dataset, new_net
 
 
 class Lit(pl.LightningModule):
@@ -77,9 +77,7 @@ def trainer(tmp: Any, strategy: Any = "fsdp2", world_size: int = 1, **kwargs: An
 def full_state(strategy: Any, module: nn.Module) -> dict[str, Tensor]:
     """The whole state by name, on every rank."""
     state = strategy.backend.model_state(module)
-    return {
-        name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for name, v in state.items()
-    }
+    return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for name, v in state.items()}
 
 
 def means(losses: list[Tensor]) -> list[float]:

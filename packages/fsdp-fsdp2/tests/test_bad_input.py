@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import oracle
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -18,13 +17,12 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
-from oracle import FP32_TOLERANCE, Block
-from runs import Lit, full_state, loader, means, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, fully_shard
 from torch.nn.functional import mse_loss
 
 import fsdp_fsdp2.fabric
+import oracle
 from fsdp_core.errors import (
     CheckpointExistsError,
     CheckpointFormatError,
@@ -41,6 +39,8 @@ from fsdp_core.precision import ShardPrecision
 from fsdp_core.testing import RankPool
 from fsdp_fsdp2 import FSDP2Strategy
 from fsdp_fsdp2.backend import FSDP2Backend
+from oracle import FP32_TOLERANCE, Block
+from runs import Lit, full_state, loader, means, trainer
 
 STRATEGIES = [FSDP2Strategy, fsdp_fsdp2.fabric.FSDP2Strategy]
 BOTH = pytest.mark.parametrize("front_end", ["trainer", "fabric"])
@@ -491,8 +491,14 @@ def empty_folder(path: Path) -> None:
 #: What is done to a good checkpoint, and what the refusal says.
 DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "missing": (shutil.rmtree, ["there is no", "Check the path"]),
-    "no manifest": (without("manifest.json"), ["no complete checkpoint", "manifest.json", "Load an earlier checkpoint"]),
-    "no part": (without("*-rank-00001.safetensors"), ["rank-00001.safetensors is missing", "load an earlier checkpoint"]),
+    "no manifest": (
+        without("manifest.json"),
+        ["no complete checkpoint", "manifest.json", "Load an earlier checkpoint"],
+    ),
+    "no part": (
+        without("*-rank-00001.safetensors"),
+        ["rank-00001.safetensors is missing", "load an earlier checkpoint"],
+    ),
     "foreign folder": (foreign_folder, ["not a checkpoint", "notes.txt", "Check the path"]),
     "Lightning's folder": (torch_distributed_folder, ["not a checkpoint", ".metadata", "consolidate_checkpoint"]),
     "empty folder": (empty_folder, ["no checkpoint", "empty", "Check the path"]),
@@ -508,7 +514,10 @@ MISFITS: dict[str, tuple[type[Lit], list[str]]] = {
     ),
     "shapes": (
         Resized,
-        ["2 differ:\n    net.frozen.weight: its shape is (6, 6) in the checkpoint, and (7, 6) here", "nothing was loaded"],
+        [
+            "2 differ:\n    net.frozen.weight: its shape is (6, 6) in the checkpoint, and (7, 6) here",
+            "nothing was loaded",
+        ],
     ),
     "optimizers": (TwoOptimizers, ["the state of 1 optimizers", "made 2", "Return the optimizers"]),
     "groups": (OtherGroups, ["'net.frozen.weight'", "param group 0", "Load it into the model and the optimizer"]),
@@ -576,8 +585,14 @@ def test_checkpoint_that_is_none(ranks: RankPool, tmp_path: Path, case: str) -> 
 
 def misfit(tmp: str, case: str, kind: str) -> str:
     path = save_good(tmp, 2, kind)
-    return refused_by_trainer(tmp, 2, path, MISFITS[case][0]("adamw_groups") if case == "groups" else MISFITS[case][0](),
-                              CheckpointMismatchError, "fit")
+    return refused_by_trainer(
+        tmp,
+        2,
+        path,
+        MISFITS[case][0]("adamw_groups") if case == "groups" else MISFITS[case][0](),
+        CheckpointMismatchError,
+        "fit",
+    )
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])

@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import oracle
 import pytest
-import runs
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelSummary, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from oracle import FP32_TOLERANCE
-from runs import Lit, loader, trainer
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import mse_loss
 
+import oracle
+import runs
 from fsdp_core.testing import RankPool
 from fsdp_fsdp2 import FSDP2Strategy
+from oracle import FP32_TOLERANCE
+from runs import Lit, loader, trainer
 
 
 class NanGradient(Lit):
@@ -35,7 +35,7 @@ class NanGradient(Lit):
 
 def nonfinite(tmp: str) -> tuple[str, str]:
     told = []
-    with pytest.raises(RuntimeError, match="total norm .* is nan") as under_trainer:
+    with pytest.raises(RuntimeError, match=r"total norm .* is nan") as under_trainer:
         trainer(tmp, world_size=2).fit(NanGradient(), loader(1, 2))
     told.append(str(under_trainer.value))
     fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp2")
@@ -43,7 +43,7 @@ def nonfinite(tmp: str) -> tuple[str, str]:
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     fabric.backward(model(torch.ones(2, oracle.FEATURES)).sum() * float("nan"))
-    with pytest.raises(RuntimeError, match="total norm .* is nan") as under_fabric:
+    with pytest.raises(RuntimeError, match=r"total norm .* is nan") as under_fabric:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     told.append(str(under_fabric.value))
     fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
@@ -223,7 +223,7 @@ def sync_after(enabled: bool) -> list[float]:
     fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp2")
     fabric.launch()
     net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    model, _ = fabric.setup(net, oracle.sgd(net))
     x, y = oracle.global_batches(1)[0]
     mine = slice(fabric.global_rank, None, 2)
     with fabric.no_backward_sync(model, enabled=enabled):

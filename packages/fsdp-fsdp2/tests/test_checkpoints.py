@@ -6,21 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import oracle
 import pytest
-import runs
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from oracle import FP32_TOLERANCE
-from runs import Lit, full_state, loader, trainer
 from torch.nn.functional import mse_loss
 
 import fsdp_core
 import fsdp_fsdp2.fabric
+import oracle
+import runs
 from fsdp_core.testing import RankPool
 from fsdp_fsdp2 import FSDP2Strategy
+from oracle import FP32_TOLERANCE
+from runs import Lit, full_state, loader, trainer
 
 
 def full_optimizer_state(strategy: Any, module: Any, optimizer: Any) -> dict[str, Any]:
@@ -53,7 +52,9 @@ def two_epochs(
     }
 
 
-def loaded(tmp: str, world_size: int, optimizer: str, path: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
+def loaded(
+    tmp: str, world_size: int, optimizer: str, path: str, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What a checkpoint restores, before any step."""
     module = Lit(optimizer)
     run = trainer(tmp, FSDP2Strategy(**(options or {})), world_size, max_epochs=1)
@@ -73,8 +74,10 @@ def assert_bit_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
     for name, values in want["optimizer"].items():
         assert got["optimizer"][name].keys() == values.keys()
         for key, value in values.items():
-            same = torch.equal(got["optimizer"][name][key], value) if isinstance(value, torch.Tensor) else (
-                got["optimizer"][name][key] == value
+            same = (
+                torch.equal(got["optimizer"][name][key], value)
+                if isinstance(value, torch.Tensor)
+                else (got["optimizer"][name][key] == value)
             )
             assert same, (name, key)
 
@@ -242,7 +245,10 @@ def fabric_round_trip(tmp: str, save_kind: str | None, path: str) -> dict[str, A
     else:
         rest = fabric.load(path, state)
     return {
-        "model": {**full_state(fabric.strategy, one), **{f"2.{k}": v for k, v in full_state(fabric.strategy, two).items()}},
+        "model": {
+            **full_state(fabric.strategy, one),
+            **{f"2.{k}": v for k, v in full_state(fabric.strategy, two).items()},
+        },
         "optimizer": {
             **full_optimizer_state(fabric.strategy, one, optimizer.optimizer),
             **{f"2.{k}": v for k, v in full_optimizer_state(fabric.strategy, two, other_optimizer.optimizer).items()},

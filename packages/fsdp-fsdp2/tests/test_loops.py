@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
-import runs
 import torch
 from lightning.fabric import Fabric
-from oracle import FEATURES, FP32_TOLERANCE, Block
-from runs import Lit, full_state, loader, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
+import oracle
+import runs
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import RankPool
 from fsdp_fsdp2 import FSDP2Strategy
+from oracle import FEATURES, FP32_TOLERANCE, Block
+from runs import Lit, full_state, loader, trainer
 
 
 class Gan(Lit):

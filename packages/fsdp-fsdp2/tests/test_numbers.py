@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
-import runs
 import torch
-from oracle import FP32_TOLERANCE, train_plain
 from torch import Tensor
 
+import oracle
+import runs
 from fsdp_core.testing import RankPool
+from oracle import FP32_TOLERANCE, train_plain
 
 
 def assert_same(got: list[Any], want: tuple[list[float], dict[str, Tensor]]) -> None:
@@ -52,9 +52,7 @@ def test_accumulation_equals_plain(ranks: RankPool, tmp_path: Path, world_size: 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_clipping_by_norm_equals_plain(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     want = train_plain(4, oracle.momentum, clip_norm=0.2)
-    assert_same(
-        ranks.run(world_size, partial_fit, str(tmp_path), world_size, 4, {}, {"gradient_clip_val": 0.2}), want
-    )
+    assert_same(ranks.run(world_size, partial_fit, str(tmp_path), world_size, 4, {}, {"gradient_clip_val": 0.2}), want)
     assert_same(ranks.run(world_size, runs.fabric_fit, world_size, 4, "momentum", {}, 1, 0.2), want)
 
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
-import runs
 import torch
 from lightning.fabric import Fabric
-from oracle import FEATURES, HALF_TOLERANCE
-from runs import Lit, loader, trainer
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import oracle
+import runs
 from fsdp_core.testing import RankPool
 from fsdp_fsdp2 import FSDP2Strategy
+from oracle import FEATURES, HALF_TOLERANCE
+from runs import Lit, loader, trainer
 
 PRECISIONS = ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 STORAGE = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
-COMPUTE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+COMPUTE = {
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
 
 
 class Spying(Lit):

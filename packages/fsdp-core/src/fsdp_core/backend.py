@@ -78,7 +78,7 @@ class Backend(ABC):
     # -- building and sharding -------------------------------------------------------------------------------------
 
     def bind(self, runtime: Runtime, precision: ShardPrecision) -> None:
-        """Take the world to shard over and the dtypes to do it in. Called before anything else, and again before each stage."""
+        """Take the world to shard over and the dtypes to do it in. Called before each stage."""
         self.runtime, self.precision = runtime, precision
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
@@ -181,7 +181,7 @@ class Backend(ABC):
 
     @abstractmethod
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A context in which backward passes accumulate gradients without reducing them. Leaves reduction on after it."""
+        """A context in which backward passes accumulate gradients without reducing them. Leaves reduction on."""
 
     def after_eval(self, module: nn.Module) -> None:
         """Give back the memory of what a forward pass without a backward pass left unsharded."""

@@ -62,7 +62,8 @@ def clip_grads_by_norm(
     total = torch.maximum(total, rest) if is_inf else (total + rest) ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"the gradients' total norm (order {norm_type:g}) is {total.item()}, so they can't be clipped to {max_norm}.\n"
+            f"the gradients' total norm (order {norm_type:g}) is {total.item()}, "
+            f"so they can't be clipped to {max_norm}.\n"
             "Lower the learning rate or look for the NaN with torch.autograd.set_detect_anomaly(True); "
             "to clip regardless, pass error_if_nonfinite=False."
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ def load_optimizer_state(
         missing = [name for name in of_group if name not in group_of]
         if missing:
             raise CheckpointMismatchError(
-                f"the checkpoint's optimizer state knows nothing of {_some(missing)}, which param group {index} holds.\n"
+                f"the checkpoint's optimizer state lacks {_some(missing)}, which param group {index} holds.\n"
                 "Load it into the model and the optimizer that it was saved from, or load the weights alone."
             )
         found = [{k: v for k, v in group_of[name].items() if k not in ("params", "param_names")} for name in of_group]
@@ -110,7 +111,7 @@ def repoint(
             if target is None:
                 raise OptimizerMismatchError(
                     f"param group {index} of {type(optimizer).__name__} holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not one of the sharded model's, so training would leave it stale."
+                    f"{tuple(parameter.shape)} that is none of the sharded model's, so training would leave it stale."
                     "\nBuild the optimizer from the parameters of the model that is set up: in Fabric "
                     "`model, optimizer = fabric.setup(model, optimizer)` over `model.parameters()`, in a "
                     "LightningModule `configure_optimizers` over `self.parameters()`."
@@ -131,9 +132,9 @@ def repoint(
     return optimizer
 
 
-def _name(names: Mapping[nn.Parameter, str], parameter: nn.Parameter) -> str:
+def _name(names: Mapping[nn.Parameter, str], parameter: Tensor) -> str:
     try:
-        return names[parameter]
+        return names[cast("nn.Parameter", parameter)]
     except KeyError:
         raise OptimizerMismatchError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, "
@@ -159,7 +160,7 @@ def _by_name(
             f"the checkpoint's optimizer has param groups of {[len(g) for g in numbers]} parameters, this one of "
             f"{[len(g) for g in in_order]}.\nBuild the optimizer with the param groups that it was saved with."
         )
-    name_of = dict(zip(sum(numbers, []), sum(in_order, []), strict=True))
+    name_of = dict(zip(chain.from_iterable(numbers), chain.from_iterable(in_order), strict=True))
     return {
         "state": {name_of[number]: values for number, values in saved["state"].items()},
         "param_groups": [{**group, "params": [name_of[n] for n in group["params"]]} for group in saved["param_groups"]],

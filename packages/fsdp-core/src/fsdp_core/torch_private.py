@@ -33,15 +33,15 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
     There is no public hook at the end of a backward pass; FSDP1, FSDP2 and DDP use this one.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[Tensor], Tensor]) -> None:
     """Let ``scaler`` see an overflow that happened in another rank's shard.
 
     ``GradScaler`` decides on each rank alone whether to skip a step; over shards, the ranks would part ways. It also
-    can't unscale sharded and replicated gradients in one list. Both live in ``_unscale_grads_``, the method that torch's
-    own ``ShardedGradScaler`` replaces; it is replaced on the instance, so that a scaler of the user's own stays one.
+    can't unscale sharded and replicated gradients in one list. Both live in ``_unscale_grads_``, the method that
+    torch's own ``ShardedGradScaler`` replaces; it is replaced on the instance, so that a scaler of the user's own stays one.
 
     Args:
         scaler: The scaler, changed in place.

@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -33,9 +33,10 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Find the blocks that a model repeats: members of its outermost ``ModuleList`` s that share a class.
 
     Example:
-        >>> model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 1)})
-        >>> [block is model["blocks"][i] for i, block in enumerate(repeated_blocks(model))]
-        [True, True]
+        >>> blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        >>> model = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(2, 1)})
+        >>> repeated_blocks(model) == list(blocks)
+        True
     """
     blocks: list[nn.Module] = []
 
@@ -125,14 +126,15 @@ def checkpoint_activations(module: nn.Module, policy: ActivationCheckpointingPol
     for submodule in chosen:
         if "_fsdp_core_checkpointed" not in submodule.__dict__:
             submodule.__dict__["_fsdp_core_checkpointed"] = True
-            submodule.forward = functools.partial(  # type: ignore[method-assign]
+            submodule.forward = functools.partial(
                 checkpoint, submodule.forward, use_reentrant=False, preserve_rng_state=True
             )
     return len(chosen)
 
 
 _HOW_TO_WRAP = (
-    "Write auto_wrap_policy={MyBlock} with the class of the repeated block, a function module -> bool, 'auto', or None for the root alone."
+    "Write auto_wrap_policy={MyBlock} with the class of the repeated block, a function module -> bool, 'auto', "
+    "or None for the root alone."
 )
 
 
@@ -150,10 +152,10 @@ def _matching(
     elif not callable(policy):
         raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO_WRAP}")
     elif _is_torch_policy(policy):
-        yield from _torch_policy_matches(module, policy)
+        yield from _torch_policy_matches(module, cast("Callable[..., bool]", policy))
         return
     else:
-        predicate = policy
+        predicate = cast("Callable[[nn.Module], bool]", policy)
     for submodule in module.modules():
         if submodule is not module and predicate(submodule):
             yield submodule
@@ -202,7 +204,9 @@ def _shares_outside(unit: nn.Module, root: nn.Module) -> bool:
     own = {id(p) for p in unit.parameters()}
     for module in root.modules():
         if module not in inside and any(id(p) in own for p in module.parameters(recurse=False)):
-            log.info("%s shares a parameter with %s, so it is no unit of its own", type(unit).__name__, type(module).__name__)
+            log.info(
+                "%s shares a parameter with %s, so it is no unit of its own", type(unit).__name__, type(module).__name__
+            )
             return True
     return False
 

@@ -6,8 +6,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 
 from fsdp_core.lightning.fabric import ShardedFabricStrategy

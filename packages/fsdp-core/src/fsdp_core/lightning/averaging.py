@@ -1,4 +1,4 @@
-"""Weight averaging over shards: Lightning's callback copies the module before it is sharded, so the copy is sharded too."""
+"""Weight averaging over shards: Lightning's callback copies the module unsharded, so the copy is sharded too."""
 
 from __future__ import annotations
 

@@ -6,15 +6,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 from fsdp_core.backend import Backend
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.precision import ShardPrecision
 
-__all__ = ["check_devices", "check_state_dict_type", "reduce_op_name"]
+__all__ = ["check_devices", "check_state_dict_type", "reduce_op_name", "set_rank_zero"]
 
 
-def check_devices(strategy: str, backend: Backend, devices: Iterable[torch.device] | None, precision: ShardPrecision) -> None:
+def check_devices(
+    strategy: str, backend: Backend, devices: Iterable[torch.device] | None, precision: ShardPrecision
+) -> None:
     """Refuse devices that the backend doesn't run on, and dtypes that they don't compute in.
 
     Raises:
@@ -24,7 +28,7 @@ def check_devices(strategy: str, backend: Backend, devices: Iterable[torch.devic
     for device in list(devices or ())[:1]:
         if device.type not in backend.accelerators:
             raise StrategyUnavailableError(
-                f"strategy {strategy!r} can't run on {device.type!r}; it runs on {' and '.join(backend.accelerators)}.\n"
+                f"strategy {strategy!r} can't run on {device.type!r}, but on {' and '.join(backend.accelerators)}.\n"
                 f"Write accelerator={backend.accelerators[-1]!r}, or see `fsdp list` for a strategy for this hardware."
             )
         bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -58,3 +62,9 @@ def reduce_op_name(reduce_op: Any) -> str:
     if name not in ("mean", "sum", "max", "min"):
         raise UnsupportedCapabilityError(f"reduce_op={reduce_op!r} is not known.\nWrite 'mean', 'sum', 'max' or 'min'.")
     return name
+
+
+def set_rank_zero(rank: int) -> None:
+    """Tell Lightning's helpers for messages of rank 0 which rank this is."""
+    for rank_zero_only in (fabric_rank_zero_only, utilities_rank_zero_only):
+        setattr(rank_zero_only, "rank", rank)  # noqa: B010  # a function with an attribute, which no type describes

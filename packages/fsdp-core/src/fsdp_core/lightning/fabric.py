@@ -14,14 +14,12 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import FSDPStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core.backend import Backend
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name
+from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
 from fsdp_core.lightning.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
 from fsdp_core.lightning.forwarding import ShardedForward, root_of
 from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precision
@@ -144,7 +142,7 @@ class ShardedFabricStrategy(ParallelStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        fabric_rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+        set_rank_zero(self.global_rank)
 
     def _configure_launcher(self) -> None:
         check_devices(self.strategy_name, self.backend, self.parallel_devices, self._shard_precision)

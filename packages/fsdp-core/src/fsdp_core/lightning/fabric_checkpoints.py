@@ -26,7 +26,9 @@ class _Strategy(Protocol):
     runtime: Runtime
     roots: list[nn.Module]
     strategy_name: str
-    state_dict_type: str
+
+    @property
+    def state_dict_type(self) -> str: ...
 
     @property
     def checkpoint_io(self) -> CheckpointIO: ...
@@ -127,9 +129,7 @@ def load_checkpoint(
     Raises:
         CheckpointMismatchError: A key, name, shape or dtype doesn't fit.
     """
-    saved: Any = (
-        checkpoints.load(path) if path.is_dir() else read_full_file(path, weights_only)
-    )
+    saved: Any = checkpoints.load(path) if path.is_dir() else read_full_file(path, weights_only)
     if isinstance(state, nn.Module | Optimizer):
         _restore(strategy, state, saved, strict)
         return {}

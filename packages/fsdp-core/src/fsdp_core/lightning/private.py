@@ -5,6 +5,10 @@ Nothing else in this package imports an underscored name of Lightning.
 
 from __future__ import annotations
 
+# The dtype in which tensors are created while a context lasts; the same one that Lightning's own plugins use.
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor as convert_fp_tensor
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager as DtypeContext
+
 # Starts the user's script once per rank. Lightning offers no public way to choose a launcher.
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as FabricSubprocessLauncher,
@@ -12,10 +16,6 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 
 # Fabric asks a strategy for an object of this class before it lets `no_backward_sync` do anything.
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
-
-# The dtype in which tensors are created while a context lasts; the same one that Lightning's own plugins use.
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor as convert_fp_tensor
-from lightning.fabric.plugins.precision.utils import _DtypeContextManager as DtypeContext
 
 # Wrapped optimizers and modules of Fabric, to be unwrapped where a user passes them to a strategy directly.
 from lightning.fabric.utilities.seed import reset_seed

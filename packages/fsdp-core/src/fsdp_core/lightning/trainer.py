@@ -12,12 +12,10 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,7 +25,7 @@ from fsdp_core.checkpoint.plain_data import encode
 from fsdp_core.errors import CheckpointMismatchError, UnsupportedCapabilityError
 from fsdp_core.fqn import aliases
 from fsdp_core.lightning.averaging import averaged_models, take_averaged_state
-from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name
+from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
 from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, reset_seed
@@ -147,7 +145,7 @@ class ShardedTrainerStrategy(ParallelStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        fabric_rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+        set_rank_zero(self.global_rank)
 
     def _configure_launcher(self) -> None:
         check_devices(self.strategy_name, self.backend, self.parallel_devices, self._precision)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 __all__ = ["RankError", "RankPool"]
 
@@ -26,8 +26,8 @@ class RankError(AssertionError):
 class RankPool:
     """Runs functions on several ranks at once.
 
-    Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning takes
-    the ranks as they are. Processes live on between calls, since importing torch and Lightning takes seconds; a process
+    Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning
+    takes the ranks as they are. Processes live on between calls, since importing torch and Lightning takes seconds; a process
     group left open by a call is closed after it.
 
     Example:
@@ -59,21 +59,26 @@ class RankPool:
             self._start_worker()
         port = _free_port()
         for rank in range(world_size):
-            self._workers[rank][1].send((function.__module__, function.__qualname__, args, sys.path, rank, world_size, port))
+            self._workers[rank][1].send(
+                (function.__module__, function.__qualname__, args, sys.path, rank, world_size, port)
+            )
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < world_size:
-            waiting = {self._workers[r][1]: r for r in range(world_size) if r not in results and r not in failures}
+            open_ranks = [r for r in range(world_size) if r not in results and r not in failures]
+            waiting: dict[Any, int] = {self._workers[r][1]: r for r in open_ranks}
             # after a failure, peers wait in a collective that no one will join: give them a moment to fail too
             left = min(deadline, time.monotonic() + 5.0) - time.monotonic() if failures else deadline - time.monotonic()
             ready = wait(list(waiting), timeout=max(left, 0.0))
             if not ready:
-                failures.update({r: f"no answer within {timeout:g} s" for r in waiting.values()})
+                failures.update(dict.fromkeys(waiting.values(), f"no answer within {timeout:g} s"))
             for connection in ready:
-                rank = waiting[connection]  # type: ignore[index]
+                rank = waiting[connection]
+                ok: bool
+                value: Any
                 try:
-                    ok, value = connection.recv()  # type: ignore[union-attr]
+                    ok, value = cast("Connection", connection).recv()
                 except EOFError:
                     ok, value = False, f"the process died with exit code {self._exit_code(rank)}"
                 (results if ok else failures)[rank] = value
@@ -144,9 +149,7 @@ def _work(connection: Connection) -> None:
         connection.send(answer)
 
 
-def _call(
-    module: str, name: str, args: tuple[Any, ...], path: list[str], rank: int, world_size: int, port: int
-) -> Any:
+def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: int, world_size: int, port: int) -> Any:
     import importlib
 
     import torch
