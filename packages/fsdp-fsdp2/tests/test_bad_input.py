@@ -1,15 +1,14 @@
-"""Bad input: each case raises before anything is trained, says what to type next, and nothing is lost."""
+"""Bad input: each case raises before anything is trained, and says what to type next."""
 
 from __future__ import annotations
 
 import copy
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import oracle
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -17,17 +16,15 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from oracle import FP32_TOLERANCE, Block
+from refusals import assert_says, new_fabric, refusal
+from runs import Lit, full_state, loader, means, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, fully_shard
 from torch.nn.functional import mse_loss
 
 import fsdp_fsdp2.fabric
-import oracle
 from fsdp_core.errors import (
-    CheckpointExistsError,
-    CheckpointFormatError,
-    CheckpointMismatchError,
-    CheckpointValueError,
     OptimizerMismatchError,
     ShardingError,
     StrategyUnavailableError,
@@ -39,24 +36,9 @@ from fsdp_core.precision import ShardPrecision
 from fsdp_core.testing import RankPool
 from fsdp_fsdp2 import FSDP2Strategy
 from fsdp_fsdp2.backend import FSDP2Backend
-from oracle import FP32_TOLERANCE, Block
-from runs import Lit, full_state, loader, means, trainer
 
 STRATEGIES = [FSDP2Strategy, fsdp_fsdp2.fabric.FSDP2Strategy]
 BOTH = pytest.mark.parametrize("front_end", ["trainer", "fabric"])
-
-
-def refusal(error: type[Exception], call: Callable[[], Any]) -> str:
-    """What a call raises, as text."""
-    with pytest.raises(error) as refused:
-        call()
-    return str(refused.value)
-
-
-def new_fabric(world_size: int = 1, **options: Any) -> Fabric:
-    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=fsdp_fsdp2.fabric.FSDP2Strategy(**options))
-    fabric.launch()
-    return fabric
 
 
 def set_up(tmp: str, front_end: str, module: nn.Module, **options: Any) -> None:
@@ -77,11 +59,6 @@ class Wrapping(Lit):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
-
-
-def assert_says(message: str, *words: str) -> None:
-    for word in words:
-        assert word in message, f"{word!r} is not in:\n{message}"
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -262,13 +239,20 @@ class NoParameters(Lit):
 
 class AlreadySharded(Lit):
     def configure_model(self) -> None:
-        fully_shard(self.net.blocks[1])
+        fully_shard(self.net.blocks[1].up)
+
+
+def sharded_on_other_terms(tmp: str) -> None:
+    lit = Lit()
+    trainer(tmp, FSDP2Strategy()).fit(lit, loader(1, 1))
+    lit.losses.clear()
+    set_up(tmp, "trainer", lit, cpu_offload=True)
 
 
 def unfit_modules(tmp: str) -> dict[str, list[str]]:
     fabric = new_fabric()
     sharded = oracle.new_net()
-    fully_shard(sharded.blocks[1])
+    fully_shard(sharded.blocks[1].up)
     return {
         "parameters": [
             refusal(ShardingError, lambda: set_up(tmp, "trainer", NoParameters())),
@@ -278,6 +262,7 @@ def unfit_modules(tmp: str) -> dict[str, list[str]]:
             refusal(ShardingError, lambda: set_up(tmp, "trainer", AlreadySharded())),
             refusal(ShardingError, lambda: fabric.setup(sharded)),
         ],
+        "terms": [refusal(ShardingError, lambda: sharded_on_other_terms(tmp))],
     }
 
 
@@ -285,8 +270,10 @@ def test_modules_that_cannot_be_sharded(ranks: RankPool, tmp_path: Path) -> None
     (told,) = ranks.run(1, unfit_modules, str(tmp_path))
     for message, name in zip(told["parameters"], ["NoParameters", "Tanh"], strict=True):
         assert_says(message, f"{name} has no parameters", "configure_model", "strategy='ddp'")
-    for message, name in zip(told["sharded"], ["net.blocks.1", "blocks.1"], strict=True):
+    for message, name in zip(told["sharded"], ["net.blocks.1.up", "blocks.1.up"], strict=True):
         assert_says(message, "already sharded", repr(name), "Remove", "auto_wrap_policy={MyBlock}")
+    for message in told["terms"]:
+        assert_says(message, "cpu_offload False, now True", "Use the same options", "build the module anew")
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -300,8 +287,28 @@ class ForeignParameter(Lit):
 
 
 class OfACopy(Lit):
+    """Its optimizer holds the parameters of another module, of the same names and shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [copy.deepcopy(self.net)]  # a module in a list is no submodule
+
     def configure_optimizers(self) -> Any:
-        return oracle.sgd(copy.deepcopy(self.net))
+        return oracle.sgd(self.hidden[0])
+
+
+class Stale(Lit):
+    """Lists parameters in its constructor, and replaces them before the training begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = list(self.parameters())
+
+    def configure_model(self) -> None:
+        self.net = oracle.new_net()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.listed, lr=0.1)
 
 
 def unfit_optimizers(tmp: str) -> dict[str, list[str]]:
@@ -315,6 +322,7 @@ def unfit_optimizers(tmp: str) -> dict[str, list[str]]:
         "foreign": [
             refusal(OptimizerMismatchError, lambda: set_up(tmp, "trainer", ForeignParameter())),
             refusal(OptimizerMismatchError, lambda: set_up(tmp, "trainer", OfACopy())),
+            refusal(OptimizerMismatchError, lambda: set_up(tmp, "trainer", Stale())),
             refusal(OptimizerMismatchError, lambda: fabric.setup(net, oracle.sgd(other))),
             refusal(OptimizerMismatchError, lambda: fabric.setup_optimizers(oracle.sgd(other))),
         ],
@@ -417,288 +425,3 @@ def test_parameters_from_before_sharding_are_trained(
 def test_fabrics_optimizer_from_before_sharding_is_repointed(ranks: RankPool, joint: bool) -> None:
     for got in ranks.run(2, fabric_steps, 2, joint):
         assert_trained(got)
-
-
-# -- checkpoints that can't be loaded ----------------------------------------------------------------------------------
-
-
-class Resized(Lit):
-    """Another head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.frozen = nn.Linear(oracle.FEATURES, oracle.FEATURES + 1)
-
-
-class Renamed(Lit):
-    """A block less than the checkpoint has, and a layer more."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=2)
-        self.extra = nn.Linear(3, 3)
-
-
-class TwoOptimizers(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [oracle.sgd(self.net.blocks), oracle.sgd(self.net.frozen)]
-
-
-class OtherGroups(Lit):
-    """Trains a layer more than the checkpoint's optimizer did."""
-
-    def configure_optimizers(self) -> Any:
-        self.net.frozen.requires_grad_(True)
-        return oracle.adamw_groups(self)
-
-
-def without(name: str) -> Callable[[Path], Any]:
-    return lambda path: next(path.rglob(name)).unlink()
-
-
-def foreign_folder(path: Path) -> None:
-    shutil.rmtree(path)
-    path.mkdir()
-    (path / "notes.txt").write_text("mine")
-
-
-def torch_distributed_folder(path: Path) -> None:
-    """What Lightning's own sharded strategies write."""
-    shutil.rmtree(path)
-    path.mkdir()
-    for name in (".metadata", "__0_0.distcp", "meta.pt"):
-        (path / name).write_bytes(b"\x80\x04.")
-
-
-def no_checkpoint_file(path: Path) -> None:
-    shutil.rmtree(path)
-    path.write_text("epoch,loss\n0,1.5\n")
-
-
-def pickled_file(path: Path) -> None:
-    shutil.rmtree(path)
-    torch.save({"state_dict": {}, "hyper_parameters": RankPool}, path)
-
-
-def empty_folder(path: Path) -> None:
-    shutil.rmtree(path)
-    path.mkdir()
-
-
-#: What is done to a good checkpoint, and what the refusal says.
-DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
-    "missing": (shutil.rmtree, ["there is no", "Check the path"]),
-    "no manifest": (
-        without("manifest.json"),
-        ["no complete checkpoint", "manifest.json", "Load an earlier checkpoint"],
-    ),
-    "no part": (
-        without("*-rank-00001.safetensors"),
-        ["rank-00001.safetensors is missing", "load an earlier checkpoint"],
-    ),
-    "foreign folder": (foreign_folder, ["not a checkpoint", "notes.txt", "Check the path"]),
-    "Lightning's folder": (torch_distributed_folder, ["not a checkpoint", ".metadata", "consolidate_checkpoint"]),
-    "empty folder": (empty_folder, ["no checkpoint", "empty", "Check the path"]),
-    "file": (no_checkpoint_file, ["can't be read as a full checkpoint", "a folder", "state_dict_type='full'"]),
-    "pickle": (pickled_file, ["can't be read", "RankPool", "add_safe_globals"]),
-}
-
-#: The module that the checkpoint of a ``Lit`` is loaded into, and what the refusal says.
-MISFITS: dict[str, tuple[type[Lit], list[str]]] = {
-    "keys": (
-        Renamed,
-        ["2 are missing in it:\n    extra.weight", "7 are in it alone:\n    net.blocks.2.gain", "nothing was loaded"],
-    ),
-    "shapes": (
-        Resized,
-        [
-            "2 differ:\n    net.frozen.weight: its shape is (6, 6) in the checkpoint, and (7, 6) here",
-            "nothing was loaded",
-        ],
-    ),
-    "optimizers": (TwoOptimizers, ["the state of 1 optimizers", "made 2", "Return the optimizers"]),
-    "groups": (OtherGroups, ["'net.frozen.weight'", "param group 0", "Load it into the model and the optimizer"]),
-}
-
-
-def save_good(tmp: str, world_size: int, kind: str = "sharded") -> Path:
-    path = Path(tmp, "checkpoint")
-    run = trainer(tmp, FSDP2Strategy(state_dict_type=kind), world_size)
-    run.fit(Lit("adamw_groups"), loader(1, world_size))
-    run.save_checkpoint(path)
-    run.strategy.barrier()
-    return path
-
-
-def assert_unchanged(strategy: Any, module: nn.Module, before: dict[str, Tensor]) -> None:
-    now = full_state(strategy, module)
-    assert now.keys() == before.keys()
-    for name, tensor in before.items():
-        assert torch.equal(now[name], tensor), f"{name} was changed by a refused load"
-
-
-def refused_by_trainer(tmp: str, world_size: int, path: Path, module: Lit, error: type[Exception], stage: str) -> str:
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    run = trainer(tmp, "fsdp2", world_size)
-    told = refusal(error, lambda: getattr(run, stage)(module, loader(1, world_size), ckpt_path=str(path)))
-    assert not module.losses
-    assert not module.validation_losses
-    assert_unchanged(run.strategy, module, before)
-    return told
-
-
-def refused_by_fabric(tmp: str, world_size: int, path: Path, module: Lit, error: type[Exception]) -> str:
-    """The model, its optimizer and plain data at once, as a user loads them."""
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    fabric = new_fabric(world_size)
-    made = module.configure_optimizers()
-    model, *optimizers = fabric.setup(module, *(made if isinstance(made, list) else [made]))
-    state: dict[str, Any] = {"model": model, "optimizer": optimizers[0], "step": -1}
-    told = refusal(error, lambda: fabric.load(path, state))
-    assert state["step"] == -1
-    assert not optimizers[0].state_dict()["state"]
-    assert_unchanged(fabric.strategy, module, before)
-    return told
-
-
-def damaged(tmp: str, case: str) -> list[str]:
-    path = save_good(tmp, 2)
-    if torch.distributed.get_rank() == 0:
-        DAMAGE[case][0](path)
-    torch.distributed.barrier()
-    return [
-        refused_by_trainer(tmp, 2, path, Lit("adamw_groups"), CheckpointFormatError, "fit"),
-        refused_by_trainer(tmp, 2, path, Lit("adamw_groups"), CheckpointFormatError, "validate"),
-        refused_by_fabric(tmp, 2, path, Lit("adamw_groups"), CheckpointFormatError),
-    ]
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_checkpoint_that_is_none(ranks: RankPool, tmp_path: Path, case: str) -> None:
-    for told in ranks.run(2, damaged, str(tmp_path), case):
-        for message in told:
-            assert_says(message, str(tmp_path / "checkpoint"), *DAMAGE[case][1])
-
-
-def misfit(tmp: str, case: str, kind: str) -> str:
-    path = save_good(tmp, 2, kind)
-    return refused_by_trainer(
-        tmp,
-        2,
-        path,
-        MISFITS[case][0]("adamw_groups") if case == "groups" else MISFITS[case][0](),
-        CheckpointMismatchError,
-        "fit",
-    )
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-@pytest.mark.parametrize("case", MISFITS)
-def test_checkpoint_of_another_model_under_trainer(ranks: RankPool, tmp_path: Path, case: str, kind: str) -> None:
-    for told in ranks.run(2, misfit, str(tmp_path), case, kind):
-        assert_says(told, *MISFITS[case][1])
-        if case == "keys":
-            assert_says(told, "strict_loading = False")  # what a LightningModule says for it
-
-
-def misfit_fabric(tmp: str, case: str, kind: str) -> str:
-    path = Path(tmp, "checkpoint")
-    fabric = new_fabric(2, state_dict_type=kind)
-    saved = Lit("adamw_groups")
-    model, optimizer = fabric.setup(saved, saved.configure_optimizers())
-    fabric.backward(mse_loss(model(torch.ones(2, oracle.FEATURES)), torch.ones(2, oracle.FEATURES)))
-    optimizer.step()
-    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 1})
-    return refused_by_fabric(tmp, 2, path, MISFITS[case][0](), CheckpointMismatchError)
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-@pytest.mark.parametrize("case", ["keys", "shapes"])
-def test_checkpoint_of_another_model_under_fabric(ranks: RankPool, tmp_path: Path, case: str, kind: str) -> None:
-    for told in ranks.run(2, misfit_fabric, str(tmp_path), case, kind):
-        assert_says(told, *MISFITS[case][1])
-        if case == "keys":
-            assert_says(told, "strict=False")
-
-
-def fabric_misses(tmp: str) -> list[str]:
-    """A key that the checkpoint lacks, and an optimizer that trained other parameters."""
-    fabric = new_fabric(2)
-    one, two = oracle.new_net(), oracle.new_net()
-    torch.nn.init.ones_(two.inp.weight)
-    before = {name: tensor.clone() for name, tensor in two.state_dict().items()}
-    model, optimizer = fabric.setup(one, oracle.adamw_groups(one))
-    fabric.save(f"{tmp}/it", {"model": model, "optimizer": optimizer})
-    two.frozen.requires_grad_(True)
-    other, other_optimizer = fabric.setup(two, oracle.adamw_groups(two))
-    told = [
-        refusal(CheckpointMismatchError, lambda: fabric.load(f"{tmp}/it", {"model": other, "scheduler": {}})),
-        refusal(
-            CheckpointMismatchError,
-            lambda: fabric.load(f"{tmp}/it", {"model": other, "optimizer": other_optimizer}),
-        ),
-    ]
-    assert_unchanged(fabric.strategy, two, before)
-    return told
-
-
-def test_fabric_checkpoint_without_what_was_asked_for(ranks: RankPool, tmp_path: Path) -> None:
-    for key, optimizer in ranks.run(2, fabric_misses, str(tmp_path)):
-        assert_says(key, "no 'scheduler'", "'model', 'optimizer'", "strict=False")
-        assert_says(optimizer, *MISFITS["groups"][1][1:], "'frozen.weight'")
-
-
-# -- checkpoints that can't be saved -----------------------------------------------------------------------------------
-
-
-def save_over_a_folder(tmp: str, kind: str) -> list[str]:
-    run = trainer(tmp, FSDP2Strategy(state_dict_type=kind), 2)
-    run.fit(Lit(), loader(1, 2))
-    fabric = new_fabric(2, state_dict_type=kind)
-    model = fabric.setup(oracle.new_net())
-    return [
-        refusal(CheckpointExistsError if run.is_global_zero or kind == "sharded" else Exception, save)
-        for save in (
-            lambda: run.save_checkpoint(f"{tmp}/mine"),
-            lambda: fabric.save(f"{tmp}/mine", {"model": model}),
-        )
-    ]
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_folder_of_something_else_is_not_replaced(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    mine = {"notes.txt": "mine", "manifest.json": json.dumps({"of": "another program"})}
-    (tmp_path / "mine").mkdir()
-    for name, text in mine.items():
-        (tmp_path / "mine" / name).write_text(text)
-    for told in ranks.run(2, save_over_a_folder, str(tmp_path), kind):
-        for message in told:
-            assert_says(message, str(tmp_path / "mine"), "path")
-    assert {path.name: path.read_text() for path in (tmp_path / "mine").iterdir()} == mine
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-class Tokenizer:
-    """No plain data."""
-
-
-class HoldsObjects(Lit):
-    def __init__(self, tokenizer: Any, sizes: dict[str, int]) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-def hyper_parameters(tmp: str) -> str:
-    lit = HoldsObjects(Tokenizer(), {"hidden": 3})
-    told = refusal(CheckpointValueError, lambda: trainer(tmp, "fsdp2").fit(lit, loader(1, 1)))
-    assert not lit.losses
-    return told
-
-
-def test_hyper_parameters_that_cannot_be_saved_are_refused_at_the_start(ranks: RankPool, tmp_path: Path) -> None:
-    (told,) = ranks.run(1, hyper_parameters, str(tmp_path))
-    assert_says(told, "hyper_parameters/tokenizer", "Tokenizer", "save_hyperparameters(ignore=['tokenizer'])")
-    assert "sizes" not in told

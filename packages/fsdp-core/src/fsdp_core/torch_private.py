@@ -41,7 +41,8 @@ def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[
 
     ``GradScaler`` decides on each rank alone whether to skip a step; over shards, the ranks would part ways. It also
     can't unscale sharded and replicated gradients in one list. Both live in ``_unscale_grads_``, the method that
-    torch's own ``ShardedGradScaler`` replaces; it is replaced on the instance, so that a scaler of the user's own stays one.
+    torch's own ``ShardedGradScaler`` replaces; it is replaced on the instance, so that a user's own
+    scaler stays what it is.
 
     Args:
         scaler: The scaler, changed in place.

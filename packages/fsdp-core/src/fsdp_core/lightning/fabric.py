@@ -18,19 +18,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core.backend import Backend
-from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
 from fsdp_core.lightning.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
 from fsdp_core.lightning.forwarding import ShardedForward, root_of
 from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precision
-from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher, reset_seed
+from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
+from fsdp_core.lightning.ranks import RanksOfStrategy
 from fsdp_core.precision import ShardPrecision
-from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.runtime import Runtime
 
 __all__ = ["ShardedFabricStrategy"]
 
 
-class ShardedFabricStrategy(ParallelStrategy):
+class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     """Runs modules on a :class:`~fsdp_core.backend.Backend` under Fabric.
 
     A backend's public strategy class inherits from it and adds a constructor that makes the backend.
@@ -51,6 +50,8 @@ class ShardedFabricStrategy(ParallelStrategy):
         UnsupportedCapabilityError: An option that shards can't follow.
     """
 
+    launcher_class = FabricSubprocessLauncher
+
     def __init__(
         self,
         backend: Backend,
@@ -65,12 +66,7 @@ class ShardedFabricStrategy(ParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
     ) -> None:
-        check_state_dict_type(state_dict_type)
-        self.backend = backend
-        self.runtime = runtime or ProcessGroupRuntime()
-        self.strategy_name = strategy_name
-        self.state_dict_type = state_dict_type
-        self.timeout = timeout
+        self._take(backend, strategy_name, runtime, state_dict_type, timeout)
         self.roots: list[nn.Module] = []
         self._num_nodes = 1
         super().__init__(
@@ -86,11 +82,6 @@ class ShardedFabricStrategy(ParallelStrategy):
     # -- where we run ----------------------------------------------------------------------------------------------
 
     @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
     def num_nodes(self) -> int:
         """How many hosts take part."""
         return self._num_nodes
@@ -98,11 +89,6 @@ class ShardedFabricStrategy(ParallelStrategy):
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """How many ranks run on this host."""
-        return len(self.parallel_devices or ())
 
     @property
     def precision(self) -> Precision:
@@ -120,7 +106,7 @@ class ShardedFabricStrategy(ParallelStrategy):
         plugin.forward_context = self._precision.forward_context  # type: ignore[method-assign]
 
     @property
-    def _shard_precision(self) -> ShardPrecision:
+    def shard_precision(self) -> ShardPrecision:
         plugin = self._precision
         return plugin._shards.shards if isinstance(plugin, ShardedFabricPrecision) else ShardPrecision()
 
@@ -130,42 +116,15 @@ class ShardedFabricStrategy(ParallelStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        if self.state_dict_type == "sharded":
-            raise UnsupportedCapabilityError(
-                f"{type(io).__name__} can't write sharded checkpoints, which every rank writes its own part of.\n"
-                f"Leave it out, or write strategy={type(self).__name__}(state_dict_type='full')."
-            )
+        self._check_checkpoint_io(io)
         self._checkpoint_io = io
 
     def _set_world_ranks(self) -> None:
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        set_rank_zero(self.global_rank)
-
-    def _configure_launcher(self) -> None:
-        check_devices(self.strategy_name, self.backend, self.parallel_devices, self._shard_precision)
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = FabricSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._number_ranks()
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
-        self._set_world_ranks()
-        environment = self.cluster_environment
-        assert environment is not None
-        self.runtime.start(
-            rank=self.global_rank,
-            local_rank=self.local_rank,
-            world_size=self.world_size,
-            device=self.root_device,
-            address=environment.main_address,
-            port=environment.main_port,
-            timeout=self.timeout,
-        )
-        self.backend.bind(self.runtime, self._shard_precision)
+        self._join_world()
 
     # -- from the user's module to shards --------------------------------------------------------------------------
 
@@ -213,22 +172,8 @@ class ShardedFabricStrategy(ParallelStrategy):
         self.precision.unscale_gradients(optimizer)
         self.backend.clip_value([p for group in optimizer.param_groups for p in group["params"]], float(clip_val))
 
-    # -- collectives -----------------------------------------------------------------------------------------------
-
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; what is not a tensor comes back unchanged."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return self.runtime.all_reduce(tensor, reduce_op_name(reduce_op), group)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return self.runtime.all_gather(tensor, group, sync_grads)
-
-    def barrier(self, name: str | None = None) -> None:
-        self.runtime.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.runtime.broadcast_object(obj, src)
+        return self._reduced(tensor, group, reduce_op)
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
-from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError, UnsupportedCapabilityError
+from fsdp_core.checkpoint.planning import join_path
+from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
 from fsdp_core.fqn import aliases
 from fsdp_core.lightning.forwarding import root_of
 from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
@@ -32,6 +33,8 @@ class _Strategy(Protocol):
 
     @property
     def checkpoint_io(self) -> CheckpointIO: ...
+
+    def refuse_storage_options(self, storage_options: Any) -> None: ...
 
 
 def owner_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module:
@@ -76,37 +79,33 @@ def save_checkpoint(
         if isinstance(obj, nn.Module):
             root = root_of(obj)
             converted[key] = backend.model_state(root)
-            kinds[key] = "model"
-            tied.update({f"{key}/{a}": f"{key}/{b}" for a, b in aliases(root).items()})
+            kinds[join_path(key)] = "model"
+            names = aliases(root) if key not in filters else {}
+            tied.update({join_path(key, a): join_path(key, b) for a, b in names.items()})
         elif isinstance(obj, Optimizer):
             converted[key] = backend.optimizer_state(owner_of(obj, strategy.roots), obj)
-            kinds[key] = "optimizer"
+            kinds[join_path(key)] = "optimizer"
         else:
             converted[key] = obj.state_dict() if callable(getattr(obj, "state_dict", None)) else obj
         if key in filters and isinstance(converted[key], dict):
             converted[key] = {k: v for k, v in converted[key].items() if filters[key](k, v)}
     if strategy.state_dict_type == "full":
         whole = gathered(converted, backend)
-        whole = {k: numbered(v) if kinds.get(k) == "optimizer" else v for k, v in whole.items()}
+        whole = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in whole.items()}
         write_on_rank_zero(
             Path(path),
             lambda: strategy.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options),
             strategy.runtime,
         )
         return
-    if storage_options is not None:
-        raise UnsupportedCapabilityError(
-            "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
-            f"Leave them out, or write strategy={type(strategy).__name__}(state_dict_type='full')."
-        )
-    kept = {f"{key}/{name}" for key, kind in kinds.items() if kind == "model" for name in converted[key]}
+    strategy.refuse_storage_options(storage_options)
     checkpoints.save(
         path,
         converted,
         runtime=strategy.runtime,
         strategy=strategy.strategy_name,
         kinds=kinds,
-        aliases={a: b for a, b in tied.items() if a in kept and b in kept},
+        aliases=tied,
     )
 
 

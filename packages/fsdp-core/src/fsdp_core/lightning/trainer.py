@@ -22,20 +22,20 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.plain_data import encode
-from fsdp_core.errors import CheckpointMismatchError, UnsupportedCapabilityError
+from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.fqn import aliases
 from fsdp_core.lightning.averaging import averaged_models, take_averaged_state
-from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
 from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
-from fsdp_core.lightning.private import TrainerSubprocessLauncher, reset_seed
+from fsdp_core.lightning.private import TrainerSubprocessLauncher
+from fsdp_core.lightning.ranks import RanksOfStrategy
 from fsdp_core.precision import ShardPrecision
-from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.runtime import Runtime
 
 __all__ = ["ShardedTrainerStrategy"]
 
 
-class ShardedTrainerStrategy(ParallelStrategy):
+class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     """Runs a LightningModule on a :class:`~fsdp_core.backend.Backend`.
 
     A backend's public strategy class inherits from it and adds a constructor that makes the backend.
@@ -56,6 +56,8 @@ class ShardedTrainerStrategy(ParallelStrategy):
         UnsupportedCapabilityError: An option that shards can't follow.
     """
 
+    launcher_class = TrainerSubprocessLauncher
+
     def __init__(
         self,
         backend: Backend,
@@ -70,12 +72,7 @@ class ShardedTrainerStrategy(ParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
     ) -> None:
-        check_state_dict_type(state_dict_type)
-        self.backend = backend
-        self.runtime = runtime or ProcessGroupRuntime()
-        self.strategy_name = strategy_name
-        self.state_dict_type = state_dict_type
-        self.timeout = timeout
+        self._take(backend, strategy_name, runtime, state_dict_type, timeout)
         self.num_nodes = 1
         self._in_step = False
         self._has_stepped = False
@@ -89,20 +86,6 @@ class ShardedTrainerStrategy(ParallelStrategy):
             self.checkpoint_io = checkpoint_io
 
     # -- where we run ----------------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """How many ranks run on this host."""
-        return len(self.parallel_devices or ())
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -122,7 +105,7 @@ class ShardedTrainerStrategy(ParallelStrategy):
         self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler)
 
     @property
-    def _precision(self) -> ShardPrecision:
+    def shard_precision(self) -> ShardPrecision:
         plugin = self._precision_plugin
         return plugin._shards.shards if isinstance(plugin, ShardedTrainerPrecision) else ShardPrecision()
 
@@ -132,43 +115,16 @@ class ShardedTrainerStrategy(ParallelStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        if self.state_dict_type == "sharded":
-            raise UnsupportedCapabilityError(
-                f"{type(io).__name__} can't write sharded checkpoints, which every rank writes its own part of.\n"
-                f"Leave it out, or write strategy={type(self).__name__}(state_dict_type='full')."
-            )
+        self._check_checkpoint_io(io)
         self._checkpoint_io = io
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero helpers which rank this is."""
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        set_rank_zero(self.global_rank)
-
-    def _configure_launcher(self) -> None:
-        check_devices(self.strategy_name, self.backend, self.parallel_devices, self._precision)
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = TrainerSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        """Number the ranks; Lightning calls it when the devices are known."""
+        self._number_ranks()
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        environment = self.cluster_environment
-        assert environment is not None
-        self.runtime.start(
-            rank=self.global_rank,
-            local_rank=self.local_rank,
-            world_size=self.world_size,
-            device=self.root_device,
-            address=environment.main_address,
-            port=environment.main_port,
-            timeout=self.timeout,
-        )
-        self.backend.bind(self.runtime, self._precision)
+        self._join_world()
 
     # -- from the user's module to shards --------------------------------------------------------------------------
 
@@ -182,7 +138,7 @@ class ShardedTrainerStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self.lightning_module
-        if fitting:
+        if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":
             # refuse now what the first checkpoint, perhaps hours from now, could not hold
             encode({"hyper_parameters": dict(module.hparams)}, lambda keys, tensor: None)
         if not self.backend.is_sharded(module):
@@ -282,22 +238,8 @@ class ShardedTrainerStrategy(ParallelStrategy):
         if self._has_stepped and self.model is not None and self.backend.is_sharded(self.model):
             self.backend.reset(self.model)
 
-    # -- collectives -----------------------------------------------------------------------------------------------
-
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; what is not a tensor comes back unchanged."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return self.runtime.all_reduce(tensor, reduce_op_name(reduce_op), group)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return self.runtime.all_gather(tensor, group, sync_grads)
-
-    def barrier(self, name: str | None = None) -> None:
-        self.runtime.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.runtime.broadcast_object(obj, src)
+        return self._reduced(tensor, group, reduce_op)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -340,11 +282,7 @@ class ShardedTrainerStrategy(ParallelStrategy):
                 self.runtime,
             )
             return
-        if storage_options is not None:
-            raise UnsupportedCapabilityError(
-                "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
-                f"Leave them out, or write strategy={type(self).__name__}(state_dict_type='full')."
-            )
+        self.refuse_storage_options(storage_options)
         assert self.model is not None
         state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
         kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}

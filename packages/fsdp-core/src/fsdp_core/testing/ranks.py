@@ -27,8 +27,8 @@ class RankPool:
     """Runs functions on several ranks at once.
 
     Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning
-    takes the ranks as they are. Processes live on between calls, since importing torch and Lightning takes seconds; a process
-    group left open by a call is closed after it.
+    takes the ranks as they are. Processes live on between calls, since importing torch and Lightning takes seconds;
+    a process group left open by a call is closed after it.
 
     Example:
         .. code-block:: python

@@ -1,0 +1,150 @@
+"""What both adapters have in common: where their ranks run, how these meet, and what no rank can do."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from torch import Tensor
+
+from fsdp_core.backend import Backend
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
+from fsdp_core.lightning.private import reset_seed
+from fsdp_core.precision import ShardPrecision
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+
+__all__ = ["RanksOfStrategy"]
+
+
+class RanksOfStrategy:
+    """The half of a strategy that is the same under Trainer and Fabric. Comes before Lightning's class.
+
+    Attributes:
+        backend: How modules are sharded.
+        runtime: Where the ranks meet.
+        strategy_name: The name that users type.
+        state_dict_type: ``"sharded"`` or ``"full"``.
+        timeout: How long a collective may wait for its peers.
+    """
+
+    launcher_class: ClassVar[Any]
+
+    backend: Backend
+    runtime: Runtime
+    strategy_name: str
+    state_dict_type: Literal["sharded", "full"]
+    timeout: timedelta | None
+
+    # of Lightning's ParallelStrategy
+    cluster_environment: ClusterEnvironment | None
+    parallel_devices: list[torch.device] | None
+    num_nodes: int
+    local_rank: int
+    node_rank: int
+    global_rank: int
+    world_size: int
+
+    def _take(
+        self,
+        backend: Backend,
+        strategy_name: str,
+        runtime: Runtime | None,
+        state_dict_type: Literal["sharded", "full"],
+        timeout: timedelta | None,
+    ) -> None:
+        """Note what the constructor was given, before Lightning's constructor looks at it."""
+        check_state_dict_type(state_dict_type)
+        self.backend = backend
+        self.runtime = runtime or ProcessGroupRuntime()
+        self.strategy_name = strategy_name
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout
+
+    @property
+    def shard_precision(self) -> ShardPrecision:
+        """The dtypes of the shards."""
+        raise NotImplementedError
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks run on this host."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank sees data of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _number_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        set_rank_zero(self.global_rank)
+
+    def _configure_launcher(self) -> None:
+        check_devices(self.strategy_name, self.backend, self.parallel_devices, self.shard_precision)
+        environment = self.cluster_environment
+        assert environment is not None
+        if not environment.creates_processes_externally:
+            self._launcher = self.launcher_class(environment, self.num_processes, self.num_nodes)
+
+    def _join_world(self) -> None:
+        """Meet the other ranks, and give the backend its world."""
+        reset_seed()
+        self._number_ranks()
+        environment = self.cluster_environment
+        assert environment is not None
+        self.runtime.start(
+            rank=self.global_rank,
+            local_rank=self.local_rank,
+            world_size=self.world_size,
+            device=self.root_device,
+            address=environment.main_address,
+            port=environment.main_port,
+            timeout=self.timeout,
+        )
+        self.backend.bind(self.runtime, self.shard_precision)
+
+    def _reduced(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
+        """Reduce a tensor over the ranks; what is not a tensor comes back unchanged."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return self.runtime.all_reduce(tensor, reduce_op_name(reduce_op), group)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the ranks' tensors along a new first axis."""
+        return self.runtime.all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank."""
+        self.runtime.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give every rank the object of rank ``src``."""
+        return self.runtime.broadcast_object(obj, src)
+
+    def _check_checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.state_dict_type == "sharded":
+            raise UnsupportedCapabilityError(
+                f"{type(io).__name__} can't write sharded checkpoints, which every rank writes its own part of.\n"
+                f"Leave it out, or write strategy={type(self).__name__}(state_dict_type='full')."
+            )
+
+    def refuse_storage_options(self, storage_options: Any) -> None:
+        """Raise if options are given for a ``CheckpointIO``, when none writes the checkpoint."""
+        if storage_options is not None:
+            raise UnsupportedCapabilityError(
+                "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
+                f"Leave them out, or write strategy={type(self).__name__}(state_dict_type='full')."
+            )
