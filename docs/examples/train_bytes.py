@@ -250,19 +250,20 @@ def main() -> None:
 
     trainer.fit(module, batches(module, train), ckpt_path=args.resume)
     if args.checkpoint:
-        trainer.save_checkpoint(args.checkpoint)
+        trainer.save_checkpoint(args.checkpoint, weights_only=False)  # the optimizer too
 
     windows = held_out.unfold(0, args.context + 1, len(held_out) // 64)[:64]
     mine = windows[trainer.global_rank :: trainer.world_size].split(8)
     (metrics,) = trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)
-    prompt = torch.tensor([list(b"def ")])
-    request: Any = [(prompt, args.sample)]
-    (sample,) = trainer.predict(module, DataLoader(request, batch_size=None)) or [prompt]
+    sample: Any = []
+    if args.sample:
+        request: Any = [(torch.tensor([list(b"def ")]), args.sample)]
+        (sample,) = trainer.predict(module, DataLoader(request, batch_size=None)) or [[]]
 
     if trainer.is_global_zero:
         print(f"\nstep {trainer.global_step}: validation loss {metrics['val_loss']:.3f} nats per byte")
-        if args.sample:
-            print(f"a sample:\n{bytes(sample[0].tolist()).decode(errors='replace')}")
+        for text in sample:
+            print(f"a sample:\n{bytes(text.tolist()).decode(errors='replace')}")
         if args.log_json:
             report = {"steps": meter.steps, "memory": meter.memory, **metrics}
             args.log_json.write_text(json.dumps(report, indent=1))

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from runs import full_state
 from torch import Tensor, nn
 
 import fsdp_fsdp2.fabric
-
+from runs import full_state
 
 _INSTEAD = "instead of a refusal:"
 

@@ -8,15 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from refusals import assert_says, assert_unchanged, copied_state, new_fabric, refusal
-from runs import Lit, loader, trainer
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import oracle
 from fsdp_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -26,6 +24,8 @@ from fsdp_core.errors import (
 )
 from fsdp_core.testing import RankPool
 from fsdp_fsdp2 import FSDP2Strategy
+from refusals import assert_says, assert_unchanged, copied_state, new_fabric, refusal
+from runs import Lit, loader, trainer
 
 KINDS = pytest.mark.parametrize("kind", ["sharded", "full"])
 
@@ -195,7 +195,7 @@ MISFITS: dict[type[Lit], list[str]] = {
         "nothing was loaded",
     ],
     TwoOptimizers: ["the state of 1 optimizers", "made 2", "Return the optimizers"],
-    MoreTrained: ["knows nothing of 'net.frozen.weight'", "param group 0", "or load the weights alone"],
+    MoreTrained: ["'net.frozen.weight'", "param group 0", "or load the weights alone"],
 }
 
 
@@ -301,11 +301,10 @@ def save_objects(tmp: str) -> list[str]:
     fabric = new_fabric()
     net = oracle.new_net()
     state = {"model": fabric.setup(net), "tokenizer": Tokenizer()}
+    run, again = (trainer(tmp, "fsdp2", enable_checkpointing=True) for _ in range(2))
     told = [
-        refusal(CheckpointValueError, lambda: trainer(tmp, "fsdp2").fit(module, loader(1, 1))),
-        refusal(
-            CheckpointValueError, lambda: trainer(tmp, "fsdp2").fit(plain, datamodule=DataHoldsAnObject(Tokenizer()))
-        ),
+        refusal(CheckpointValueError, lambda: run.fit(module, loader(1, 1))),
+        refusal(CheckpointValueError, lambda: again.fit(plain, datamodule=DataHoldsAnObject(Tokenizer()))),
         refusal(CheckpointValueError, lambda: fabric.save(f"{tmp}/saved", state)),
     ]
     assert not module.losses

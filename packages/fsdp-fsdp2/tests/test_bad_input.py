@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import oracle
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -16,14 +15,12 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
-from oracle import FP32_TOLERANCE, Block
-from refusals import assert_says, new_fabric, refusal
-from runs import Lit, full_state, loader, means, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, fully_shard
 from torch.nn.functional import mse_loss
 
 import fsdp_fsdp2.fabric
+import oracle
 from fsdp_core.errors import (
     OptimizerMismatchError,
     ShardingError,
@@ -36,6 +33,9 @@ from fsdp_core.precision import ShardPrecision
 from fsdp_core.testing import RankPool
 from fsdp_fsdp2 import FSDP2Strategy
 from fsdp_fsdp2.backend import FSDP2Backend
+from oracle import FP32_TOLERANCE, Block
+from refusals import assert_says, new_fabric, refusal
+from runs import Lit, full_state, loader, means, trainer
 
 STRATEGIES = [FSDP2Strategy, fsdp_fsdp2.fabric.FSDP2Strategy]
 BOTH = pytest.mark.parametrize("front_end", ["trainer", "fabric"])
@@ -137,19 +137,19 @@ MISUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 }
 
 
-def misused(tmp: str, front_end: str, case: str) -> str:
+def misused(tmp: str, front_end: str, case: str) -> tuple[str, bool]:
     options, error, _ = MISUSED[case]
     net = oracle.new_net()
     told = refusal(error, lambda: set_up(tmp, front_end, net, **options))
-    assert all(type(p) is nn.Parameter for p in net.parameters())  # the model is as it was
-    return told
+    return told, all(type(p) is nn.Parameter for p in net.parameters())
 
 
 @BOTH
 @pytest.mark.parametrize("case", MISUSED)
 def test_option_that_does_not_fit_the_model(ranks: RankPool, tmp_path: Path, front_end: str, case: str) -> None:
-    (told,) = ranks.run(1, misused, str(tmp_path), front_end, case)
+    ((told, as_it_was),) = ranks.run(1, misused, str(tmp_path), front_end, case)
     assert_says(told, *MISUSED[case][2])
+    assert as_it_was
 
 
 # -- names, hardware and precision -------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def unfit_optimizers(tmp: str) -> dict[str, list[str]]:
 def test_optimizers_over_other_parameters(ranks: RankPool, tmp_path: Path) -> None:
     (told,) = ranks.run(1, unfit_optimizers, str(tmp_path))
     for message in told["foreign"]:
-        assert_says(message, "param group 0 of SGD", "not one of the sharded model's")
+        assert_says(message, "param group 0 of SGD", "the sharded model's, so training would leave it stale")
         assert_says(message, "model, optimizer = fabric.setup(model, optimizer)", "configure_optimizers")
     assert_says(told["foreign"][0], "(5,)")
     for message in told["stepped"]:
@@ -387,6 +387,12 @@ def fabric_steps(world_size: int, joint: bool) -> tuple[list[float], dict[str, T
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert all(id(p) in live for p in held)
     assert not {id(p) for p in old if p.ndim} & live  # 0-dim parameters stay as they are
+    return fabric_steps_of(fabric, net, model, optimizer, world_size)
+
+
+def fabric_steps_of(
+    fabric: Fabric, net: nn.Module, model: Any, optimizer: Any, world_size: int
+) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     for x, y in fabric.setup_dataloaders(loader(2, world_size)):
         loss = mse_loss(model(x), y)
@@ -419,6 +425,22 @@ def test_parameters_from_before_sharding_are_trained(
     for got in ranks.run(2, fit_with, str(tmp_path), 2, module_class, epochs):
         assert_trained(got)
         assert len(got[0]) == 2 * epochs
+
+
+def optimizer_after_evaluation(world_size: int) -> tuple[list[float], dict[str, Tensor]]:
+    """A forward pass without a backward pass leaves the root's parameters gathered; then an optimizer is built."""
+    fabric = new_fabric(world_size)
+    net = oracle.new_net()
+    model = fabric.setup_module(net)
+    with torch.no_grad():
+        model(oracle.global_batches(1)[0][0])
+    optimizer = fabric.setup_optimizers(oracle.adamw_groups(model))
+    return fabric_steps_of(fabric, net, model, optimizer, world_size)
+
+
+def test_optimizer_built_after_evaluation_trains_the_shards(ranks: RankPool) -> None:
+    for got in ranks.run(2, optimizer_after_evaluation, 2):
+        assert_trained(got)
 
 
 @pytest.mark.parametrize("joint", [True, False])

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,6 +51,7 @@ class FSDP2Backend(Backend):
 
     # by root, and not by backend, for a root outlives the strategy that sharded it
     _replicated: ClassVar[weakref.WeakKeyDictionary[nn.Module, ReplicatedParameters]] = weakref.WeakKeyDictionary()
+    _interrupted: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
     _shards: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]]] = weakref.WeakKeyDictionary()
 
     def __init__(
@@ -92,6 +94,7 @@ class FSDP2Backend(Backend):
 
     def shard(self, module: nn.Module) -> nn.Module:
         if self.is_sharded(module):
+            self._check_not_interrupted(module)
             return module
         self._check(module)
         self.remember(module)
@@ -154,10 +157,19 @@ class FSDP2Backend(Backend):
             parameter.requires_grad_(shards[name].requires_grad)
 
     def reset(self, module: nn.Module) -> None:
-        # since torch 2.13; before it, an exception left the module unusable
         reset = getattr(module, "reset_iter_state", None)
         if reset is not None:
             reset()
+        else:
+            self._interrupted.add(module)
+
+    def _check_not_interrupted(self, module: nn.Module) -> None:
+        if module in self._interrupted:
+            raise ShardingError(
+                f"an exception has interrupted a step of {type(module).__name__}, and torch {torch.__version__} can't "
+                "bring a sharded module back from that: its next losses would be wrong.\n"
+                "Build the module anew and load a checkpoint, or upgrade to torch 2.13, which can."
+            )
 
     def _check(self, module: nn.Module) -> None:
         name = type(module).__name__

@@ -1,7 +1,6 @@
-"""Where torch loads no entry points, the names are entered by an import; before or after Lightning's makes no matter."""
+"""Where torch loads no entry points, an import enters the names; here after Lightning's."""
 
 import lightning as L
-
 import train
 
 
@@ -15,6 +14,6 @@ def refusal(call) -> str:
 
 if __name__ == "__main__":
     train.say(before=[refusal(L.Trainer), refusal(L.Fabric)])
-    import fsdp_core.lightning
+    import fsdp_core.lightning  # noqa: F401
 
     train.main(["trainer", "fabric", "--devices=1"])

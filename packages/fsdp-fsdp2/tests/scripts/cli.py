@@ -1,8 +1,7 @@
 """Lightning's command line."""
 
 from lightning.pytorch.cli import LightningCLI
-
-from train import QUIET, Model, report
+from train import QUIET, Model, held_by, report
 
 if __name__ == "__main__":
     cli = LightningCLI(
@@ -12,4 +11,4 @@ if __name__ == "__main__":
         trainer_defaults={"accelerator": "cpu", "devices": 2, "max_epochs": 1, **QUIET},
     )
     (metrics,) = cli.trainer.validate(cli.model, verbose=False)
-    report("cli", cli.trainer.strategy, cli.model, metrics["val_loss"])
+    report("cli", cli.trainer.strategy, held_by(cli.model), metrics["val_loss"])

@@ -4,7 +4,6 @@ import os
 import socket
 
 import torch.multiprocessing
-
 import train
 
 

@@ -40,7 +40,12 @@ def say(**what):
     print("\n" + json.dumps(what), flush=True)
 
 
-def report(front_end, strategy, model, val_loss):
+def held_by(model):
+    """How many of its numbers this rank holds."""
+    return sum(p.to_local().numel() for p in model.parameters())
+
+
+def report(front_end, strategy, held, val_loss):
     say(
         front_end=front_end,
         rank=strategy.global_rank,
@@ -48,7 +53,7 @@ def report(front_end, strategy, model, val_loss):
         strategy=f"{type(strategy).__module__}.{type(strategy).__qualname__}",
         cpu_offload=strategy.backend.cpu_offload,
         state_dict_type=strategy.state_dict_type,
-        held=sum(p.to_local().numel() for p in model.parameters()),
+        held=held,
         val_loss=val_loss,
     )
 
@@ -70,7 +75,7 @@ def under_trainer(args):
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model)
     (metrics,) = trainer.validate(model, verbose=False)
-    report("trainer", trainer.strategy, model, metrics["val_loss"])
+    report("trainer", trainer.strategy, held_by(model), metrics["val_loss"])
 
 
 def under_fabric(args):
@@ -86,9 +91,10 @@ def under_fabric(args):
             optimizer.zero_grad()
             fabric.backward(model.training_step(batch, i)["loss"])
             optimizer.step()
+    held = held_by(module)
     data = fabric.setup_dataloaders(module.val_dataloader())
     losses = [module.loss(model(batch)) for _, batch in zip(range(2), data, strict=False)]
-    report("fabric", fabric.strategy, module, fabric.all_reduce(sum(losses) / 2).item())
+    report("fabric", fabric.strategy, held, fabric.all_reduce(sum(losses) / 2).item())
 
 
 def main(arguments=None):
