@@ -226,9 +226,8 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=200, help="bytes of text to generate at the end")
     args = parser.parse_args()
 
-    warnings.filterwarnings(
-        "ignore", message=".*(does not have many workers|have no `val_dataloader`)"
-    )  # both on purpose
+    # The text is in memory already, and validation has a call of its own.
+    warnings.filterwarnings("ignore", message=".*(does not have many workers|have no `val_dataloader`)")
     torch.set_float32_matmul_precision("high")
     pl.seed_everything(1234)  # every process builds the same weights
     train, held_out = read_text()
@@ -255,15 +254,13 @@ def main() -> None:
     windows = held_out.unfold(0, args.context + 1, len(held_out) // 64)[:64]
     mine = windows[trainer.global_rank :: trainer.world_size].split(8)
     (metrics,) = trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)
-    sample: Any = []
-    if args.sample:
-        request: Any = [(torch.tensor([list(b"def ")]), args.sample)]
-        (sample,) = trainer.predict(module, DataLoader(request, batch_size=None)) or [[]]
+    requests: Any = [(torch.tensor([list(b"def ")]), args.sample)] if args.sample else []
+    samples: Any = trainer.predict(module, DataLoader(requests, batch_size=None)) if requests else []
 
     if trainer.is_global_zero:
         print(f"\nstep {trainer.global_step}: validation loss {metrics['val_loss']:.3f} nats per byte")
-        for text in sample:
-            print(f"a sample:\n{bytes(text.tolist()).decode(errors='replace')}")
+        for sample in samples:
+            print(f"a sample:\n{bytes(sample[0].tolist()).decode(errors='replace')}")
         if args.log_json:
             report = {"steps": meter.steps, "memory": meter.memory, **metrics}
             args.log_json.write_text(json.dumps(report, indent=1))

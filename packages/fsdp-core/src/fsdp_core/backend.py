@@ -160,6 +160,8 @@ class Backend(ABC):
         Raises:
             OptimizerMismatchError: An optimizer holds a foreign parameter, or has stepped already.
         """
+        for module in modules:
+            self.reshard(module)  # gathered parameters must not be taken for what an optimizer may hold
         now = [{clean_name(n): p for n, p in m.named_parameters(remove_duplicate=False)} for m in modules]
         current = {id(p) for named in now for p in named.values()}
 
@@ -183,8 +185,11 @@ class Backend(ABC):
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context in which backward passes accumulate gradients without reducing them. Leaves reduction on."""
 
-    def after_eval(self, module: nn.Module) -> None:
-        """Give back the memory of what a forward pass without a backward pass left unsharded."""
+    def reshard(self, module: nn.Module) -> None:
+        """Free what is still gathered of the parameters. Called often, mostly with nothing to do.
+
+        A forward pass without a backward pass leaves something; used again after a step, it would be stale.
+        """
 
     def finish_backward(self, module: nn.Module) -> None:
         """Hand gradients to the shards after a backward pass inside a forward pass of the root that is still going on.
@@ -233,21 +238,24 @@ class Backend(ABC):
         """The module's state by name, sharing memory with it: each value a :data:`StateTensor`, or extra state."""
         return {clean_name(name): value for name, value in module.state_dict().items()}
 
-    def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state(
+        self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False
+    ) -> None:
         """Restore the module's state, in place. Everything is checked before anything is changed.
 
         Args:
             module: A sharded root.
             state: By name: a :data:`StateTensor`, or extra state.
             strict: Whether names must agree exactly and dtypes be the same. Shapes must agree in any case.
+            check_only: Whether to change nothing even if all fits.
 
         Raises:
             CheckpointMismatchError: They don't. The module is unchanged.
         """
         live = self.model_state(module)
-        fill_all(_tensors(live), _tensors(state), strict=strict, cast=not strict)
+        fill_all(_tensors(live), _tensors(state), strict=strict, cast=not strict, check_only=check_only)
         extra = {name: value for name, value in state.items() if not isinstance(value, _TENSORS) and name in live}
-        if extra:
+        if extra and not check_only:
             module.load_state_dict(extra, strict=False)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -255,10 +263,15 @@ class Backend(ABC):
         return optimizer_state(optimizer, {p: n for n, p in named_parameters(module)})
 
     def load_optimizer_state(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+        *,
+        check_only: bool = False,
     ) -> None:
         """Restore the optimizer's state. See :func:`fsdp_core.optimizer_state.load_optimizer_state`."""
-        load_optimizer_state(optimizer, {p: n for n, p in named_parameters(module)}, state)
+        load_optimizer_state(optimizer, {p: n for n, p in named_parameters(module)}, state, check_only=check_only)
 
     def full_tensor(self, value: Any) -> Any:
         """The whole of a state tensor, on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""

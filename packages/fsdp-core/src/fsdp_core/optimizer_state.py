@@ -43,7 +43,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Paramete
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], saved: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    saved: Mapping[str, Any],
+    *,
+    check_only: bool = False,
 ) -> None:
     """Restore what :func:`optimizer_state` described, whatever order or grouping the parameters have now.
 
@@ -54,6 +58,7 @@ def load_optimizer_state(
         names: The name of each of its parameters.
         saved: As from :func:`optimizer_state`, its tensors plain or :class:`~fsdp_core.checkpoint.SavedTensor`; or a
             plain torch optimizer's ``state_dict()``, whose parameters are numbered.
+        check_only: Whether to change nothing even if all fits.
 
     Raises:
         CheckpointMismatchError: A parameter is not in the saved groups, a shape differs, or parameters of one group
@@ -78,6 +83,8 @@ def load_optimizer_state(
             )
         settings.append(found[0] if found else {})
     _check_shapes(optimizer, names, saved["state"])
+    if check_only:
+        return
     for group, restored in zip(optimizer.param_groups, settings, strict=True):
         group.update(restored)
     optimizer.state.clear()

@@ -18,7 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import unwrap_compiled
 
-__all__ = ["ActivationCheckpointingPolicy", "WrapPolicy", "checkpoint_activations", "repeated_blocks", "select_units"]
+__all__ = [
+    "ActivationCheckpointingPolicy",
+    "WrapPolicy",
+    "checkpoint_activations",
+    "describe_policy",
+    "repeated_blocks",
+    "select_units",
+]
 
 #: Classes, a predicate on modules, one of torch's FSDP policies (called with module, recurse, nonwrapped_numel), or
 #: ``"auto"`` for :func:`repeated_blocks`.
@@ -79,24 +86,21 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
         return []
     if isinstance(policy, str):
         if policy != "auto":
-            raise ShardingError(f"auto_wrap_policy={policy!r} is no policy.\n{_HOW_TO_WRAP}")
+            raise ShardingError(f"auto_wrap_policy={policy!r} is no policy.\n{_HOW_TO['auto_wrap_policy']}")
         chosen = repeated_blocks(module)
     else:
         chosen = list(_matching(module, policy))
         if not chosen:
             raise ShardingError(
-                f"auto_wrap_policy={_describe(policy)} matches no submodule of {type(module).__name__}, so nothing but "
-                f"the whole model would be a unit.\nIts submodules are of: {_classes_in(module)}.\n{_HOW_TO_WRAP}"
+                f"auto_wrap_policy={describe_policy(policy)} matches no submodule of {type(module).__name__}, "
+                "so nothing but the whole model would be a unit.\n"
+                f"Its submodules are of: {_classes_in(module)}.\n{_HOW_TO['auto_wrap_policy']}"
             )
-    for unit in chosen:
-        if isinstance(unit, nn.ModuleList | nn.ModuleDict) and type(unit).forward is nn.Module.forward:
-            raise ShardingError(
-                f"auto_wrap_policy={_describe(policy)} matches a {type(unit).__name__}, which is never called itself.\n"
-                "Name the class of its members instead."
-            )
+    _refuse_containers(chosen, policy, "auto_wrap_policy")
     chosen_set = set(chosen)
     depth_first = [m for m in _post_order(module) if m in chosen_set]
-    return [unit for unit in depth_first if any(True for _ in unit.parameters()) and not _shares_outside(unit, module)]
+    owners = _owners(module)
+    return [unit for unit in depth_first if any(True for _ in unit.parameters()) and not _shares_outside(unit, owners)]
 
 
 def checkpoint_activations(module: nn.Module, policy: ActivationCheckpointingPolicy | None) -> int:
@@ -120,9 +124,11 @@ def checkpoint_activations(module: nn.Module, policy: ActivationCheckpointingPol
     chosen = list(_matching(module, policy, option="activation_checkpointing_policy"))
     if not chosen:
         raise ShardingError(
-            f"activation_checkpointing_policy={_describe(policy)} matches no submodule of {type(module).__name__}.\n"
-            f"Its submodules are of: {_classes_in(module)}."
+            f"activation_checkpointing_policy={describe_policy(policy)} matches no submodule of "
+            f"{type(module).__name__}.\n"
+            f"Its submodules are of: {_classes_in(module)}.\n{_HOW_TO['activation_checkpointing_policy']}"
         )
+    _refuse_containers(chosen, policy, "activation_checkpointing_policy")
     for submodule in chosen:
         if "_fsdp_core_checkpointed" not in submodule.__dict__:
             submodule.__dict__["_fsdp_core_checkpointed"] = True
@@ -132,25 +138,50 @@ def checkpoint_activations(module: nn.Module, policy: ActivationCheckpointingPol
     return len(chosen)
 
 
-_HOW_TO_WRAP = (
-    "Write auto_wrap_policy={MyBlock} with the class of the repeated block, a function module -> bool, 'auto', "
-    "or None for the root alone."
-)
+_HOW_TO = {
+    "auto_wrap_policy": "Write auto_wrap_policy={MyBlock} with the class of the repeated block, a function "
+    "module -> bool, 'auto', or None for the root alone.",
+    "activation_checkpointing_policy": "Write activation_checkpointing_policy={MyBlock} with the class of the repeated "
+    "block, a function module -> bool, or None.",
+}
+
+
+def describe_policy(policy: object) -> str:
+    """Name a policy, the same for policies that are written the same.
+
+    Example:
+        >>> describe_policy({nn.Linear, nn.LayerNorm}), describe_policy("auto")
+        ('{LayerNorm, Linear}', "'auto'")
+    """
+    if isinstance(policy, Collection) and not isinstance(policy, str):
+        return "{" + ", ".join(sorted(getattr(c, "__name__", repr(c)) for c in policy)) + "}"
+    return getattr(policy, "__qualname__", repr(policy))
+
+
+def _refuse_containers(chosen: list[nn.Module], policy: object, option: str) -> None:
+    for unit in chosen:
+        if isinstance(unit, nn.ModuleList | nn.ModuleDict) and type(unit).forward is nn.Module.forward:
+            raise ShardingError(
+                f"{option}={describe_policy(policy)} matches a {type(unit).__name__}, which is never called itself.\n"
+                "Name the class of its members instead."
+            )
 
 
 def _matching(
-    module: nn.Module, policy: Collection[type[nn.Module]] | Callable[..., bool], option: str = "auto_wrap_policy"
+    module: nn.Module, policy: Collection[type[nn.Module]] | Callable[..., bool] | str, option: str = "auto_wrap_policy"
 ) -> Iterator[nn.Module]:
+    if isinstance(policy, str):
+        raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO[option]}")
     if isinstance(policy, Collection):
         classes = tuple(policy)
         wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, nn.Module))]
         if wrong:
-            raise ShardingError(f"{option} holds {wrong[0]!r}, which is no class of modules.\n{_HOW_TO_WRAP}")
+            raise ShardingError(f"{option} holds {wrong[0]!r}, which is no class of modules.\n{_HOW_TO[option]}")
         predicate: Callable[[nn.Module], bool] = lambda m: isinstance(m, classes)  # noqa: E731
     elif isinstance(policy, type) and issubclass(policy, nn.Module):
         raise ShardingError(f"{option}={policy.__name__} is a class.\nWrite a set of classes: {{{policy.__name__}}}.")
     elif not callable(policy):
-        raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO_WRAP}")
+        raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO[option]}")
     elif _is_torch_policy(policy):
         yield from _torch_policy_matches(module, cast("Callable[..., bool]", policy))
         return
@@ -198,23 +229,24 @@ def _post_order(module: nn.Module) -> Iterator[nn.Module]:
     yield from visit(module)
 
 
-def _shares_outside(unit: nn.Module, root: nn.Module) -> bool:
+def _owners(root: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that hold a parameter directly, by the parameter's id."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    return owners
+
+
+def _shares_outside(unit: nn.Module, owners: dict[int, list[nn.Module]]) -> bool:
     """Whether a parameter of ``unit`` is also a parameter of a module outside it."""
     inside = set(unit.modules())
-    own = {id(p) for p in unit.parameters()}
-    for module in root.modules():
-        if module not in inside and any(id(p) in own for p in module.parameters(recurse=False)):
-            log.info(
-                "%s shares a parameter with %s, so it is no unit of its own", type(unit).__name__, type(module).__name__
-            )
-            return True
-    return False
-
-
-def _describe(policy: object) -> str:
-    if isinstance(policy, Collection) and not isinstance(policy, str):
-        return "{" + ", ".join(getattr(c, "__name__", repr(c)) for c in policy) + "}"
-    return getattr(policy, "__name__", repr(policy))
+    outside = next((o for p in unit.parameters() for o in owners[id(p)] if o not in inside), None)
+    if outside is not None:
+        log.info(
+            "%s shares a parameter with %s, so it is no unit of its own", type(unit).__name__, type(outside).__name__
+        )
+    return outside is not None
 
 
 def _classes_in(module: nn.Module) -> str:

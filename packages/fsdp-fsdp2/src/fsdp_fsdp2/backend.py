@@ -25,7 +25,13 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.materialize import materialize
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.replicated import ReplicatedParameters
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy, checkpoint_activations, select_units
+from fsdp_core.wrapping import (
+    ActivationCheckpointingPolicy,
+    WrapPolicy,
+    checkpoint_activations,
+    describe_policy,
+    select_units,
+)
 from fsdp_fsdp2.torch_private import finish_backward
 
 __all__ = ["FSDP2Backend"]
@@ -52,6 +58,7 @@ class FSDP2Backend(Backend):
     # by root, and not by backend, for a root outlives the strategy that sharded it
     _replicated: ClassVar[weakref.WeakKeyDictionary[nn.Module, ReplicatedParameters]] = weakref.WeakKeyDictionary()
     _interrupted: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+    _units: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[FSDPModule]]] = weakref.WeakKeyDictionary()
     _shards: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]]] = weakref.WeakKeyDictionary()
 
     def __init__(
@@ -65,6 +72,7 @@ class FSDP2Backend(Backend):
         sync_each_batch: bool = False,
     ) -> None:
         super().__init__()
+        _check_options(reshard_after_forward, cpu_offload, mp_policy)
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.reshard_after_forward = reshard_after_forward
@@ -83,7 +91,14 @@ class FSDP2Backend(Backend):
         return self._mesh
 
     def terms(self) -> dict[str, Any]:
-        return {**super().terms(), "cpu_offload": self.cpu_offload, "mp_policy": self.mp_policy}
+        return {
+            **super().terms(),
+            "auto_wrap_policy": describe_policy(self.auto_wrap_policy),
+            "activation_checkpointing_policy": describe_policy(self.activation_checkpointing_policy),
+            "reshard_after_forward": self.reshard_after_forward,
+            "cpu_offload": self.cpu_offload,
+            "mp_policy": self.mp_policy,
+        }
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
         if self.mp_policy is None:
@@ -117,6 +132,7 @@ class FSDP2Backend(Backend):
         whole_parameters = [p for p in module.parameters() if p.ndim == 0]
         if whole_parameters:
             self._replicated[module] = ReplicatedParameters(whole_parameters, self.runtime)
+        self._units[module] = weakref.WeakSet(_fsdp(unit) for unit in (*units, module))
         self._shards[module] = dict(module.named_parameters())
         self.mark_sharded(module)
         return module
@@ -137,10 +153,9 @@ class FSDP2Backend(Backend):
             if replicated is not None:
                 replicated.sync = True
 
-    def after_eval(self, module: nn.Module) -> None:
-        for submodule in module.modules():
-            if isinstance(submodule, FSDPModule):
-                submodule.reshard()
+    def reshard(self, module: nn.Module) -> None:
+        for unit in self._units[module]:
+            unit.reshard()
 
     def finish_backward(self, module: nn.Module) -> None:
         finish_backward(_fsdp(module))
@@ -185,11 +200,11 @@ class FSDP2Backend(Backend):
                     "Remove the fully_shard calls and give the strategy auto_wrap_policy={MyBlock} instead; "
                     "or keep them and use Lightning's ModelParallelStrategy."
                 )
-        if self.cpu_offload and not isinstance(self.cpu_offload, bool | OffloadPolicy):
+        size = self.reshard_after_forward
+        if type(size) is int and (size < 1 or self.runtime.world_size % size):
             raise UnsupportedCapabilityError(
-                f"cpu_offload={self.cpu_offload!r} is not known to 'fsdp2'.\n"
-                "Write cpu_offload=True, or a torch.distributed.fsdp.CPUOffloadPolicy; "
-                "FSDP1's CPUOffload belongs to 'fsdp_native'."
+                f"reshard_after_forward={size} does not divide the {self.runtime.world_size} ranks into groups.\n"
+                "Write a number that divides them, or True, False, or None (all but the root reshard)."
             )
 
     def _place(self, modules: list[nn.Module]) -> None:
@@ -215,6 +230,26 @@ class FSDP2Backend(Backend):
         if isinstance(self.cpu_offload, OffloadPolicy):
             return self.cpu_offload
         return CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+
+
+def _check_options(reshard_after_forward: object, cpu_offload: object, mp_policy: object) -> None:
+    if not isinstance(reshard_after_forward, bool | int | None):
+        raise UnsupportedCapabilityError(
+            f"reshard_after_forward={reshard_after_forward!r} is not known to 'fsdp2'.\n"
+            "Write True, False, None (all but the root reshard), or the number of ranks to stay sharded over."
+        )
+    if not isinstance(cpu_offload, bool | OffloadPolicy):
+        raise UnsupportedCapabilityError(
+            f"cpu_offload={cpu_offload!r} is not known to 'fsdp2'.\n"
+            "Write cpu_offload=True, or a torch.distributed.fsdp.CPUOffloadPolicy; "
+            "FSDP1's CPUOffload belongs to 'fsdp_native'."
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy | None):
+        raise UnsupportedCapabilityError(
+            f"mp_policy={mp_policy!r} is not known to 'fsdp2'.\n"
+            "Write precision='bf16-mixed' in its place, or give a torch.distributed.fsdp.MixedPrecisionPolicy; "
+            "FSDP1's MixedPrecision belongs to 'fsdp_native'."
+        )
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

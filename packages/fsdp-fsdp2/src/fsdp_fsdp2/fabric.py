@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Never
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -11,6 +11,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 
 from fsdp_core.lightning.fabric import ShardedFabricStrategy
+from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_fsdp2.backend import FSDP2Backend
@@ -73,7 +74,9 @@ class FSDP2Strategy(ShardedFabricStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown_options("fsdp2", FSDP2Strategy, unknown)
         super().__init__(
             FSDP2Backend(
                 auto_wrap_policy=auto_wrap_policy,

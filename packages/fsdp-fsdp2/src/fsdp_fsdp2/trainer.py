@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Never
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 
+from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
@@ -73,7 +74,9 @@ class FSDP2Strategy(ShardedTrainerStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown_options("fsdp2", FSDP2Strategy, unknown)
         super().__init__(
             FSDP2Backend(
                 auto_wrap_policy=auto_wrap_policy,

@@ -67,6 +67,7 @@ def fill_all(
     strict: bool = True,
     cast: bool = False,
     what: str = "the checkpoint",
+    check_only: bool = False,
 ) -> KeyDifferences:
     """Fill tensors by name, after all of them have been compared: either all fit, or none is changed.
 
@@ -76,6 +77,7 @@ def fill_all(
         strict: Whether both must have the same names.
         cast: Whether dtypes may differ.
         what: What to call the source in an error.
+        check_only: Whether to write nothing even if all fits.
 
     Returns:
         The names that only one side has; none when ``strict``.
@@ -102,9 +104,12 @@ def fill_all(
                 lines += [f"    {name}" for name in names[:_SHOWN]]
                 lines += [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
         if not unlike:
-            lines.append("Load it into the model that it was saved from, or pass strict=False to load what both have.")
+            lines.append(
+                "Load it into the model that it was saved from; or load what both have: pass strict=False, or in a "
+                "LightningModule write self.strict_loading = False."
+            )
         raise CheckpointMismatchError("\n".join(lines))
-    for name in both:
+    for name in () if check_only else both:
         fill(targets[name], sources[name], cast=cast)
     return differences
 

@@ -59,13 +59,20 @@ def _explain_no_manifest(folder: Folder) -> str:
     names = folder.files()
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     if not names:
-        return f"no checkpoint at {folder}: the folder is empty."
+        return f"no checkpoint at {folder}: the folder is empty. Check the path."
     if all(map(is_ours, names)):
         return (
             f"no complete checkpoint at {folder}: a save began and was interrupted before it was published "
             f"(there is {shown}, but no {MANIFEST}). Load an earlier checkpoint."
         )
-    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {shown})."
+    if any(name.endswith(".distcp") for name in names):
+        remedy = (
+            "It looks like one of torch.distributed.checkpoint, as Lightning's own sharded strategies write: turn it "
+            "into a file by `python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`, and load that."
+        )
+    else:
+        remedy = "Check the path."
+    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {shown}).\n{remedy}"
 
 
 def is_ours(name: str) -> bool:

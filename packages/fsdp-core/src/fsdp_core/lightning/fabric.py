@@ -138,7 +138,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         root = self.backend.shard(module)
         if not any(known is root for known in self.roots):
             self.roots.append(root)
-        return ShardedForward(root)
+        return ShardedForward(root, self.backend.reshard)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -155,6 +155,12 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         """Nothing to do: sharding places each unit on its device."""
 
     # -- steps -----------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, **kwargs)
+        for root in self.roots:
+            self.backend.reshard(root)
+        return output
 
     def clip_gradients_norm(
         self,

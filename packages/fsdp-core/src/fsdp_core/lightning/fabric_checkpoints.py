@@ -139,21 +139,25 @@ def load_checkpoint(
             f"{path} holds no {missing[0]!r}; it holds {', '.join(map(repr, saved))}.\n"
             "Ask for what is there, or load with strict=False."
         )
-    # modules first: optimizers are checked against their parameters
-    for key in sorted(state, key=lambda k: not isinstance(state[k], nn.Module)):
-        if key in saved and not _restore(strategy, state[key], saved[key], strict):
+    order = [key for key in sorted(state, key=lambda k: not isinstance(state[k], nn.Module)) if key in saved]
+    for key in order:  # all of them, before any is changed
+        _restore(strategy, state[key], saved[key], strict, check_only=True)
+    for key in order:
+        if not _restore(strategy, state[key], saved[key], strict):
             state[key] = _whole(saved[key])
     return {key: _whole(value) for key, value in saved.items() if key not in state}
 
 
-def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool) -> bool:
+def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:
     """Restore one object in place; ``False`` if it is plain data, which can't be."""
     if isinstance(obj, nn.Module):
-        strategy.backend.load_model_state(root_of(obj), value, strict)
+        strategy.backend.load_model_state(root_of(obj), value, strict, check_only=check_only)
     elif isinstance(obj, Optimizer):
-        strategy.backend.load_optimizer_state(owner_of(obj, strategy.roots), obj, value)
+        owner = owner_of(obj, strategy.roots)
+        strategy.backend.load_optimizer_state(owner, obj, value, check_only=check_only)
     elif callable(getattr(obj, "load_state_dict", None)):
-        obj.load_state_dict(_whole(value))
+        if not check_only:
+            obj.load_state_dict(_whole(value))
     else:
         return False
     return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["ShardedForward", "root_of"]
@@ -17,16 +19,21 @@ class ShardedForward(nn.Module):
 
     Args:
         root: The sharded root.
+        reshard: Called with the root after a forward pass that no backward pass will follow.
     """
 
     root: nn.Module
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, reshard: Callable[[nn.Module], None]) -> None:
         super().__init__()
         object.__setattr__(self, "root", root)
+        self._reshard = reshard
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.root(*args, **kwargs)
+        output = self.root(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._reshard(self.root)
+        return output
 
 
 def root_of(module: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,11 @@ def read_full_file(path: Path, weights_only: bool | None) -> Any:
     """
     if not path.exists():
         raise CheckpointFormatError(f"there is no checkpoint at {path}.\nCheck the path; it is read on every host.")
+    if not zipfile.is_zipfile(path):
+        raise CheckpointFormatError(
+            f"{path} is a file, but none that torch.save has written: a sharded checkpoint is a folder, a full one "
+            "such a file.\nCheck the path; load and save a file of torch before 1.6 again with a newer torch."
+        )
     try:
         return torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=True)
     except Exception as error:

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
-from fsdp_core.checkpoint.plain_data import encode
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.fqn import aliases
 from fsdp_core.lightning.averaging import averaged_models, take_averaged_state
 from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
+from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher
 from fsdp_core.lightning.ranks import RanksOfStrategy
@@ -140,7 +140,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         module = self.lightning_module
         if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":
             # refuse now what the first checkpoint, perhaps hours from now, could not hold
-            encode({"hyper_parameters": dict(module.hparams)}, lambda keys, tensor: None)
+            check_hyper_parameters(module, "hyper_parameters")
+            datamodule = getattr(trainer, "datamodule", None)
+            if datamodule is not None:
+                check_hyper_parameters(datamodule, "datamodule_hyper_parameters")
         if not self.backend.is_sharded(module):
             converted: Any = self.precision_plugin.convert_module(module)
             if self._layer_sync is not None:
@@ -207,7 +210,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         output = self._step(name, *args, **kwargs)
         assert self.model is not None
-        self.backend.after_eval(self.model)
+        self.backend.reshard(self.model)
         return output
 
     @contextmanager
@@ -223,9 +226,11 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.model is not None
         if self._inside_root_forward:
-            assert self.model is not None
             self.backend.refresh(self.model)
+        else:
+            self.backend.reshard(self.model)
         return output
 
     @property
@@ -249,6 +254,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.model is not None and self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
+            # both, before either is changed
+            self.backend.load_model_state(self.model, checkpoint["state_dict"], strict, check_only=True)
+            self._load_optimizers(checkpoint["optimizer_states"], check_only=True)
         self.backend.load_model_state(self.model, checkpoint["state_dict"], strict)
         take_averaged_state(self.lightning_module.trainer, checkpoint, self.backend.model_state(self.model))
 
@@ -258,15 +267,17 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         return self.backend.optimizer_state(self.model, plain)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._load_optimizers(checkpoint["optimizer_states"], check_only=False)
+
+    def _load_optimizers(self, states: list[Mapping[str, Any]], *, check_only: bool) -> None:
         assert self.model is not None
-        states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointMismatchError(
                 f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers made "
                 f"{len(self.optimizers)}.\nReturn the optimizers that it was saved with."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            self.backend.load_optimizer_state(self.model, optimizer, state)
+            self.backend.load_optimizer_state(self.model, optimizer, state, check_only=check_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         path = self.broadcast(str(filepath))

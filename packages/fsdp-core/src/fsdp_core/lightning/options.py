@@ -1,0 +1,34 @@
+"""The error for an option that a strategy lacks, in the place of Python's ``TypeError``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from fsdp_core import registry
+from fsdp_core.errors import UnsupportedCapabilityError
+
+__all__ = ["refuse_unknown_options"]
+
+
+def refuse_unknown_options(strategy: str, made: type, unknown: Mapping[str, object]) -> None:
+    """Refuse what a strategy's constructor was given beyond its own options.
+
+    Args:
+        strategy: The name that users type.
+        made: The strategy's class, whose constructor names its options.
+        unknown: What it was given besides.
+
+    Raises:
+        UnsupportedCapabilityError: There is any; the message names the nearest option and the strategies that have it.
+    """
+    for name in unknown:
+        options = [one for one in inspect.signature(made).parameters if one != "unknown"]
+        likeness, nearest = registry.likeness(name, options)
+        others = [i.name for i in registry.strategies().values() if name in {option.name for option in i.options}]
+        raise UnsupportedCapabilityError(
+            f"strategy {strategy!r} has no option {name!r}."
+            + (f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF else "")
+            + (f" It is one of: {', '.join(others)}." if others else "")
+            + f"\nIts options are {', '.join(options)}; `fsdp describe {strategy}` explains them."
+        )
