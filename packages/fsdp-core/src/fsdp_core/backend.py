@@ -45,7 +45,7 @@ class Backend(ABC):
         ...         if not self.is_sharded(module):
         ...             self.remember(module)
         ...             module.to(self.runtime.device)
-        ...             self.replicated = ReplicatedParameters(list(module.parameters()), self.runtime)
+        ...             self.replicated = ReplicatedParameters(list(module.parameters()), module, self.runtime)
         ...             self.mark_sharded(module)
         ...         return module
         ...
@@ -140,7 +140,9 @@ class Backend(ABC):
     def remember(self, module: nn.Module) -> None:
         """Note the parameters of ``module`` before they are replaced, so that :meth:`repoint` knows them by name."""
         for name, parameter in named_parameters(module):
-            self._written[id(parameter)] = (weakref.ref(parameter), weakref.ref(module), name)
+            key = id(parameter)
+            gone = weakref.ref(parameter, lambda _, key=key: self._written.pop(key, None))  # type: ignore[misc]
+            self._written[key] = (gone, weakref.ref(module), name)
 
     @contextmanager
     def as_written(self, module: nn.Module) -> Iterator[None]:
@@ -254,12 +256,17 @@ class Backend(ABC):
         """
         live = self.model_state(module)
         fill_all(_tensors(live), _tensors(state), strict=strict, cast=not strict, check_only=check_only)
-        extra = {name: value for name, value in state.items() if not isinstance(value, _TENSORS) and name in live}
-        if extra and not check_only:
+        if check_only:
+            return
+        # state_dict() gives copies of what a module keeps otherwise, which only the module can take back
+        kept = {clean_name(n) for named in (module.named_parameters, module.named_buffers) for n, _ in named(**_EVERY)}
+        extra = {name: _whole(value) for name, value in state.items() if name in live and name not in kept}
+        if extra:
             module.load_state_dict(extra, strict=False)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name. See :func:`fsdp_core.optimizer_state.optimizer_state`."""
+        self.reshard(module)
         return optimizer_state(optimizer, {p: n for n, p in named_parameters(module)})
 
     def load_optimizer_state(
@@ -271,6 +278,7 @@ class Backend(ABC):
         check_only: bool = False,
     ) -> None:
         """Restore the optimizer's state. See :func:`fsdp_core.optimizer_state.load_optimizer_state`."""
+        self.reshard(module)
         load_optimizer_state(optimizer, {p: n for n, p in named_parameters(module)}, state, check_only=check_only)
 
     def full_tensor(self, value: Any) -> Any:
@@ -282,6 +290,11 @@ class Backend(ABC):
 
 
 _TENSORS = (Tensor, ChunkedTensor, SavedTensor)
+_EVERY: dict[str, Any] = {"remove_duplicate": False}
+
+
+def _whole(value: Any) -> Any:
+    return value.full() if isinstance(value, SavedTensor) else value
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:

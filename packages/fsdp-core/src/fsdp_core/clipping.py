@@ -57,9 +57,13 @@ def clip_grads_by_norm(
             (sharded if is_sharded(parameter.grad) else replicated).append(local_tensor(parameter.grad))
     total = _power_sum(sharded, norm_type, runtime.device)
     is_inf = math.isinf(norm_type)
-    total = runtime.all_reduce(total, "max" if is_inf else "sum")
     rest = _power_sum(replicated, norm_type, runtime.device)
-    total = torch.maximum(total, rest) if is_inf else (total + rest) ** (1.0 / norm_type)
+    if is_inf:
+        # gloo's maximum leaves a NaN of another rank out
+        largest, is_nan = runtime.all_reduce(torch.stack([total, total.isnan().to(total.dtype)]), "max")
+        total = torch.maximum(largest.where(is_nan == 0, torch.nan), rest)
+    else:
+        total = (runtime.all_reduce(total, "sum") + rest) ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradients' total norm (order {norm_type:g}) is {total.item()}, "

@@ -9,7 +9,7 @@ from torch import nn
 __all__ = ["aliases", "clean_name", "named_parameters", "unwrap_compiled"]
 
 #: What torch.compile, activation checkpointing, FSDP1 and torch_xla put into the names of what they wrap.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_fpw_module.", "_orig_module.")
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_orig_module"}
 
 
 def clean_name(name: str) -> str:
@@ -18,10 +18,10 @@ def clean_name(name: str) -> str:
     Example:
         >>> clean_name("_orig_mod.blocks.0._fsdp_wrapped_module.weight")
         'blocks.0.weight'
+        >>> clean_name("my_orig_mod.weight")
+        'my_orig_mod.weight'
     """
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

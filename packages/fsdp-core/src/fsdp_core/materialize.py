@@ -9,12 +9,7 @@ from torch import nn
 
 from fsdp_core.errors import ShardingError
 
-__all__ = ["has_meta", "materialize"]
-
-
-def has_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer of ``module`` has no memory yet."""
-    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+__all__ = ["materialize"]
 
 
 def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
@@ -28,7 +23,8 @@ def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
         device: Where to allocate.
 
     Raises:
-        ShardingError: A module owns tensors on the meta device, but has no ``reset_parameters``.
+        ShardingError: A module owns tensors on the meta device, but has no ``reset_parameters``, or one that leaves a
+            tensor unfilled.
     """
     made: dict[int, nn.Parameter] = {}
     kept: list[nn.Parameter] = []  # a freed parameter's id could be given to another
@@ -46,10 +42,22 @@ def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
             if parameter.is_meta:
                 kept.append(parameter)
                 if id(parameter) not in made:
-                    empty = torch.empty_like(parameter, device=device)
+                    empty = _unfilled_like(parameter, device)
                     made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._buffers[name] = _unfilled_like(buffer, device)
         reset()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor.is_floating_point() and bool(torch.isnan(tensor).any()):
+                raise ShardingError(
+                    f"{type(module).__name__} was built on the meta device, and its reset_parameters() left {name!r} "
+                    "unfilled.\nFill it there, or build the model without empty_init / torch.device('meta')."
+                )
+
+
+def _unfilled_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory marked as not yet given a value: NaN, where the dtype has it."""
+    empty = torch.zeros_like(tensor, device=device)
+    return empty.fill_(torch.nan) if tensor.is_floating_point() else empty

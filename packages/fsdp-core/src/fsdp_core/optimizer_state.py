@@ -65,6 +65,14 @@ def load_optimizer_state(
             were saved in groups of different settings.
     """
     saved = _by_name(optimizer, names, saved)
+    saved = {**saved, "param_groups": [_plain(group) for group in saved["param_groups"]]}
+    held = {_name(names, p) for group in optimizer.param_groups for p in group["params"]}
+    dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in held]
+    if dropped:
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer holds {_some(dropped)} too, and this {type(optimizer).__name__} doesn't.\n"
+            "Build the optimizer over the parameters that it was saved with, or load the weights alone."
+        )
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
     settings: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -212,6 +220,11 @@ def _restored(parameter: nn.Parameter, group: Mapping[str, Any], key: str, value
             whole, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
         )
     return whole
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with their tensors read, such as a learning rate that is one."""
+    return {key: value.full() if isinstance(value, SavedTensor) else value for key, value in group.items()}
 
 
 def _some(names: list[str]) -> str:

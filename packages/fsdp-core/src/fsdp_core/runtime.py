@@ -168,7 +168,7 @@ class ProcessGroupRuntime(Runtime):
         from torch.distributed.tensor import DTensor
 
         if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+            return tensor.full_tensor()  # it is of all ranks already
         if self._alone:
             return tensor
         if op == "mean":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["foreach_mul_", "foreach_norm", "make_scaler_sharded", "queue_backward_callback"]
+__all__ = ["foreach_mul_", "foreach_norm", "hooks_on", "make_scaler_sharded", "queue_backward_callback"]
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
@@ -26,6 +26,11 @@ def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
     """
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+
+
+def hooks_on(parameter: Tensor) -> bool:
+    """Whether gradient hooks are registered on a parameter. There is no public way to ask."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

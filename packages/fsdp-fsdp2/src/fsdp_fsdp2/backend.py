@@ -25,6 +25,7 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.materialize import materialize
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.replicated import ReplicatedParameters
+from fsdp_core.torch_private import hooks_on
 from fsdp_core.wrapping import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
@@ -32,7 +33,7 @@ from fsdp_core.wrapping import (
     describe_policy,
     select_units,
 )
-from fsdp_fsdp2.torch_private import finish_backward
+from fsdp_fsdp2.torch_private import BatchNorm, finish_backward, take_unfrozen
 
 __all__ = ["FSDP2Backend"]
 
@@ -116,23 +117,33 @@ class FSDP2Backend(Backend):
         units = select_units(module, self.auto_wrap_policy)
         checkpoint_activations(module, self.activation_checkpointing_policy)
         sharded: set[nn.Module] = set()
+        kept_whole: list[nn.Parameter] = []
         for unit in (*units, module):
             own = [m for m in unit.modules() if m not in sharded]
             sharded.update(own)
             self._place(own)
-            whole = {p for m in own for p in m.parameters(recurse=False) if p.ndim == 0}
+            whole = {p for m in own for p in m.parameters(recurse=False) if self._stays_whole(m, p)}
+            replaced = {p for m in own for p in m.parameters(recurse=False)} - whole
+            _check_dtypes(unit, replaced)
+            # a root that frees its parameters would have none left when a step method calls its forward
+            reshard = None if unit is module and self.reshard_after_forward is not False else self.reshard_after_forward
             fully_shard(
                 unit,
                 mesh=self.mesh,
-                reshard_after_forward=self.reshard_after_forward,
+                reshard_after_forward=reshard,
                 mp_policy=self._mp_policy(),
                 offload_policy=self._offload_policy(),
                 ignored_params=whole or None,
             )
-        whole_parameters = [p for p in module.parameters() if p.ndim == 0]
-        if whole_parameters:
-            self._replicated[module] = ReplicatedParameters(whole_parameters, self.runtime)
+            for parameter in replaced:
+                # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
+                parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+            kept_whole += whole
+        in_order = [p for p in module.parameters() if any(p is w for w in kept_whole)]
+        if in_order:
+            self._replicated[module] = ReplicatedParameters(in_order, module, self.runtime)
         self._units[module] = weakref.WeakSet(_fsdp(unit) for unit in (*units, module))
+        module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
         self._shards[module] = dict(module.named_parameters())
         self.mark_sharded(module)
         return module
@@ -194,11 +205,22 @@ class FSDP2Backend(Backend):
                 "Build its layers in __init__ or configure_model, or use strategy='ddp'."
             )
         for fqn, submodule in module.named_modules():
+            if submodule is not module and self._owners.get(submodule) is not None:
+                raise ShardingError(
+                    f"{fqn!r} inside {name} was set up and sharded before, by itself.\n"
+                    "Set up the whole model, and not its parts."
+                )
             if isinstance(submodule, FSDPModule):
                 raise ShardingError(
                     f"{name} is already sharded: fully_shard was applied to {fqn or 'the root'!r}.\n"
                     "Remove the fully_shard calls and give the strategy auto_wrap_policy={MyBlock} instead; "
                     "or keep them and use Lightning's ModelParallelStrategy."
+                )
+        for fqn, parameter in module.named_parameters():
+            if hooks_on(parameter):
+                raise ShardingError(
+                    f"parameter {fqn!r} has a gradient hook, which would never run: sharding replaces the parameter.\n"
+                    "Register it after the set-up with register_post_accumulate_grad_hook, on the sharded gradient."
                 )
         size = self.reshard_after_forward
         if type(size) is int and (size < 1 or self.runtime.world_size % size):
@@ -207,13 +229,18 @@ class FSDP2Backend(Backend):
                 "Write a number that divides them, or True, False, or None (all but the root reshard)."
             )
 
+    def _stays_whole(self, module: nn.Module, parameter: nn.Parameter) -> bool:
+        """Whether ``fully_shard`` can't take a parameter: 0-dim, or of a norm that needs fp32 beside half precision."""
+        computes_otherwise = self._mp_policy().param_dtype not in (None, parameter.dtype)
+        return parameter.ndim == 0 or (isinstance(module, BatchNorm) and computes_otherwise)
+
     def _place(self, modules: list[nn.Module]) -> None:
         """Bring what ``modules`` own directly to the device, with rank 0's values."""
         device = self.runtime.device
         materialize(modules, device)
         for module in modules:
             for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(device)
+                parameter.data = parameter.data.to(device).contiguous()
             for name, buffer in list(module.named_buffers(recurse=False)):
                 module._buffers[name] = buffer.to(device)
             if self.runtime.world_size > 1:
@@ -230,6 +257,22 @@ class FSDP2Backend(Backend):
         if isinstance(self.cpu_offload, OffloadPolicy):
             return self.cpu_offload
         return CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+
+
+def _take_unfrozen_units(root: nn.Module, args: Any) -> None:
+    for unit in FSDP2Backend._units[root]:
+        take_unfrozen(unit)
+
+
+def _check_dtypes(unit: nn.Module, parameters: set[nn.Parameter]) -> None:
+    dtypes = {p.dtype for p in parameters if p.requires_grad}
+    if len(dtypes) > 1:
+        named = {p.dtype: name for name, p in unit.named_parameters() if p in parameters and p.requires_grad}
+        told = ", ".join(f"{name!r} in {dtype}" for dtype, name in named.items())
+        raise ShardingError(
+            f"one unit of sharding, {type(unit).__name__}, holds trainable parameters of several dtypes: {told}.\n"
+            "Convert them to one dtype, or make units of them that hold one each, with auto_wrap_policy."
+        )
 
 
 def _check_options(reshard_after_forward: object, cpu_offload: object, mp_policy: object) -> None:

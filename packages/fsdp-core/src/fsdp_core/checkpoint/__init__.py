@@ -8,7 +8,7 @@ from fsdp_core.checkpoint.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.checkpoint.filling import KeyDifferences, fill, fill_all
 from fsdp_core.checkpoint.loading import SavedTensor, load
 from fsdp_core.checkpoint.manifest import FORMAT_VERSION, Manifest
-from fsdp_core.checkpoint.recognition import is_checkpoint, read_manifest
+from fsdp_core.checkpoint.recognition import is_checkpoint, is_folder, read_manifest
 from fsdp_core.checkpoint.removal import remove
 from fsdp_core.checkpoint.saving import save
 from fsdp_core.checkpoint.state_dict import load_state_dict
@@ -25,6 +25,7 @@ __all__ = [
     "fill",
     "fill_all",
     "is_checkpoint",
+    "is_folder",
     "load",
     "load_state_dict",
     "read_manifest",

@@ -8,7 +8,7 @@ from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["holds_manifest", "is_checkpoint", "is_ours", "read_manifest"]
+__all__ = ["holds_manifest", "is_checkpoint", "is_folder", "is_ours", "read_manifest"]
 
 MAX_MANIFEST_BYTES = 2**30
 
@@ -53,6 +53,12 @@ def read_manifest(path: StrPath | Folder) -> Manifest:
         raise
     except ValueError as error:
         raise CheckpointFormatError(f"can't read {folder.path(MANIFEST)}: {error}") from error
+
+
+def is_folder(path: StrPath) -> bool:
+    """Whether a folder is at a local path or fsspec URL: a sharded checkpoint is one, a full checkpoint is a file."""
+    folder = open_folder(path)
+    return bool(folder.fs.isdir(folder.root))
 
 
 def _explain_no_manifest(folder: Folder) -> str:

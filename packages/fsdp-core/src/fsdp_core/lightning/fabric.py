@@ -108,7 +108,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     @property
     def shard_precision(self) -> ShardPrecision:
         plugin = self._precision
-        return plugin._shards.shards if isinstance(plugin, ShardedFabricPrecision) else ShardPrecision()
+        return plugin.dtypes if isinstance(plugin, ShardedFabricPrecision) else ShardPrecision()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -208,7 +208,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        return load_checkpoint(self, Path(self.broadcast(str(path))), state, strict, weights_only)
+        return load_checkpoint(self, self.broadcast(str(path)), state, strict, weights_only)
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None

@@ -110,7 +110,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    strategy: _Strategy, path: Path, state: Any, strict: bool, weights_only: bool | None
+    strategy: _Strategy, path: str, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """Restore what :func:`save_checkpoint` saved, in place.
 
@@ -128,7 +128,7 @@ def load_checkpoint(
     Raises:
         CheckpointMismatchError: A key, name, shape or dtype doesn't fit.
     """
-    saved: Any = checkpoints.load(path) if path.is_dir() else read_full_file(path, weights_only)
+    saved: Any = checkpoints.load(path) if checkpoints.is_folder(path) else read_full_file(path, weights_only)
     if isinstance(state, nn.Module | Optimizer):
         _restore(strategy, state, saved, strict)
         return {}

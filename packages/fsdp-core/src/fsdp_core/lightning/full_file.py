@@ -14,6 +14,7 @@ import torch
 
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint import is_checkpoint, remove
+from fsdp_core.checkpoint.folder import open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
 
@@ -98,28 +99,32 @@ def _replace_by(path: Path, write: Callable[[], None]) -> None:
         remove(aside)
 
 
-def read_full_file(path: Path, weights_only: bool | None) -> Any:
-    """Read a full checkpoint, mapped into memory and without executing code from it.
+def read_full_file(path: str, weights_only: bool | None) -> Any:
+    """Read a full checkpoint without executing code from it; a local one is mapped into memory.
 
     Args:
-        path: The file.
+        path: The file: a local path or an fsspec URL.
         weights_only: ``False`` lets the file execute code, which only its user can decide.
 
     Raises:
         CheckpointFormatError: There is no such file, or it can't be read without executing code.
     """
-    if not path.exists():
+    place = open_folder(path)
+    if place.kind() == "missing":
         raise CheckpointFormatError(f"there is no checkpoint at {path}.\nCheck the path; it is read on every host.")
-    if not zipfile.is_zipfile(path):
-        raise CheckpointFormatError(
-            f"{path} is a file, but none that torch.save has written: a sharded checkpoint is a folder, a full one "
-            "such a file.\nCheck the path; load and save a file of torch before 1.6 again with a newer torch."
-        )
-    try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=True)
-    except Exception as error:
-        raise CheckpointFormatError(
-            f"{path} can't be read as a full checkpoint: {type(error).__name__}: {error}\n"
-            "If it holds objects other than tensors and plain data and you trust it, allow their classes with "
-            "torch.serialization.add_safe_globals([...])."
-        ) from error
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only is not False}
+    with place.fs.open(place.root, "rb") as stream:
+        if not zipfile.is_zipfile(stream):
+            raise CheckpointFormatError(
+                f"{path} is a file, but none that torch.save has written: a sharded checkpoint is a folder, a full one "
+                "such a file.\nCheck the path; load and save a file of torch before 1.6 again with a newer torch."
+            )
+        stream.seek(0)
+        try:
+            return torch.load(place.root, mmap=True, **options) if place.local else torch.load(stream, **options)
+        except Exception as error:
+            raise CheckpointFormatError(
+                f"{path} can't be read as a full checkpoint: {type(error).__name__}: {error}\n"
+                "If it holds objects other than tensors and plain data and you trust it, allow their classes with "
+                "torch.serialization.add_safe_globals([...])."
+            ) from error

@@ -64,7 +64,7 @@ def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
     return str(plugin.precision), own
 
 
-class _Shards:
+class _Casting:
     """What both plugins are made of."""
 
     def __init__(self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None) -> None:
@@ -73,7 +73,7 @@ class _Shards:
                 f"precision={precision.name!r} needs no gradient scaler, but got {type(scaler).__name__}.\n"
                 "Leave it out, or write precision='16-mixed'."
             )
-        self.shards = precision
+        self.dtypes = precision
         self.strategy = strategy
         self._asked_scaler = scaler
         self._scaler: torch.amp.GradScaler | None = None
@@ -81,26 +81,26 @@ class _Shards:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, made when the device is known."""
-        if self._scaler is None and self.shards.scaled:
+        if self._scaler is None and self.dtypes.scaled:
             self._scaler = self._asked_scaler or torch.amp.GradScaler(self.strategy.root_device.type)
             make_scaler_sharded(self._scaler, lambda flag: self.strategy.backend.runtime.all_reduce(flag, "max"))
         return self._scaler
 
     def dtype_context(self) -> AbstractContextManager[Any]:
-        return DtypeContext(self.shards.storage)
+        return DtypeContext(self.dtypes.storage)
 
     def compute_context(self) -> AbstractContextManager[Any]:
-        if self.shards.autocast:
-            return torch.autocast(self.strategy.root_device.type, dtype=self.shards.compute)
-        return nullcontext() if self.shards.storage is torch.float32 else DtypeContext(self.shards.storage)
+        if self.dtypes.autocast:
+            return torch.autocast(self.strategy.root_device.type, dtype=self.dtypes.compute)
+        return nullcontext() if self.dtypes.storage is torch.float32 else DtypeContext(self.dtypes.storage)
 
     def cast_module(self, module: nn.Module) -> nn.Module:
-        return module if self.shards.storage is torch.float32 else module.to(self.shards.storage)
+        return module if self.dtypes.storage is torch.float32 else module.to(self.dtypes.storage)
 
     def cast_input(self, data: Any) -> Any:
-        if self.shards.storage is torch.float32:
+        if self.dtypes.storage is torch.float32:
             return data  # the backend casts to the compute dtype, if there is one
-        return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=self.shards.storage)
+        return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=self.dtypes.storage)
 
 
 class ShardedTrainerPrecision(Precision):
@@ -109,28 +109,34 @@ class ShardedTrainerPrecision(Precision):
     def __init__(
         self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None = None
     ) -> None:
-        self._shards = _Shards(precision, strategy, scaler)
+        self._casting = _Casting(precision, strategy, scaler)
+        self._unscaled: set[int] = set()
         self.precision: Any = precision.name
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, if fp16 needs one."""
-        return self._shards.scaler
+        return self._casting.scaler
+
+    @property
+    def dtypes(self) -> ShardPrecision:
+        """The dtypes of the shards."""
+        return self._casting.dtypes
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._shards.cast_module(module)
+        return self._casting.cast_module(module)
 
     def convert_input(self, data: Any) -> Any:
-        return self._shards.cast_input(data)
+        return self._casting.cast_input(data)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self._shards.dtype_context()
+        return self._casting.dtype_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        return self._shards.dtype_context()
+        return self._casting.dtype_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return self._shards.compute_context()
+        return self._casting.compute_context()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         if self.scaler is not None:
@@ -148,22 +154,31 @@ class ShardedTrainerPrecision(Precision):
                 "Write precision='bf16-mixed' or '32-true'."
             )
         result = closure()
-        self.scaler.unscale_(optimizer)  # before clipping, and before hooks that look at gradients
+        if model.automatic_optimization and result is None:
+            return result  # the backward pass was skipped
+        self._unscale(optimizer)  # before clipping, and before hooks that look at gradients
         self._after_closure(model, optimizer)
-        skipped_backward = result is None
-        if model.automatic_optimization and skipped_backward:
-            return result
         output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
+        self._unscaled.discard(id(optimizer))
         return output
 
+    def _unscale(self, optimizer: Any) -> None:
+        """Divide the scale out of gradients, once a step: clipping by hand comes before the step that would do it."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._shards.strategy.backend.clip_norm(parameters, float(clip_val))
+        self._casting.strategy.backend.clip_norm(parameters, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._shards.strategy.backend.clip_value(parameters, float(clip_val))
+        self._casting.strategy.backend.clip_value(parameters, float(clip_val))
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()
@@ -179,31 +194,36 @@ class ShardedFabricPrecision(FabricPrecision):
     def __init__(
         self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None = None
     ) -> None:
-        self._shards = _Shards(precision, strategy, scaler)
+        self._casting = _Casting(precision, strategy, scaler)
         self.precision: Any = precision.name
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, if fp16 needs one."""
-        return self._shards.scaler
+        return self._casting.scaler
+
+    @property
+    def dtypes(self) -> ShardPrecision:
+        """The dtypes of the shards."""
+        return self._casting.dtypes
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._shards.cast_module(module)
+        return self._casting.cast_module(module)
 
     def convert_input(self, data: Any) -> Any:
-        return self._shards.cast_input(data)
+        return self._casting.cast_input(data)
 
     def convert_output(self, data: Any) -> Any:
         return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=torch.get_default_dtype())
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self._shards.dtype_context()
+        return self._casting.dtype_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        return self._shards.dtype_context()
+        return self._casting.dtype_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return self._shards.compute_context()
+        return self._casting.compute_context()
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.scaler is not None:

@@ -17,7 +17,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 # Fabric asks a strategy for an object of this class before it lets `no_backward_sync` do anything.
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 
-# Wrapped optimizers and modules of Fabric, to be unwrapped where a user passes them to a strategy directly.
+# Seeds a process that Lightning's launcher has started as its parent was seeded.
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerSubprocessLauncher,

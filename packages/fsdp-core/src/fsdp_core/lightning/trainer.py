@@ -29,6 +29,7 @@ from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher
 from fsdp_core.lightning.ranks import RanksOfStrategy
+from fsdp_core.lightning.redirection import call_inside_forward
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
 
@@ -107,7 +108,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     @property
     def shard_precision(self) -> ShardPrecision:
         plugin = self._precision_plugin
-        return plugin._shards.shards if isinstance(plugin, ShardedTrainerPrecision) else ShardPrecision()
+        return plugin.dtypes if isinstance(plugin, ShardedTrainerPrecision) else ShardPrecision()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -205,7 +206,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         assert self.model is not None and self.lightning_module is not None
         self._has_stepped = True
         with self.precision_plugin.forward_context():
-            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+            return call_inside_forward(self.model, self.lightning_module, name, *args, **kwargs)
 
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         output = self._step(name, *args, **kwargs)
@@ -307,8 +308,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
-        if path.is_file() or not path.exists():
+        path = self.broadcast(str(checkpoint_path))
+        if not checkpoints.is_folder(path):
             full: dict[str, Any] = read_full_file(path, weights_only)
             return full
         saved = checkpoints.load(path)
@@ -318,13 +319,16 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            checkpoints.remove(Path(filepath))
+            checkpoints.remove(str(filepath))
         self.barrier()  # before a rank writes to the same path again
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
+        if self.lightning_module is not None:
+            for name in ("toggle_optimizer", "untoggle_optimizer"):
+                self.lightning_module.__dict__.pop(name, None)  # see _watch_toggling
         self.accelerator.teardown()
         if self._checkpoint_io is not None:
             self._checkpoint_io.teardown()

@@ -146,7 +146,10 @@ def _work(connection: Connection) -> None:
             answer = (True, _call(*job))
         except BaseException:
             answer = (False, traceback.format_exc())
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except Exception:  # what it returned can't be pickled
+            connection.send((False, traceback.format_exc()))
 
 
 def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: int, world_size: int, port: int) -> Any:
