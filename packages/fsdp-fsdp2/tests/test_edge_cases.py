@@ -407,7 +407,7 @@ def unfilled(fabric: Fabric, path: str) -> None:
 
 def fewer_parameters(fabric: Fabric, path: str) -> None:
     net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    _, optimizer = fabric.setup(net, oracle.momentum(net))
     fabric.save(path, {"optimizer": optimizer})
     other = oracle.new_net()
     _, optimizer = fabric.setup(other, oracle.momentum(other.blocks[0]))
