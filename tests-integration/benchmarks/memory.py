@@ -9,7 +9,6 @@ happens inside ``optimizer.step`` for it, and Lightning runs forward and backwar
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from contenders import HandShardedModule, Module, Step, by_trainer, model_parallel
 from lightning.pytorch.strategies import Strategy
+from ranks import be_a_rank
 from torch import Tensor
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule
@@ -76,7 +76,11 @@ def peak(snapshots: list[dict[str, int]], kinds: tuple[str, ...]) -> int:
 
 
 def measure(strategy: str, size: Size) -> dict[str, Any]:
-    """Track one step under our strategy and one under Lightning's ModelParallelStrategy."""
+    """Track one step under our strategy and one under Lightning's ModelParallelStrategy.
+
+    Returns:
+        What the rank with the larger ratio found.
+    """
 
     def enough(step: int, loss: object) -> bool:
         return step < MEASURED_STEP
@@ -101,22 +105,18 @@ def measure(strategy: str, size: Size) -> dict[str, Any]:
             "peak with buffers in transit": with_buffers,
             "ratio with buffers in transit": with_buffers / allowed,
         }
-    return result
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, result)
+    return dict(max(by_rank, key=lambda of: of["fsdp2"]["ratio"]))
 
 
 def main() -> None:
-    """Measure on this rank; rank 0 writes the larger ratio of all ranks."""
+    """Be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="fsdp2")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, measure(args.strategy, Size()))
-    if dist.get_rank() == 0:
-        args.out.write_text(json.dumps(max(by_rank, key=lambda result: result["fsdp2"]["ratio"])))
-    dist.destroy_process_group()
+    be_a_rank(lambda: measure(args.strategy, Size()), args.out)
 
 
 if __name__ == "__main__":

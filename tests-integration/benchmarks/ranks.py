@@ -1,4 +1,4 @@
-"""Run a script of this folder on several ranks, within a time limit."""
+"""Run a script of this folder on several ranks, within a time limit, and be such a rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_on_ranks"]
+import torch
+import torch.distributed as dist
+
+__all__ = ["be_a_rank", "run_on_ranks"]
 
 
 def run_on_ranks(script: str, *arguments: object, ranks: int = 2, time_limit: float) -> dict[str, Any]:
@@ -42,3 +46,21 @@ def run_on_ranks(script: str, *arguments: object, ranks: int = 2, time_limit: fl
         if status:
             raise RuntimeError(f"{script} ended with status {status}")
         return dict(json.loads(out.read_text()))
+
+
+def be_a_rank(measure: Callable[[], dict[str, Any]], out: Path) -> None:
+    """Measure on this rank, with one thread, and end the process; rank 0 writes what it found.
+
+    Args:
+        measure: Called on every rank, inside a process group.
+        out: The file for rank 0's result.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = measure()
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    # Contenders leave models behind that keep gloo's threads alive, and these can abort an interpreter that shuts down.
+    os._exit(0)

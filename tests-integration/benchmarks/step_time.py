@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import HandShardedModule, Module, Step, by_hand, by_trainer, model_parallel
+from ranks import be_a_rank
 from transformer import Size
 from turns import Turn, take_turns
 
@@ -83,19 +83,14 @@ def measure(strategy: str, size: Size, rounds: int, steps: int) -> dict[str, Any
 
 
 def main() -> None:
-    """Measure on this rank; rank 0 writes."""
+    """Be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="fsdp2")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = measure(args.strategy, Size(), args.rounds, args.steps)
-    if dist.get_rank() == 0:
-        args.out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+    be_a_rank(lambda: measure(args.strategy, Size(), args.rounds, args.steps), args.out)
 
 
 if __name__ == "__main__":
