@@ -59,7 +59,8 @@ def table(result: dict[str, Any]) -> Table:
     for pair, bar in bars.items():
         wall, cpu, (mine, other) = time["ratios"][pair], time["cpu ratios"][pair]["ratio"], pair.split(" / ")
         milliseconds = " / ".join(f"{time['milliseconds'][name]:.0f}" for name in (mine, other))
-        detail = f"rounds {wall['low']:.3f} to {wall['high']:.3f}; {milliseconds} ms; processor time {cpu:.3f}"
+        interval = f"95 % in {wall['from']:.3f} to {wall['to']:.3f}, rounds {wall['low']:.3f} to {wall['high']:.3f}"
+        detail = f"{interval}; {milliseconds} ms; processor time {cpu:.3f}"
         limit, met = (f"≤ {bar:.2f}", wall["ratio"] <= bar) if bar else ("", None)
         row(f"time per step: {mine} ÷ {other}", f"{wall['ratio']:.3f}", limit, met, detail)
     for name in ("fsdp2", "ModelParallelStrategy"):
@@ -94,7 +95,7 @@ def main() -> None:
     """Measure everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="fsdp2", help="the strategy that is measured as fsdp2")
-    parser.add_argument("--rounds", type=int, default=6, help="rounds of the comparison by time")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of the comparison by time")
     parser.add_argument("--steps", type=int, default=20, help="steps of each contender in a round")
     parser.add_argument("--runs", type=int, default=20, help="fresh interpreters for each start-up figure")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 3 steps, 3 runs")
@@ -113,7 +114,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1))
 
-    console = Console(width=max(Console().width, 140))
+    console = Console(width=max(Console().width, 160))
     console.print(table(result))
     console.print(", ".join(f"{key} {value}" for key, value in result["machine"].items()))
     console.print(f"all figures: {args.out}", soft_wrap=True)

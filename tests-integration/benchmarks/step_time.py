@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from functools import partial
+from math import ceil, sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,12 +44,22 @@ def compare(seconds: dict[str, list[float]], numerator: str, denominator: str, r
         rounds: In how many consecutive parts to look at the steps for the spread.
 
     Returns:
-        ``ratio``, the median over all steps; ``low`` and ``high``, the least and greatest median of a round.
+        ``ratio``, the median over all steps; ``from`` and ``to``, between which the true median lies with 95 %
+        confidence, by the order statistics of independent ratios; ``low`` and ``high``, the least and greatest median
+        of a round.
     """
     ratios = [a / b for a, b in zip(seconds[numerator], seconds[denominator], strict=True)]
     length = len(ratios) // rounds
     medians = [median(ratios[i * length : (i + 1) * length]) for i in range(rounds)]
-    return {"ratio": median(ratios), "low": min(medians), "high": max(medians)}
+    ranked, half = sorted(ratios), 0.98 * sqrt(len(ratios))
+    first, last = max(0, int(len(ratios) / 2 - half)), min(len(ratios) - 1, ceil(len(ratios) / 2 + half))
+    return {
+        "ratio": median(ratios),
+        "from": ranked[first],
+        "to": ranked[last],
+        "low": min(medians),
+        "high": max(medians),
+    }
 
 
 def measure(strategy: str, size: Size, rounds: int, steps: int) -> dict[str, Any]:

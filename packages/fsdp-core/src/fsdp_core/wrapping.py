@@ -33,11 +33,15 @@ WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | Literal["auto"]
 #: Classes, or a predicate on modules.
 ActivationCheckpointingPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
 log = logging.getLogger(__name__)
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Find the blocks that a model repeats: members of its outermost ``ModuleList`` s that share a class.
+    """Find the blocks that a model repeats: members of one ``ModuleList`` or ``Sequential`` that share a class.
+
+    Only the outermost ones count. In a ``Sequential``, which also chains single layers, a block is what has submodules.
 
     Example:
         >>> blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
@@ -49,18 +53,20 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
     def visit(parent: nn.Module) -> None:
         for child in parent.children():
-            if isinstance(child, nn.ModuleList):
+            if isinstance(child, nn.ModuleList | nn.Sequential):
                 members = [unwrap_compiled(m) for m in child]
                 count = Counter(type(m) for m in members)
                 for member in members:
-                    if count[type(member)] > 1 and not isinstance(member, nn.ModuleList | nn.ModuleDict):
+                    is_layer = isinstance(child, nn.Sequential) and not any(True for _ in member.children())
+                    if count[type(member)] > 1 and not is_layer and not isinstance(member, _CONTAINERS):
                         blocks.append(member)
                     else:
                         visit(member)
             else:
                 visit(child)
 
-    visit(module)
+    # a root that is itself a Sequential is looked at as well
+    visit(nn.ModuleList([module]) if isinstance(module, nn.ModuleList | nn.Sequential) else module)
     return list(dict.fromkeys(blocks))
 
 

@@ -15,6 +15,7 @@ from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_fsdp2.backend import FSDP2Backend
+from fsdp_fsdp2.migration import FSDP1_OPTIONS
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -76,7 +77,7 @@ class FSDP2Strategy(ShardedTrainerStrategy):
         timeout: timedelta | None = None,
         **unknown: Never,
     ) -> None:
-        refuse_unknown_options("fsdp2", FSDP2Strategy, unknown)
+        refuse_unknown_options("fsdp2", FSDP2Strategy, unknown, FSDP1_OPTIONS)
         super().__init__(
             FSDP2Backend(
                 auto_wrap_policy=auto_wrap_policy,

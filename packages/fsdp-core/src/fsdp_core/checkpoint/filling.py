@@ -103,7 +103,9 @@ def fill_all(
                 lines.append(f"  {len(names)} {title}:")
                 lines += [f"    {name}" for name in names[:_SHOWN]]
                 lines += [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-        if not unlike:
+        if unlike:
+            lines.append("Load it into the model that it was saved from, at its precision.")
+        else:
             lines.append(
                 "Load it into the model that it was saved from; or load what both have: pass strict=False, or in a "
                 "LightningModule write self.strict_loading = False."

@@ -112,7 +112,6 @@ def read_full_file(path: str, weights_only: bool | None) -> Any:
     place = open_folder(path)
     if place.kind() == "missing":
         raise CheckpointFormatError(f"there is no checkpoint at {path}.\nCheck the path; it is read on every host.")
-    options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only is not False}
     with place.fs.open(place.root, "rb") as stream:
         if not zipfile.is_zipfile(stream):
             raise CheckpointFormatError(
@@ -121,7 +120,10 @@ def read_full_file(path: str, weights_only: bool | None) -> Any:
             )
         stream.seek(0)
         try:
-            return torch.load(place.root, mmap=True, **options) if place.local else torch.load(stream, **options)
+            safe = weights_only is not False
+            if place.local:
+                return torch.load(place.root, map_location="cpu", weights_only=safe, mmap=True)
+            return torch.load(stream, map_location="cpu", weights_only=safe)
         except Exception as error:
             raise CheckpointFormatError(
                 f"{path} can't be read as a full checkpoint: {type(error).__name__}: {error}\n"

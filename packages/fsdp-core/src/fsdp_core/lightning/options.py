@@ -11,13 +11,16 @@ from fsdp_core.errors import UnsupportedCapabilityError
 __all__ = ["refuse_unknown_options"]
 
 
-def refuse_unknown_options(strategy: str, made: type, unknown: Mapping[str, object]) -> None:
+def refuse_unknown_options(
+    strategy: str, made: type, unknown: Mapping[str, object], translations: Mapping[str, str]
+) -> None:
     """Refuse what a strategy's constructor was given beyond its own options.
 
     Args:
         strategy: The name that users type.
         made: The strategy's class, whose constructor names its options.
         unknown: What it was given besides.
+        translations: What to write in the place of options that other libraries have.
 
     Raises:
         UnsupportedCapabilityError: There is any; the message names the nearest option and the strategies that have it.
@@ -30,5 +33,6 @@ def refuse_unknown_options(strategy: str, made: type, unknown: Mapping[str, obje
             f"strategy {strategy!r} has no option {name!r}."
             + (f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF else "")
             + (f" It is one of: {', '.join(others)}." if others else "")
+            + (f" {translations[name]}" if name in translations else "")
             + f"\nIts options are {', '.join(options)}; `fsdp describe {strategy}` explains them."
         )

@@ -1,0 +1,89 @@
+"""Which submodules a policy makes units of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from fsdp_core.wrapping import checkpoint_activations, repeated_blocks, select_units
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+
+def listed(*members: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"members": nn.ModuleList(members), "head": nn.Linear(2, 1)})
+
+
+def chained(*members: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"members": nn.Sequential(*members), "head": nn.Linear(2, 1)})
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (listed(Block(), Block(), Block()), [0, 1, 2]),
+        (listed(nn.Linear(2, 2), nn.Linear(2, 2)), [0, 1]),
+        (listed(Block(), nn.Linear(2, 2), Block()), [0, 2]),
+        (listed(nn.Linear(2, 2)), []),
+        (chained(Block(), Block()), [0, 1]),
+        (chained(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), []),
+        (listed(torch.compile(Block(), backend="eager"), torch.compile(Block(), backend="eager")), [0, 1]),
+    ],
+    ids=["blocks", "layers in a list", "two of a kind", "one", "chained blocks", "chained layers", "compiled"],
+)
+def test_auto(model: nn.ModuleDict, expected: list[int]) -> None:
+    members = [getattr(member, "_orig_mod", member) for member in model["members"]]
+    assert repeated_blocks(model) == [members[i] for i in expected]
+
+
+def test_auto_looks_at_a_root_that_is_a_chain() -> None:
+    model = nn.Sequential(Block(), Block())
+    assert repeated_blocks(model) == list(model)
+
+
+def test_one_block_used_many_times_is_one_unit() -> None:
+    block = Block()
+    assert select_units(listed(block, block, block), "auto") == [block]
+
+
+def test_innermost_first() -> None:
+    model = listed(Block(), Block())
+    units = select_units(model, {Block, nn.Linear})
+    assert [type(unit) for unit in units] == [nn.Linear, nn.Linear, Block, nn.Linear, nn.Linear, Block, nn.Linear]
+
+
+def is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{Block}, frozenset({Block}), [Block], (Block,), is_block, ModuleWrapPolicy({Block})],
+    ids=["set", "frozenset", "list", "tuple", "function", "torch's policy"],
+)
+def test_policies_of_any_form(policy: Callable[..., bool]) -> None:
+    model = listed(Block(), Block())
+    assert select_units(model, policy) == list(model["members"])
+
+
+def test_torch_policy_by_size() -> None:
+    model = listed(Block(), Block())
+    policy = partial(size_based_auto_wrap_policy, min_num_params=10)
+    assert select_units(model, policy) == list(model["members"])
+
+
+def test_recomputation_is_set_up_once() -> None:
+    model = listed(Block(), Block())
+    assert checkpoint_activations(model, {Block}) == 2
+    forward = model["members"][0].forward
+    assert checkpoint_activations(model, {Block}) == 2
+    assert model["members"][0].forward is forward
