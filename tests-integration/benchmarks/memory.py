@@ -1,10 +1,4 @@
-"""How much memory parameters, gradients and optimizer state take on a rank during a step. A script that each rank runs.
-
-torch's own tracker (``torch.distributed._tools``, private; checked on torch 2.13) sorts every live tensor of a step by
-what it is. It looks before and after each block is gathered, used, freed and reduced, in forward and backward, which
-is when these kinds of memory grow and shrink. Optimizer state is counted apart, because the tracker takes all that
-happens inside ``optimizer.step`` for it, and Lightning runs forward and backward there.
-"""
+"""How much memory parameters, gradients and optimizer state take on a rank in a step. A script that each rank runs."""
 
 from __future__ import annotations
 
@@ -13,53 +7,32 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
-from contenders import HandShardedModule, Module, Step, by_trainer, model_parallel
-from lightning.pytorch.strategies import Strategy
+from contenders import STRATEGIES, contenders
+from held_memory import HELD, HeldMemory
 from ranks import be_a_rank
-from torch import Tensor
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformer import Size, transformer
 
 __all__ = ["largest_block"]
 
-HELD = ("Sharded Param", "Unsharded Param", "Sharded Grad", "Unsharded Grad", "Optimizer State")
-IN_TRANSIT = ("All Gather", "Reduce Scatter")
 MEASURED_STEP = 2  # the optimizer state is there since the first
 
 
-class _Watch(pl.Callback):
-    """Tracks one step."""
+class Watch:
+    """Called after each step: tracks one, then ends the training."""
 
-    def __init__(self) -> None:
-        self.snapshots: list[dict[str, int]] = []
+    held: HeldMemory
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == MEASURED_STEP:
-            root = next(module for module in pl_module.modules() if isinstance(module, FSDPModule))
-            self.tracker = FSDPMemTracker(root)
-            self.tracker.__enter__()
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == MEASURED_STEP:
-            taken = [self.tracker.get_tracker_snapshot("current")]
-            self.tracker.__exit__(None, None, None)
-            for stats in self.tracker.memory_tracking.values():
-                taken += [snapshot for snapshots in stats.snapshots.values() for snapshot in snapshots]
-            state = [t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor)]
-            own = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in state)
-            cpu = torch.device("cpu")
-            for snapshot in taken:
-                kinds = {str(getattr(kind, "value", kind)): count for kind, count in snapshot[cpu].items()}
-                self.snapshots.append({**kinds, "Optimizer State": own})
+    def __call__(self, step: int, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> bool:
+        if step == MEASURED_STEP - 1:
+            self.held = HeldMemory(model, optimizer)
+            self.held.__enter__()
+        if step < MEASURED_STEP:
+            return True
+        self.held.__exit__(None, None, None)
+        return False
 
 
 def largest_block(size: Size) -> tuple[int, int]:
@@ -70,50 +43,52 @@ def largest_block(size: Size) -> tuple[int, int]:
     return total, max(*blocks, total - sum(blocks))
 
 
-def peak(snapshots: list[dict[str, int]], kinds: tuple[str, ...]) -> int:
-    """The greatest sum of some kinds at any one moment, in bytes."""
-    return max(sum(snapshot.get(kind, 0) for kind in kinds) for snapshot in snapshots)
+def check(moments: list[dict[str, int]], share: float, block: int) -> None:
+    """Refuse to give a figure if something that has to be there was not met, as after a change in torch."""
+    for kind, least in zip(HELD, (share, block, block, share, 2 * share), strict=True):
+        lasting = kind not in ("gathered parameters", "unreduced gradients")
+        met = moments[-1][kind] if lasting else max(moment[kind] for moment in moments)
+        if met < 0.9 * least:  # a rank may have a little less than its share
+            raise RuntimeError(f"{met} bytes of {kind} were met, of at least {least:.0f} that have to be there")
 
 
 def measure(strategy: str, size: Size) -> dict[str, Any]:
-    """Track one step under our strategy and one under Lightning's ModelParallelStrategy.
+    """Track one step of each contender.
 
     Returns:
-        What the rank with the larger ratio found.
+        What the rank with the largest ratio under ``strategy`` found.
     """
-
-    def enough(step: int, loss: object) -> bool:
-        return step < MEASURED_STEP
-
-    after_step: Step = enough
     parameters, block = largest_block(size)
     total = 4 * parameters  # fp32 parameters, as many gradients, and AdamW's two moments
-    result: dict[str, Any] = {"size": asdict(size), "total": total, "largest block": block}
-    contenders: list[tuple[str, str | Strategy, Module]] = [
-        ("fsdp2", strategy, Module(size)),
-        ("ModelParallelStrategy", model_parallel(), HandShardedModule(size)),
-    ]
-    for name, chosen, module in contenders:
-        watch = _Watch()
-        by_trainer(size, after_step, chosen, module, (watch,))
-        allowed = total / dist.get_world_size() + block
-        held, with_buffers = peak(watch.snapshots, HELD), peak(watch.snapshots, HELD + IN_TRANSIT)
-        result[name] = {
-            "after the step": {kind: watch.snapshots[0].get(kind, 0) for kind in HELD + IN_TRANSIT},
-            "peak": held,
-            "ratio": held / allowed,
+    allowed = total / dist.get_world_size() + block
+    found: dict[str, Any] = {}
+    for name, train in contenders(strategy).items():
+        watch = Watch()
+        train(size, watch)
+        moments = watch.held.moments
+        check(moments, parameters / dist.get_world_size(), block)
+        held = max(moments, key=lambda moment: sum(moment[kind] for kind in HELD))
+        everything = max(moments, key=lambda moment: sum(moment.values()))
+        peak, with_buffers = sum(held[kind] for kind in HELD), sum(everything.values())
+        found[name] = {
+            "after the step": moments[-1],
+            "at the peak": held,
+            "peak": peak,
+            "ratio": peak / allowed,
+            "at the peak with buffers in transit": everything,
             "peak with buffers in transit": with_buffers,
             "ratio with buffers in transit": with_buffers / allowed,
         }
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, result)
-    return dict(max(by_rank, key=lambda of: of["fsdp2"]["ratio"]))
+    dist.all_gather_object(by_rank, found)
+    worst = max(by_rank, key=lambda of: of[strategy]["ratio"])
+    return {"size": asdict(size), "total": total, "largest block": block, "contenders": worst}
 
 
 def main() -> None:
     """Be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--strategy", default="fsdp2")
+    parser.add_argument("--strategy", choices=STRATEGIES, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     be_a_rank(lambda: measure(args.strategy, Size()), args.out)

@@ -11,19 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from device import ACCELERATOR, PROCESS_GROUP, RANKS, prepare_thread
 
 __all__ = ["be_a_rank", "run_on_ranks"]
 
 
-def run_on_ranks(script: str, *arguments: object, ranks: int = 2, time_limit: float) -> dict[str, Any]:
+def run_on_ranks(script: str, *arguments: object, time_limit: float) -> dict[str, Any]:
     """Start ``script`` under ``torchrun`` and read what its rank 0 writes to ``--out``.
+
+    One rank for each GPU of this machine; two on a machine without, with one thread each.
 
     Args:
         script: The name of a file beside this one.
         arguments: Further words of the command line.
-        ranks: Processes, all on this machine, with one thread each.
         time_limit: Seconds after which all of them are ended.
 
     Raises:
@@ -31,9 +32,11 @@ def run_on_ranks(script: str, *arguments: object, ranks: int = 2, time_limit: fl
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         words = [*launcher, Path(__file__).with_name(script), *arguments, "--out", out]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        if ACCELERATOR == "cpu":
+            environment["OMP_NUM_THREADS"] = "1"
         process = subprocess.Popen(list(map(str, words)), env=environment)
         try:
             status = process.wait(timeout=time_limit)
@@ -49,14 +52,14 @@ def run_on_ranks(script: str, *arguments: object, ranks: int = 2, time_limit: fl
 
 
 def be_a_rank(measure: Callable[[], dict[str, Any]], out: Path) -> None:
-    """Measure on this rank, with one thread, and end the process; rank 0 writes what it found.
+    """Measure on this rank and end the process; rank 0 writes what it found.
 
     Args:
         measure: Called on every rank, inside a process group.
         out: The file for rank 0's result.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    prepare_thread()
+    dist.init_process_group(PROCESS_GROUP)
     result = measure()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))

@@ -1,4 +1,4 @@
-"""Time per step of the same training by hand and by strategies of Lightning's Trainer. A script that each rank runs."""
+"""Time per step of the same training by name, by Lightning's own strategy and by hand. A script that each rank runs."""
 
 from __future__ import annotations
 
@@ -7,101 +7,98 @@ from dataclasses import asdict
 from functools import partial
 from math import ceil, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import HandShardedModule, Module, Step, by_hand, by_trainer, model_parallel
+from contenders import STRATEGIES, contenders
 from ranks import be_a_rank
 from transformer import Size
 from turns import Turn, take_turns
 
-__all__ = ["compare"]
-
-PAIRS = [("fsdp2", "by hand"), ("fsdp2", "ModelParallelStrategy"), ("by hand, again", "by hand")]
+__all__ = ["compare", "mirrored"]
 
 
-def ours(strategy: str, size: Size, after_step: Step) -> None:
-    """Train by name."""
-    by_trainer(size, after_step, strategy, Module(size))
+def mirrored(names: list[str]) -> list[str]:
+    """An order in which each takes part twice, once as early as the other time late: A B C C B A.
+
+    A loop's place in the order of warming up moves its time by a percent or two. Two loops of each contender, in
+    places of the same sum, cancel that.
+    """
+    return [*names, *reversed(names)]
 
 
-def model_parallel_trainer(size: Size, after_step: Step) -> None:
-    """Train with Lightning's ModelParallelStrategy."""
-    by_trainer(size, after_step, model_parallel(), HandShardedModule(size))
+def compare(seconds: dict[str, list[float]], numerator: str, denominator: str) -> dict[str, float]:
+    """How much longer one contender's steps take than another's, turn by turn.
 
-
-def compare(seconds: dict[str, list[float]], numerator: str, denominator: str, rounds: int) -> dict[str, float]:
-    """How much longer one contender's steps take than another's, step by step.
-
-    Each step's ratio is of two steps that ran within a second or so of each other.
+    Each ratio is of steps that ran within a few seconds of each other.
 
     Args:
-        seconds: Time of each step by contender, in the order in which they ran.
+        seconds: Time of each turn's step by contender.
         numerator: The contender asked about.
         denominator: The one it is compared with.
-        rounds: In how many consecutive parts to look at the steps for the spread.
 
     Returns:
-        ``ratio``, the median over all steps; ``from`` and ``to``, between which the true median lies with 95 %
-        confidence, by the order statistics of independent ratios; ``low`` and ``high``, the least and greatest median
-        of a round.
+        ``ratio``, the median over all turns; ``from`` and ``to``, between which the true median lies with 95 %
+        confidence, by the order statistics of independent ratios.
     """
-    ratios = [a / b for a, b in zip(seconds[numerator], seconds[denominator], strict=True)]
-    length = len(ratios) // rounds
-    medians = [median(ratios[i * length : (i + 1) * length]) for i in range(rounds)]
-    ranked, half = sorted(ratios), 0.98 * sqrt(len(ratios))
-    first, last = max(0, int(len(ratios) / 2 - half)), min(len(ratios) - 1, ceil(len(ratios) / 2 + half))
-    return {
-        "ratio": median(ratios),
-        "from": ranked[first],
-        "to": ranked[last],
-        "low": min(medians),
-        "high": max(medians),
-    }
+    ratios = sorted(a / b for a, b in zip(seconds[numerator], seconds[denominator], strict=True))
+    middle, half = len(ratios) / 2, 0.98 * sqrt(len(ratios))
+    first, last = max(0, int(middle - half)), min(len(ratios) - 1, ceil(middle + half))
+    return {"ratio": median(ratios), "from": ratios[first], "to": ratios[last]}
 
 
-def measure(strategy: str, size: Size, rounds: int, steps: int) -> dict[str, Any]:
+def by_contender(loops: list[Turn], times: list[list[float]]) -> dict[str, list[float]]:
+    """For each contender and turn, the geometric mean of what its two loops took."""
+    twins: dict[str, list[list[float]]] = {}
+    for loop, of in zip(loops, times, strict=True):
+        twins.setdefault(loop.name, []).append(of)
+    return {name: [geometric_mean(turn) for turn in zip(*both, strict=True)] for name, both in twins.items()}
+
+
+def measure(strategy: str, size: Size, turns: int) -> dict[str, Any]:
     """Let the contenders take turns.
 
-    The loop by hand takes part twice: the ratio of a thing to itself shows what the method can tell apart.
+    The loop by hand is two of them: the ratio of a thing to itself shows what the method can tell apart.
     """
-    names = {"fsdp2": partial(ours, strategy, size), "ModelParallelStrategy": partial(model_parallel_trainer, size)}
-    names |= {"by hand": partial(by_hand, size), "by hand, again": partial(by_hand, size)}
-    turns = [Turn(name, train) for name, train in names.items()]
-    take_turns(turns, rounds=rounds, steps=steps)
+    trains = contenders(strategy)
+    mine, lightnings, loop = trains
+    again = f"{loop}, again"
+    trains[again] = trains[loop]
+    loops = [Turn(name, partial(trains[name], size)) for name in mirrored(list(trains))]
+    take_turns(loops, turns=turns)
 
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, {turn.name: (turn.seconds, turn.cpu_seconds) for turn in turns})
+    dist.all_gather_object(by_rank, [(loop.seconds, loop.cpu_seconds) for loop in loops])
     # A step is over when the slowest rank is through; the work is that of all ranks.
-    seconds = {name: [max(of) for of in zip(*(rank[name][0] for rank in by_rank), strict=True)] for name in names}
-    cpu_seconds = {name: [sum(of) for of in zip(*(rank[name][1] for rank in by_rank), strict=True)] for name in names}
-    losses = {turn.name: torch.stack(turn.losses) for turn in turns}
-    apart = max(float((loss - losses["by hand"]).abs().max()) for loss in losses.values())
+    seconds = [[max(of) for of in zip(*(rank[i][0] for rank in by_rank), strict=True)] for i in range(len(loops))]
+    cpu_seconds = [[sum(of) for of in zip(*(rank[i][1] for rank in by_rank), strict=True)] for i in range(len(loops))]
+    losses = torch.stack([torch.stack(loop.losses) for loop in loops])
+    apart = float((losses.amax(0) - losses.amin(0)).max())
     if apart > 1e-4:
         raise RuntimeError(f"the contenders don't train the same: their losses differ by {apart:.1e}")
+    wall, cpu = by_contender(loops, seconds), by_contender(loops, cpu_seconds)
+    pairs = [(mine, loop), (mine, lightnings), (again, loop)]
     return {
         "size": asdict(size),
-        "rounds": rounds,
-        "steps per round": steps,
-        "milliseconds": {name: 1000 * median(times) for name, times in seconds.items()},
+        "turns": turns,
         "losses differ by": apart,
-        "ratios": {f"{a} / {b}": compare(seconds, a, b, rounds) for a, b in PAIRS},
-        "cpu ratios": {f"{a} / {b}": compare(cpu_seconds, a, b, rounds) for a, b in PAIRS},
-        "seconds": seconds,
+        "milliseconds": {name: 1000 * median(times) for name, times in wall.items()},
+        "ratios": {f"{a} ÷ {b}": compare(wall, a, b) for a, b in pairs},
+        "ratios of processor time": {f"{a} ÷ {b}": compare(cpu, a, b) for a, b in pairs},
+        "seconds": [{"contender": loop.name, "steps": times} for loop, times in zip(loops, seconds, strict=True)],
     }
 
 
 def main() -> None:
     """Be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--strategy", default="fsdp2")
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--strategy", choices=STRATEGIES, required=True)
+    parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    be_a_rank(lambda: measure(args.strategy, Size(), args.rounds, args.steps), args.out)
+    be_a_rank(lambda: measure(args.strategy, Size(), args.turns), args.out)
 
 
 if __name__ == "__main__":

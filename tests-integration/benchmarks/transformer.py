@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Size", "Transformer", "batch", "optimizer", "transformer"]
+__all__ = ["Block", "Size", "Transformer", "batch", "optimizer", "transformer"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ import time
 import traceback
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from contenders import Step
-from torch import Tensor
+from device import finish, prepare_thread
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 __all__ = ["Turn", "take_turns"]
 
@@ -45,11 +46,13 @@ class Turn:
         self._done.acquire()
 
     def step(self) -> None:
-        """Take one step, and time it from the moment when all ranks are ready for it."""
+        """Take one step, and time it from the moment when all ranks are ready for it until the device is done."""
+        finish()
         dist.barrier()
         started, cpu_started = time.perf_counter(), time.process_time()
         self._go.release()
         self._done.acquire()
+        finish()
         self.seconds.append(time.perf_counter() - started)
         self.cpu_seconds.append(time.process_time() - cpu_started)
 
@@ -59,7 +62,7 @@ class Turn:
         self._go.release()
         self._thread.join()
 
-    def _after_step(self, step: int, loss: Tensor) -> bool:
+    def _after_step(self, step: int, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> bool:
         if step:
             self.losses.append(loss)
         self._done.release()
@@ -67,7 +70,7 @@ class Turn:
         return not self._stopping
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # the number belongs to the thread that sets it
+        prepare_thread()
         try:
             self._train(self._after_step)
         except BaseException:
@@ -75,21 +78,22 @@ class Turn:
             os._exit(1)  # the other ranks wait in a collective; their launcher ends them
 
 
-def take_turns(turns: list[Turn], *, rounds: int, steps: int) -> None:
-    """Have every loop take ``rounds * steps`` timed steps, one step at a time, in an order shuffled for each step.
+def take_turns(loops: list[Turn], *, turns: int) -> None:
+    """Have every loop take ``turns`` timed steps, one step at a time, in an order shuffled for each turn.
 
-    A spell in which the machine is slower then meets all loops alike.
+    A spell in which the machine is slower then meets all loops alike. What the shuffling can't level out is the order
+    in which they warm up, which is that of the list: it decides where in memory each lies.
     """
-    for turn in turns:
-        turn.warm_up()
-    for turn in turns:  # the first step after a warm-up still allocates: optimizer state, buffers
-        turn.step()
-        turn.seconds.clear()
-        turn.cpu_seconds.clear()
-        turn.losses.clear()
+    for loop in loops:
+        loop.warm_up()
+    for loop in loops:  # the first step after a warm-up still allocates: optimizer state, buffers
+        loop.step()
+        loop.seconds.clear()
+        loop.cpu_seconds.clear()
+        loop.losses.clear()
     dice = random.Random(0)
-    for _ in range(rounds * steps):
-        for turn in dice.sample(turns, len(turns)):
-            turn.step()
-    for turn in turns:
-        turn.stop()
+    for _ in range(turns):
+        for loop in dice.sample(loops, len(loops)):
+            loop.step()
+    for loop in loops:
+        loop.stop()

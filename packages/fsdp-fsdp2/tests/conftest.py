@@ -1,13 +1,3 @@
-"""Ranks for the tests of this folder."""
+"""Every backend's tests run the suite of fsdp_core.testing."""
 
-from collections.abc import Iterator
-
-import pytest
-
-from fsdp_core.testing import RankPool
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
+pytest_plugins = ["fsdp_core.testing.pytest_plugin"]

@@ -1,7 +1,7 @@
 """Sharded training by name: what strategies there are, and what every backend of them shares.
 
 Importing this package costs next to nothing: each public name below is imported when it is first used, and only
-:class:`Backend`, :class:`Runtime` and :func:`load_state_dict` import torch.
+:class:`Backend`, :class:`Runtime`, :func:`load_state_dict` and :func:`wrap` import torch.
 
 Example:
     >>> import fsdp_core
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         UnsupportedCapabilityError,
     )
     from fsdp_core.hookspecs import hookimpl
+    from fsdp_core.marking import wrap
     from fsdp_core.registry import describe, resolve, strategies
     from fsdp_core.runtime import Runtime
     from fsdp_core.strategy_info import Capability, Option, StrategyInfo
@@ -70,6 +71,7 @@ __all__ = [
     "load_state_dict",
     "resolve",
     "strategies",
+    "wrap",
 ]
 
 _HOMES = {
@@ -83,6 +85,7 @@ _HOMES = {
     "load_state_dict": "checkpoint",
     "resolve": "registry",
     "strategies": "registry",
+    "wrap": "marking",
 }
 
 

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.checkpoint import ChunkedTensor, SavedTensor, fill_all
-from fsdp_core.clipping import clip_grads_by_norm, clip_grads_by_value
+from fsdp_core.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor
 from fsdp_core.errors import ShardingError
-from fsdp_core.fqn import clean_name, named_parameters
-from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state, repoint
+from fsdp_core.fqn import aliases, clean_name, named_parameters
+from fsdp_core.gathering import whole
+from fsdp_core.marking import mark_by_torch_wrap
+from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
+from fsdp_core.parts import Layout, whole_parts
 from fsdp_core.precision import ShardPrecision
+from fsdp_core.repointing import repoint
 from fsdp_core.runtime import Runtime
+from fsdp_core.torch_private import hooks_on
 
 __all__ = ["Backend", "StateTensor"]
 
@@ -29,11 +34,14 @@ StateTensor = Tensor | ChunkedTensor | SavedTensor
 class Backend(ABC):
     """Shards a module and answers for its gradients and its state.
 
-    An adapter calls :meth:`bind` once, then :meth:`shard` with each root module, and from then on passes that module to
-    the other methods. Parameters go by the names that the user's module gives them (see :mod:`fsdp_core.fqn`).
+    An adapter calls :meth:`bind` once, then :meth:`shard` with each module of the user's, and from then on passes the
+    root that this returned to the other methods: the module itself, or what a library has wrapped around it. Parameters
+    go by the names that the user's module gives them (see :mod:`fsdp_core.fqn`).
 
     A backend must write :meth:`shard` and :meth:`no_sync`. The rest is written here for libraries that shard in place
-    and show parameters as DTensors, whose ``state_dict()`` shares memory with the module.
+    and show parameters as DTensors, whose ``state_dict()`` shares memory with the module. One that wraps writes
+    :meth:`written_module` too, and one that shows something else than the parameters :meth:`as_written` and
+    :meth:`layout`.
 
     Example:
         The smallest backend keeps every parameter whole and averages gradients after the backward pass:
@@ -93,6 +101,10 @@ class Backend(ABC):
         """
         return torch.device("meta") if empty else nullcontext()
 
+    def wrap_context(self) -> AbstractContextManager[Any]:
+        """A context in which torch's own ``wrap`` marks units, as :func:`fsdp_core.wrap` does anywhere."""
+        return mark_by_torch_wrap()
+
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
         """Shard ``module`` over the world, in place.
@@ -104,11 +116,15 @@ class Backend(ABC):
             module: The root module, whole on every rank.
 
         Returns:
-            The module to call from now on.
+            The root: what to call from now on.
 
         Raises:
             ShardingError: The module can't be sharded as asked.
         """
+
+    def written_module(self, root: nn.Module) -> nn.Module:
+        """The user's module that a root stands for: itself, if the backend shards in place."""
+        return root
 
     def is_sharded(self, module: nn.Module) -> bool:
         """Whether this very module is sharded already, on terms that this backend shares.
@@ -133,6 +149,31 @@ class Backend(ABC):
         """What a sharded module can't change any more, by name, for comparison."""
         return {"backend": type(self).__name__, "precision": self.precision}
 
+    def check_shardable(self, module: nn.Module) -> None:
+        """Refuse a module that no backend can shard.
+
+        Raises:
+            ShardingError: It has no parameters, a part of it is sharded already, or a parameter has a gradient hook.
+        """
+        name = type(module).__name__
+        if not any(True for _ in module.parameters()):
+            raise ShardingError(
+                f"{name} has no parameters, so there is nothing to shard.\n"
+                "Build its layers in __init__ or configure_model, or use strategy='ddp'."
+            )
+        for fqn, submodule in module.named_modules():
+            if submodule is not module and self._owners.get(submodule) is not None:
+                raise ShardingError(
+                    f"{fqn!r} inside {name} was set up and sharded before, by itself.\n"
+                    "Set up the whole model, and not its parts."
+                )
+        for fqn, parameter in module.named_parameters():
+            if hooks_on(parameter):
+                raise ShardingError(
+                    f"parameter {fqn!r} has a gradient hook, which would never run: sharding replaces the parameter.\n"
+                    "Register it after the set-up with register_post_accumulate_grad_hook, on the sharded gradient."
+                )
+
     def mark_sharded(self, module: nn.Module) -> None:
         """Note that ``module`` is sharded."""
         self._owners[module] = self
@@ -140,17 +181,33 @@ class Backend(ABC):
     def remember(self, module: nn.Module) -> None:
         """Note the parameters of ``module`` before they are replaced, so that :meth:`repoint` knows them by name."""
         for name, parameter in named_parameters(module):
-            key = id(parameter)
-            gone = weakref.ref(parameter, lambda _, key=key: self._written.pop(key, None))  # type: ignore[misc]
-            self._written[key] = (gone, weakref.ref(module), name)
+            self._note_written(module, name, parameter)
+
+    def _note_written(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        key = id(parameter)
+        gone = weakref.ref(parameter, lambda _: self._written.pop(key, None))
+        self._written[key] = (gone, weakref.ref(module), name)
 
     @contextmanager
     def as_written(self, module: nn.Module) -> Iterator[None]:
         """A context in which the module's parameters have the shapes and names that the user wrote.
 
-        ``configure_optimizers`` and summaries run in it. DTensors show global shapes by themselves.
+        ``configure_optimizers`` and summaries run in it; nothing can be computed with the parameters there. DTensors
+        show global shapes by themselves.
         """
         yield
+
+    def layout(self, module: nn.Module) -> Layout:
+        """What each parameter that an optimizer may hold has of the user's parameters.
+
+        DTensors say by themselves which part of a parameter they are.
+        """
+        return whole_parts(named_parameters(module))
+
+    def aliases(self, module: nn.Module) -> dict[str, str]:
+        """The further names of tied parameters and shared buffers. See :func:`fsdp_core.fqn.aliases`."""
+        with self.as_written(module):
+            return aliases(self.written_module(module))
 
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:
         """Let optimizers hold the sharded parameters in the place of those that the user built them over.
@@ -162,24 +219,26 @@ class Backend(ABC):
         Raises:
             OptimizerMismatchError: An optimizer holds a foreign parameter, or has stepped already.
         """
+        layouts: list[Layout] = []
         for module in modules:
             self.reshard(module)  # gathered parameters must not be taken for what an optimizer may hold
-        now = [{clean_name(n): p for n, p in m.named_parameters(remove_duplicate=False)} for m in modules]
-        current = {id(p) for named in now for p in named.values()}
+            layouts.append(self.layout(module))
+        layout = {p: parts for of_module in layouts for p, parts in of_module.items()}
+        by_name = [{part.name: p for p, parts in of_module.items() for part in parts} for of_module in layouts]
 
         def sharded(parameter: nn.Parameter) -> nn.Parameter | None:
-            if id(parameter) in current:
+            if parameter in layout:
                 return parameter
-            ref, module_ref, name = self._written.get(id(parameter), (None, None, ""))
-            if ref is None or module_ref is None or ref() is not parameter:
+            ref, written_in, name = self._written.get(id(parameter), (None, None, ""))
+            if ref is None or written_in is None or ref() is not parameter:
                 return None
-            for module, named in zip(modules, now, strict=True):
-                if module is module_ref():
+            for module, named in zip(modules, by_name, strict=True):
+                if self.written_module(module) is written_in():
                     return named.get(name)
             return None
 
         for optimizer in optimizers:
-            repoint(optimizer, sharded)
+            repoint(optimizer, sharded, layout)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -193,16 +252,20 @@ class Backend(ABC):
         A forward pass without a backward pass leaves something; used again after a step, it would be stale.
         """
 
-    def finish_backward(self, module: nn.Module) -> None:
-        """Hand gradients to the shards after a backward pass inside a forward pass of the root that is still going on.
+    def suspend_forward(self, module: nn.Module, loss: Tensor | None = None) -> None:
+        """Leave a forward pass of the root that is still going on, for a backward pass or an optimizer step inside it.
 
-        Manual optimization runs backward passes there, where a library may not see their end.
+        Manual optimization takes both there, where a library may be ready for neither.
+
+        Args:
+            module: The root.
+            loss: What the backward pass starts from; ``None`` before an optimizer step.
         """
 
-    def refresh(self, module: nn.Module) -> None:
-        """Show the current values of the parameters inside a forward pass of the root that is still going on.
+    def resume_forward(self, module: nn.Module) -> None:
+        """Go on with a forward pass of the root after a backward pass or an optimizer step inside it.
 
-        Manual optimization takes optimizer steps there.
+        Gradients must have arrived at the shards, and the root's parameters be gathered with their current values.
         """
 
     def follow_requires_grad(self, module: nn.Module) -> None:
@@ -226,6 +289,7 @@ class Backend(ABC):
             parameters,
             max_norm,
             runtime=self.runtime,
+            is_sharded=is_sharded_dtensor,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )
@@ -238,7 +302,7 @@ class Backend(ABC):
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's state by name, sharing memory with it: each value a :data:`StateTensor`, or extra state."""
-        return {clean_name(name): value for name, value in module.state_dict().items()}
+        return {clean_name(name): value for name, value in type(module).state_dict(module).items()}
 
     def load_model_state(
         self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False
@@ -258,16 +322,19 @@ class Backend(ABC):
         fill_all(_tensors(live), _tensors(state), strict=strict, cast=not strict, check_only=check_only)
         if check_only:
             return
-        # state_dict() gives copies of what a module keeps otherwise, which only the module can take back
-        kept = {clean_name(n) for named in (module.named_parameters, module.named_buffers) for n, _ in named(**_EVERY)}
-        extra = {name: _whole(value) for name, value in state.items() if name in live and name not in kept}
-        if extra:
-            module.load_state_dict(extra, strict=False)
+        written = self.written_module(module)
+        with self.as_written(module):
+            # state_dict() gives copies of what a module keeps otherwise, which only the module can take back
+            kept = {clean_name(n) for of in (written.named_parameters, written.named_buffers) for n, _ in of(**_EVERY)}
+            raw_names = {clean_name(name): name for name in type(written).state_dict(written)}
+            extra = {raw_names[n]: _whole(value) for n, value in state.items() if n in live and n not in kept}
+            if extra:
+                type(written).load_state_dict(written, extra, strict=False)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name. See :func:`fsdp_core.optimizer_state.optimizer_state`."""
         self.reshard(module)
-        return optimizer_state(optimizer, {p: n for n, p in named_parameters(module)})
+        return optimizer_state(optimizer, self.layout(module), self.runtime)
 
     def load_optimizer_state(
         self,
@@ -279,14 +346,14 @@ class Backend(ABC):
     ) -> None:
         """Restore the optimizer's state. See :func:`fsdp_core.optimizer_state.load_optimizer_state`."""
         self.reshard(module)
-        load_optimizer_state(optimizer, {p: n for n, p in named_parameters(module)}, state, check_only=check_only)
+        load_optimizer_state(optimizer, self.layout(module), state, check_only=check_only)
 
     def full_tensor(self, value: Any) -> Any:
         """The whole of a state tensor, on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""
-        if not isinstance(value, Tensor):
-            return value if self.runtime.rank == 0 else None
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return whole.detach().cpu() if self.runtime.rank == 0 else None
+        gathered = whole(value, self.runtime)
+        if self.runtime.rank:
+            return None
+        return gathered.cpu() if isinstance(gathered, Tensor) else gathered
 
 
 _TENSORS = (Tensor, ChunkedTensor, SavedTensor)

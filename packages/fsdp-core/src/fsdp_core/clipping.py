@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_core.runtime import Runtime
 from fsdp_core.torch_private import foreach_mul_, foreach_norm
 
-__all__ = ["clip_grads_by_norm", "clip_grads_by_value", "local_tensor"]
+__all__ = ["clip_grads_by_norm", "clip_grads_by_value", "is_sharded_dtensor", "local_tensor"]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -25,18 +26,22 @@ def clip_grads_by_norm(
     max_norm: float,
     *,
     runtime: Runtime,
+    is_sharded: Callable[[Tensor], bool],
+    group: Any | None = None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients down, in place, so that their joint norm is at most ``max_norm``.
 
-    Sharded (DTensor) gradients count by their shards, summed over ranks; plain gradients are taken to be the same on
-    every rank and count once. All ranks must call it.
+    Sharded gradients count by their shards, summed over ranks; others are taken to be the same on every rank and count
+    once. All ranks must call it.
 
     Args:
         parameters: The parameters whose ``.grad`` to clip. Those without one are skipped.
         max_norm: The largest norm to leave.
         runtime: The world to reduce over.
+        is_sharded: Whether ranks hold different parts of a parameter.
+        group: The ranks that together hold a whole parameter; all of them when ``None``.
         norm_type: The order *p* of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: Whether to raise when the norm is NaN or infinite.
 
@@ -54,16 +59,16 @@ def clip_grads_by_norm(
     replicated: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is not None:
-            (sharded if is_sharded(parameter.grad) else replicated).append(local_tensor(parameter.grad))
+            (sharded if is_sharded(parameter) else replicated).append(local_tensor(parameter.grad))
     total = _power_sum(sharded, norm_type, runtime.device)
     is_inf = math.isinf(norm_type)
     rest = _power_sum(replicated, norm_type, runtime.device)
     if is_inf:
         # gloo's maximum leaves a NaN of another rank out
-        largest, is_nan = runtime.all_reduce(torch.stack([total, total.isnan().to(total.dtype)]), "max")
+        largest, is_nan = runtime.all_reduce(torch.stack([total, total.isnan().to(total.dtype)]), "max", group)
         total = torch.maximum(largest.where(is_nan == 0, torch.nan), rest)
     else:
-        total = (runtime.all_reduce(total, "sum") + rest) ** (1.0 / norm_type)
+        total = (runtime.all_reduce(total, "sum", group) + rest) ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradients' total norm (order {norm_type:g}) is {total.item()}, "
@@ -84,8 +89,8 @@ def clip_grads_by_value(parameters: Iterable[Tensor], clip_value: float) -> None
             local_tensor(parameter.grad).clamp_(-clip_value, clip_value)
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks hold different parts of ``tensor``."""
+def is_sharded_dtensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor of which ranks hold different parts."""
     return isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements)
 
 

@@ -1,15 +1,41 @@
-"""Giving a module built on the meta device real memory and its initial values."""
+"""Bringing a module to its device with rank 0's values, and giving what was built on the meta device its first ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.errors import ShardingError
 
-__all__ = ["materialize"]
+__all__ = ["materialize", "place"]
+
+
+def place(
+    modules: Sequence[nn.Module], device: torch.device, init: Callable[[nn.Module], object] | None = None
+) -> None:
+    """Bring what ``modules`` own directly to ``device``, with rank 0's values. All ranks must call it.
+
+    Args:
+        modules: The modules, each taken without its children.
+        device: Where to.
+        init: Gives a module that was built on the meta device memory and values, in the place of :func:`materialize`.
+    """
+    if init is None:
+        materialize(modules, device)
+    for module in modules:
+        if init is not None and any(p.is_meta for p in module.parameters(recurse=False)):
+            init(module)
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(device).contiguous()
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = buffer.to(device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                # ranks seeded differently would shard a model that no rank ever had
+                dist.broadcast(tensor.data, src=0)
 
 
 def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:

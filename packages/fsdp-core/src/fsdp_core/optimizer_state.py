@@ -1,8 +1,9 @@
-"""Optimizer state by parameter name: out of an optimizer, into one, and in the index form of a plain torch file."""
+"""Optimizer state by parameter name: out of an optimizer and into one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -10,33 +11,44 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_core.checkpoint import SavedTensor, chunked, fill
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, chunked, fill
 from fsdp_core.clipping import local_tensor
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
+from fsdp_core.parts import Layout, Part
+from fsdp_core.runtime import Runtime
 
-__all__ = ["load_optimizer_state", "optimizer_state", "repoint"]
+__all__ = ["load_optimizer_state", "optimizer_state"]
 
 NamedState = dict[str, Any]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> NamedState:
-    """Describe an optimizer's state by parameter name.
+def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Runtime) -> NamedState:
+    """Describe an optimizer's state by parameter name. All ranks must call it.
 
     Args:
         optimizer: The optimizer; a step may not have been taken yet.
-        names: The name of each of its parameters.
+        layout: What each of its parameters has of the user's.
+        runtime: The ranks.
 
     Returns:
-        ``{"state": {name: {key: tensor or plain}}, "param_groups": [{..., "params": [name, ...]}]}``, sharing memory
-        with the optimizer.
+        ``{"state": {name: {key: state tensor or plain}}, "param_groups": [{..., "params": [name, ...]}]}``, sharing
+        memory with the optimizer; the same names and keys on every rank.
 
     Raises:
         OptimizerMismatchError: The optimizer holds a parameter without a name.
     """
+    state = {
+        part.name: {key: _described(part, p, value) for key, value in values.items()}
+        for p, values in optimizer.state.items()
+        for part in _parts(layout, p)
+        if not part.is_empty
+    }
+    if any(part.range is not None for held in layout.values() for part in held):
+        state = _completed(state, {part.name: part for held in layout.values() for part in held}, runtime)
     return {
-        "state": {_name(names, p): dict(values) for p, values in optimizer.state.items()},
+        "state": state,
         "param_groups": [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [_name(names, p) for p in group["params"]]}
+            {**{k: v for k, v in group.items() if k != "params"}, "params": _names(layout, group["params"])}
             for group in optimizer.param_groups
         ],
     }
@@ -44,7 +56,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Paramete
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
+    layout: Layout,
     saved: Mapping[str, Any],
     *,
     check_only: bool = False,
@@ -55,7 +67,7 @@ def load_optimizer_state(
 
     Args:
         optimizer: The optimizer to restore.
-        names: The name of each of its parameters.
+        layout: What each of its parameters has of the user's.
         saved: As from :func:`optimizer_state`, its tensors plain or :class:`~fsdp_core.checkpoint.SavedTensor`; or a
             plain torch optimizer's ``state_dict()``, whose parameters are numbered.
         check_only: Whether to change nothing even if all fits.
@@ -64,9 +76,9 @@ def load_optimizer_state(
         CheckpointMismatchError: A parameter is not in the saved groups, a shape differs, or parameters of one group
             were saved in groups of different settings.
     """
-    saved = _by_name(optimizer, names, saved)
+    saved = _by_name(optimizer, layout, saved)
     saved = {**saved, "param_groups": [_plain(group) for group in saved["param_groups"]]}
-    held = {_name(names, p) for group in optimizer.param_groups for p in group["params"]}
+    held = {name for group in optimizer.param_groups for name in _names(layout, group["params"])}
     dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in held]
     if dropped:
         raise CheckpointMismatchError(
@@ -76,7 +88,7 @@ def load_optimizer_state(
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
     settings: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
-        of_group = [_name(names, p) for p in group["params"]]
+        of_group = _names(layout, group["params"])
         missing = [name for name in of_group if name not in group_of]
         if missing:
             raise CheckpointMismatchError(
@@ -90,7 +102,7 @@ def load_optimizer_state(
                 "Build the optimizer with the param groups that it was saved with."
             )
         settings.append(found[0] if found else {})
-    _check_shapes(optimizer, names, saved["state"])
+    _check_state(optimizer, layout, saved["state"])
     if check_only:
         return
     for group, restored in zip(optimizer.param_groups, settings, strict=True):
@@ -98,58 +110,65 @@ def load_optimizer_state(
     optimizer.state.clear()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            values = saved["state"].get(_name(names, parameter))
+            parts = [part for part in _parts(layout, parameter) if not part.is_empty]
+            values = saved["state"].get(parts[0].name) if parts else None
             if values:
                 optimizer.state[parameter] = {
-                    key: _restored(parameter, group, key, value) for key, value in values.items()
+                    key: _restored(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
+                    for key in values
                 }
 
 
-def repoint(
-    optimizer: torch.optim.Optimizer, sharded: Callable[[nn.Parameter], nn.Parameter | None]
-) -> torch.optim.Optimizer:
-    """Let an optimizer that was built over the unsharded parameters hold the sharded ones, in place.
-
-    Args:
-        optimizer: The optimizer; it must not have stepped yet if it has to be changed.
-        sharded: The sharded parameter for a parameter, which may be that itself; ``None`` for a foreign one.
-
-    Raises:
-        OptimizerMismatchError: A parameter is foreign, or the optimizer has stepped over unsharded parameters.
-    """
-    groups: list[list[nn.Parameter]] = []
-    changed = False
-    for index, group in enumerate(optimizer.param_groups):
-        now: list[nn.Parameter] = []
-        for parameter in group["params"]:
-            target = sharded(parameter)
-            if target is None:
-                raise OptimizerMismatchError(
-                    f"param group {index} of {type(optimizer).__name__} holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that is none of the sharded model's, so training would leave it stale."
-                    "\nBuild the optimizer from the parameters of the model that is set up: in Fabric "
-                    "`model, optimizer = fabric.setup(model, optimizer)` over `model.parameters()`, in a "
-                    "LightningModule `configure_optimizers` over `self.parameters()`."
-                )
-            changed = changed or target is not parameter
-            now.append(target)
-        groups.append(now)
-    if not changed:
-        return optimizer
-    if any(optimizer.state.values()):
-        raise OptimizerMismatchError(
-            f"{type(optimizer).__name__} has stepped over the unsharded parameters already, and its state can't follow "
-            "them into shards.\nSet the model and the optimizer up before the first step."
-        )
-    for group, now in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = now
-    optimizer.state.clear()
-    return optimizer
+def _described(part: Part, held: Tensor, value: Any) -> Any:
+    """A value of the optimizer's state as what it is of the user's parameter."""
+    if part.range is None or not isinstance(value, Tensor):
+        return value
+    if value.shape == held.shape:
+        return part.of(value)
+    # about the parameter as a whole, such as a step count; who has the first element answers for it
+    chunk = Chunk(offsets=(0,) * value.ndim, data=value.detach())
+    return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=int(not part.is_first))
 
 
-def _name(names: Mapping[nn.Parameter, str], parameter: Tensor) -> str:
+def _completed(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -> NamedState:
+    """Add what other ranks hold state of and this one doesn't, so that all ranks describe the same."""
+    own = {name: {key: _Kind.of(value) for key, value in values.items()} for name, values in state.items()}
+    kinds: dict[str, dict[str, _Kind]] = {}
+    firsts = [{name for name in own if parts[name].is_first}, set(own)]
+    for which in firsts:  # plain values are those of the rank with the first element
+        for by_rank in runtime.gather_objects({name: own[name] for name in which}):
+            for name, values in by_rank.items():
+                kinds.setdefault(name, values)
+    order = {name: index for index, name in enumerate(parts)}
+    return {
+        name: {key: state.get(name, {}).get(key, kind.absent()) for key, kind in kinds[name].items()}
+        for name in sorted(kinds, key=order.__getitem__)
+    }
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a value of an optimizer's state is, for a rank that does not have it."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    plain: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Kind:
+        if isinstance(value, ChunkedTensor | Tensor):
+            return cls(tuple(value.shape), value.dtype, None)
+        return cls(None, None, value)
+
+    def absent(self) -> Any:
+        if self.shape is None or self.dtype is None:
+            return self.plain
+        return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=(), replica=1)
+
+
+def _parts(layout: Layout, parameter: Tensor) -> tuple[Part, ...]:
     try:
-        return names[cast("nn.Parameter", parameter)]
+        return layout[cast("nn.Parameter", parameter)]
     except KeyError:
         raise OptimizerMismatchError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, "
@@ -158,9 +177,11 @@ def _name(names: Mapping[nn.Parameter, str], parameter: Tensor) -> str:
         ) from None
 
 
-def _by_name(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], saved: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def _names(layout: Layout, parameters: Iterable[Tensor]) -> list[str]:
+    return [part.name for p in parameters for part in _parts(layout, p)]
+
+
+def _by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Turn the numbers of a plain torch ``state_dict()`` into names, by the groups' order as torch itself does."""
     numbered = any(isinstance(p, int) for group in saved["param_groups"] for p in group["params"])
     if not numbered:
@@ -169,7 +190,7 @@ def _by_name(
     if all("param_names" in group for group in saved["param_groups"]):
         in_order = [group["param_names"] for group in saved["param_groups"]]
     else:
-        in_order = [[_name(names, p) for p in group["params"]] for group in optimizer.param_groups]
+        in_order = [_names(layout, group["params"]) for group in optimizer.param_groups]
     if [len(g) for g in numbers] != [len(g) for g in in_order]:
         raise CheckpointMismatchError(
             f"the checkpoint's optimizer has param groups of {[len(g) for g in numbers]} parameters, this one of "
@@ -182,31 +203,60 @@ def _by_name(
     }
 
 
-def _check_shapes(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _check_state(optimizer: torch.optim.Optimizer, layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            name = _name(names, parameter)
-            for key, value in state.get(name, {}).items():
-                shape = tuple(getattr(value, "shape", ()))
-                # factored moments have a 1 where the parameter has more
-                fits = len(shape) != parameter.ndim or all(
-                    s in (1, p) for s, p in zip(shape, parameter.shape, strict=True)
-                )
-                if not fits:
-                    raise CheckpointMismatchError(
-                        f"the checkpoint holds {key} of {name!r} at shape {shape}, but the parameter has "
-                        f"{tuple(parameter.shape)}.\nLoad the checkpoint into the model that it was saved from."
+            parts = _parts(layout, parameter)
+            for part in parts:
+                for key, value in state.get(part.name, {}).items():
+                    shape = tuple(getattr(value, "shape", ()))
+                    # factored moments have a 1 where the parameter has more
+                    fits = len(shape) != len(part.shape) or all(
+                        s in (1, p) for s, p in zip(shape, part.shape, strict=True)
                     )
+                    if not fits:
+                        raise CheckpointMismatchError(
+                            f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "
+                            f"{part.shape}.\nLoad the checkpoint into the model that it was saved from."
+                        )
+            _check_alike(parts, state)
 
 
-def _restored(parameter: nn.Parameter, group: Mapping[str, Any], key: str, value: Any) -> Any:
-    """A state value as the optimizer keeps it: sharded as its parameter if it has that shape, else whole."""
+def _check_alike(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) -> None:
+    """One flat parameter has one step count, and one of whatever else is no tensor of its shape."""
+    first = _about_whole(parts[0], state.get(parts[0].name, {}))
+    for part in parts[1:]:
+        if _about_whole(part, state.get(part.name, {})) != first:
+            raise CheckpointMismatchError(
+                f"{parts[0].name!r} and {part.name!r} are one flat parameter here, but were saved with different "
+                "optimizer state, such as step counts.\nLoad it with use_orig_params=True."
+            )
+
+
+def _about_whole(part: Part, values: Mapping[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for key, value in values.items():
+        of_shape = tuple(getattr(value, "shape", ())) == part.shape
+        value = value.full() if isinstance(value, SavedTensor) and not of_shape else value
+        told[key] = "shaped" if of_shape else value.tolist() if isinstance(value, Tensor) else value
+    return told
+
+
+def _restored(
+    parameter: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, values: Sequence[Any]
+) -> Any:
+    """A state value as the optimizer keeps it: laid out as its parameter if it has that shape, else whole."""
+    value = values[0]
     if not isinstance(value, SavedTensor | Tensor):
         return value
     shape = tuple(value.shape)
-    if isinstance(parameter, DTensor) and shape and shape == tuple(parameter.shape):
+    is_shaped = bool(shape) and shape == parts[0].shape
+    if is_shaped and parts[0].range is not None:
+        flat = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+        for part, of_part in zip(parts, values, strict=True):
+            fill(part.of(flat), of_part)
+        return flat
+    if is_shaped and isinstance(parameter, DTensor):
         made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
         fill(chunked(made), value)
         return made

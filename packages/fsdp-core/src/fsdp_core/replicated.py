@@ -9,9 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import queue_backward_callback
+from fsdp_core.torch_private import BatchNorm, queue_backward_callback
 
-__all__ = ["ReplicatedParameters"]
+__all__ = ["ReplicatedParameters", "stays_whole"]
+
+
+def stays_whole(owner: nn.Module, parameter: nn.Parameter, compute: torch.dtype | None) -> bool:
+    """Whether no sharding library of torch's can take a parameter: 0-dim, or of a norm that needs its own dtype.
+
+    Args:
+        owner: The module that holds it directly.
+        parameter: The parameter.
+        compute: The dtype that units compute in, if it is another than that of their shards.
+    """
+    return parameter.ndim == 0 or (isinstance(owner, BatchNorm) and compute not in (None, parameter.dtype))
 
 
 class ReplicatedParameters:

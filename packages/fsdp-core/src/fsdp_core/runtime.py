@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any, Literal
@@ -15,6 +16,9 @@ from torch import Tensor
 __all__ = ["ProcessGroupRuntime", "Runtime"]
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
+
+#: Long enough for threads that have done their work to let go of it, on a loaded machine too.
+_SECONDS_FOR_THREADS = 0.1
 
 
 class Runtime(ABC):
@@ -158,6 +162,8 @@ class ProcessGroupRuntime(Runtime):
     def stop(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+            # a thread of gloo's that drops its last tensor in an interpreter that is already ending aborts the process
+            time.sleep(_SECONDS_FOR_THREADS)
         self._owns_group = False
 
     @property

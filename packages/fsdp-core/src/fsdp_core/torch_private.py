@@ -7,8 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FlatParameter
 
-__all__ = ["foreach_mul_", "foreach_norm", "hooks_on", "make_scaler_sharded", "queue_backward_callback"]
+# The base of every batch norm, SyncBatchNorm included; there is no public one.
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+__all__ = [
+    "BatchNorm",
+    "foreach_mul_",
+    "foreach_norm",
+    "hooks_on",
+    "is_flattened",
+    "make_scaler_sharded",
+    "queue_backward_callback",
+]
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
@@ -31,6 +43,11 @@ def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 def hooks_on(parameter: Tensor) -> bool:
     """Whether gradient hooks are registered on a parameter. There is no public way to ask."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether FSDP1 manages a parameter, alone or as part of a flat one. There is no public way to ask."""
+    return isinstance(parameter, FlatParameter) or bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import unwrap_compiled
+from fsdp_core.marking import marked
 
 __all__ = [
     "ActivationCheckpointingPolicy",
@@ -73,6 +74,8 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
     """Choose the submodules of ``module`` to shard as units of their own, innermost first; the root is not among them.
 
+    Modules marked by :func:`fsdp_core.wrap` are units too, and the only ones under ``"auto"`` and ``None``.
+
     A submodule that shares a parameter with the outside of it is left to the unit around it, so that tied parameters
     stay in one unit. One that owns no parameters is left out.
 
@@ -88,14 +91,15 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
         >>> len(select_units(model, {nn.Linear})), len(select_units(model, "auto"))
         (2, 0)
     """
+    by_hand = marked(module)
     if policy is None:
-        return []
-    if isinstance(policy, str):
+        chosen = by_hand
+    elif isinstance(policy, str):
         if policy != "auto":
             raise ShardingError(f"auto_wrap_policy={policy!r} is no policy.\n{_HOW_TO['auto_wrap_policy']}")
-        chosen = repeated_blocks(module)
+        chosen = by_hand or repeated_blocks(module)
     else:
-        chosen = list(_matching(module, policy))
+        chosen = [*_matching(module, policy), *by_hand]
         if not chosen:
             raise ShardingError(
                 f"auto_wrap_policy={describe_policy(policy)} matches no submodule of {type(module).__name__}, "

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -22,10 +21,10 @@ from torch.distributed.fsdp import (
 
 from fsdp_core.backend import Backend
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.materialize import materialize
+from fsdp_core.marking import options_of
+from fsdp_core.materialize import place
 from fsdp_core.precision import ShardPrecision
-from fsdp_core.replicated import ReplicatedParameters
-from fsdp_core.torch_private import hooks_on
+from fsdp_core.replicated import ReplicatedParameters, stays_whole
 from fsdp_core.wrapping import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
@@ -33,7 +32,7 @@ from fsdp_core.wrapping import (
     describe_policy,
     select_units,
 )
-from fsdp_fsdp2.torch_private import BatchNorm, finish_backward, take_unfrozen
+from fsdp_fsdp2.torch_private import finish_backward, take_unfrozen
 
 __all__ = ["FSDP2Backend"]
 
@@ -118,11 +117,12 @@ class FSDP2Backend(Backend):
         checkpoint_activations(module, self.activation_checkpointing_policy)
         sharded: set[nn.Module] = set()
         kept_whole: list[nn.Parameter] = []
+        compute = self._mp_policy().param_dtype
         for unit in (*units, module):
             own = [m for m in unit.modules() if m not in sharded]
             sharded.update(own)
-            self._place(own)
-            whole = {p for m in own for p in m.parameters(recurse=False) if self._stays_whole(m, p)}
+            place(own, self.runtime.device)
+            whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
             replaced = {p for m in own for p in m.parameters(recurse=False)} - whole
             _check_dtypes(unit, replaced)
             # a root that frees its parameters would have none left when a step method calls its forward
@@ -143,7 +143,8 @@ class FSDP2Backend(Backend):
         if in_order:
             self._replicated[module] = ReplicatedParameters(in_order, module, self.runtime)
         self._units[module] = weakref.WeakSet(_fsdp(unit) for unit in (*units, module))
-        module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
+        if compute is not None:
+            module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
         self._shards[module] = dict(module.named_parameters())
         self.mark_sharded(module)
         return module
@@ -168,12 +169,9 @@ class FSDP2Backend(Backend):
         for unit in self._units[module]:
             unit.reshard()
 
-    def finish_backward(self, module: nn.Module) -> None:
-        finish_backward(_fsdp(module))
-        self.refresh(module)
-
-    def refresh(self, module: nn.Module) -> None:
+    def resume_forward(self, module: nn.Module) -> None:
         root = _fsdp(module)
+        finish_backward(root)
         root.reshard()
         root.unshard()
 
@@ -198,29 +196,20 @@ class FSDP2Backend(Backend):
             )
 
     def _check(self, module: nn.Module) -> None:
+        self.check_shardable(module)
         name = type(module).__name__
-        if not any(True for _ in module.parameters()):
-            raise ShardingError(
-                f"{name} has no parameters, so there is nothing to shard.\n"
-                "Build its layers in __init__ or configure_model, or use strategy='ddp'."
-            )
         for fqn, submodule in module.named_modules():
-            if submodule is not module and self._owners.get(submodule) is not None:
-                raise ShardingError(
-                    f"{fqn!r} inside {name} was set up and sharded before, by itself.\n"
-                    "Set up the whole model, and not its parts."
-                )
             if isinstance(submodule, FSDPModule):
                 raise ShardingError(
                     f"{name} is already sharded: fully_shard was applied to {fqn or 'the root'!r}.\n"
                     "Remove the fully_shard calls and give the strategy auto_wrap_policy={MyBlock} instead; "
                     "or keep them and use Lightning's ModelParallelStrategy."
                 )
-        for fqn, parameter in module.named_parameters():
-            if hooks_on(parameter):
-                raise ShardingError(
-                    f"parameter {fqn!r} has a gradient hook, which would never run: sharding replaces the parameter.\n"
-                    "Register it after the set-up with register_post_accumulate_grad_hook, on the sharded gradient."
+            if options_of(submodule):
+                raise UnsupportedCapabilityError(
+                    f"wrap({fqn}, {', '.join(f'{k}=...' for k in options_of(submodule))}) "
+                    "has options, which 'fsdp2' takes for the whole model.\n"
+                    "Give them to the strategy and write wrap(module), or use strategy='fsdp_native'."
                 )
         size = self.reshard_after_forward
         if type(size) is int and (size < 1 or self.runtime.world_size % size):
@@ -228,25 +217,6 @@ class FSDP2Backend(Backend):
                 f"reshard_after_forward={size} does not divide the {self.runtime.world_size} ranks into groups.\n"
                 "Write a number that divides them, or True, False, or None (all but the root reshard)."
             )
-
-    def _stays_whole(self, module: nn.Module, parameter: nn.Parameter) -> bool:
-        """Whether ``fully_shard`` can't take a parameter: 0-dim, or of a norm that needs fp32 beside half precision."""
-        computes_otherwise = self._mp_policy().param_dtype not in (None, parameter.dtype)
-        return parameter.ndim == 0 or (isinstance(module, BatchNorm) and computes_otherwise)
-
-    def _place(self, modules: list[nn.Module]) -> None:
-        """Bring what ``modules`` own directly to the device, with rank 0's values."""
-        device = self.runtime.device
-        materialize(modules, device)
-        for module in modules:
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(device).contiguous()
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                module._buffers[name] = buffer.to(device)
-            if self.runtime.world_size > 1:
-                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                    # ranks seeded differently would shard a model that no rank ever had
-                    dist.broadcast(tensor.data, src=0)
 
     def _mp_policy(self) -> MixedPrecisionPolicy:
         if self.mp_policy is not None:

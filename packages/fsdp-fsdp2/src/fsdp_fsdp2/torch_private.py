@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import FSDPModule
 
-# The base of every batch norm, SyncBatchNorm included; there is no public one.
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-
-__all__ = ["BatchNorm", "finish_backward", "take_unfrozen"]
+__all__ = ["finish_backward", "take_unfrozen"]
 
 
 def finish_backward(root: FSDPModule) -> None:

@@ -74,7 +74,8 @@ def _explain_no_manifest(folder: Folder) -> str:
     if any(name.endswith(".distcp") for name in names):
         remedy = (
             "It looks like one of torch.distributed.checkpoint, as Lightning's own sharded strategies write: turn it "
-            "into a file by `python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`, and load that."
+            "into a file by `python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`, or, if "
+            "ModelParallelStrategy wrote it, by torch's dcp_to_torch_save, and load that."
         )
     else:
         remedy = "Check the path."

@@ -1,47 +1,57 @@
-"""Weight averaging over shards: Lightning's callback copies the module unsharded, so the copy is sharded too."""
+"""Weight averaging over shards: Lightning's callback keeps a copy of the module, which is sharded too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp_core.checkpoint import SavedTensor, chunked, fill
+from fsdp_core.backend import Backend
 
-__all__ = ["averaged_models", "take_averaged_state"]
-
-
-def averaged_models(trainer: pl.Trainer) -> Iterator[nn.Module]:
-    """Yield the copies of the module that weight-averaging callbacks keep."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
-        if average is not None:
-            yield average.module
+__all__ = ["shard_averages"]
 
 
-def take_averaged_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    """Turn what the callback will load from a checkpoint into tensors sharded as the module's own.
+def shard_averages(trainer: pl.Trainer, backend: Backend, root: nn.Module) -> None:
+    """Shard the copies of the module that weight-averaging callbacks keep, and let the callbacks save and load shards.
+
+    The callback takes and restores state by calling ``state_dict`` and ``load_state_dict`` of both modules, which a
+    library that shards may answer with a gathered copy, or not at all. On these instances the backend answers.
 
     Args:
         trainer: Whose callbacks to look at; nothing is done without an average.
-        checkpoint: The loaded checkpoint, changed in place.
-        live: The module's state by name.
+        backend: Which has sharded the module.
+        root: The sharded root of the module itself.
     """
-    if not any(True for _ in averaged_models(trainer)):
-        return
-    assert isinstance(checkpoint, MutableMapping)
-    for key in ("state_dict", "current_model_state"):
-        if key in checkpoint:
-            checkpoint[key] = {name: _as_live(value, live.get(name)) for name, value in checkpoint[key].items()}
+    for average in _averages(trainer):
+        copy = backend.shard(average.module)
+        _take_shards(average, backend, "module.", copy)
+        _take_shards(average.module, backend, "", copy)
+        _take_shards(backend.written_module(root), backend, "", root)
 
 
-def _as_live(value: Any, live: Any) -> Any:
-    if not isinstance(value, SavedTensor | Tensor) or not isinstance(live, Tensor):
-        return value
-    made = torch.empty_like(live, requires_grad=False)
-    fill(chunked(made), value)
-    return made
+def _averages(trainer: pl.Trainer) -> Iterator[Any]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+        if average is not None:
+            yield average
+
+
+def _take_shards(module: nn.Module, backend: Backend, prefix: str, root: nn.Module) -> None:
+    """Let ``module``, which keeps what ``root`` stands for under ``prefix``, give and take sharded state."""
+
+    def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        own = dict(module.named_buffers(recurse=False)) if prefix else {}
+        return {**own, **{prefix + name: value for name, value in backend.model_state(root).items()}}
+
+    def load_state_dict(state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        sharded = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        backend.load_model_state(root, sharded, strict)
+        for name, buffer in module.named_buffers(recurse=False) if prefix else ():
+            if name in state:
+                buffer.copy_(state[name])
+
+    instance: Any = module
+    instance.state_dict, instance.load_state_dict = state_dict, load_state_dict

@@ -132,6 +132,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         stack = ExitStack()
         stack.enter_context(self.backend.init_context(bool(empty_init)))
         stack.enter_context(self.precision.module_init_context())
+        stack.enter_context(self.backend.wrap_context())
         return stack
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -190,7 +191,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self.backend.load_model_state(root_of(module), state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.backend.optimizer_state(owner_of(optimizer, self.roots), optimizer)
+        return self.backend.optimizer_state(owner_of(optimizer, self.roots, self.backend), optimizer)
 
     def save_checkpoint(
         self,

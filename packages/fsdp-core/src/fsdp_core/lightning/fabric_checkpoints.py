@@ -14,7 +14,6 @@ from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
-from fsdp_core.fqn import aliases
 from fsdp_core.lightning.forwarding import root_of
 from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
 from fsdp_core.runtime import Runtime
@@ -37,14 +36,14 @@ class _Strategy(Protocol):
     def refuse_storage_options(self, storage_options: Any) -> None: ...
 
 
-def owner_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module:
+def owner_of(optimizer: Optimizer, roots: Sequence[nn.Module], backend: Backend) -> nn.Module:
     """Find the sharded root whose parameters an optimizer holds.
 
     Raises:
         OptimizerMismatchError: None does, or more than one.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    owners = [root for root in roots if any(id(p) in held for p in root.parameters())]
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    owners = [root for root in roots if not held.isdisjoint(backend.layout(root))]
     if len(owners) == 1:
         return owners[0]
     if not owners:
@@ -80,10 +79,10 @@ def save_checkpoint(
             root = root_of(obj)
             converted[key] = backend.model_state(root)
             kinds[join_path(key)] = "model"
-            names = aliases(root) if key not in filters else {}
+            names = backend.aliases(root) if key not in filters else {}
             tied.update({join_path(key, a): join_path(key, b) for a, b in names.items()})
         elif isinstance(obj, Optimizer):
-            converted[key] = backend.optimizer_state(owner_of(obj, strategy.roots), obj)
+            converted[key] = backend.optimizer_state(owner_of(obj, strategy.roots, strategy.backend), obj)
             kinds[join_path(key)] = "optimizer"
         else:
             converted[key] = obj.state_dict() if callable(getattr(obj, "state_dict", None)) else obj
@@ -153,7 +152,7 @@ def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_o
     if isinstance(obj, nn.Module):
         strategy.backend.load_model_state(root_of(obj), value, strict, check_only=check_only)
     elif isinstance(obj, Optimizer):
-        owner = owner_of(obj, strategy.roots)
+        owner = owner_of(obj, strategy.roots, strategy.backend)
         strategy.backend.load_optimizer_state(owner, obj, value, check_only=check_only)
     elif callable(getattr(obj, "load_state_dict", None)):
         if not check_only:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_core.backend import Backend
-from fsdp_core.checkpoint import is_checkpoint, remove
+from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
 from fsdp_core.checkpoint.folder import open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
@@ -32,7 +32,7 @@ def gathered(value: Any, backend: Backend) -> Any:
         return [gathered(v, backend) for v in value]
     if type(value) is tuple:
         return tuple(gathered(v, backend) for v in value)
-    return backend.full_tensor(value) if isinstance(value, torch.Tensor) else value
+    return backend.full_tensor(value) if isinstance(value, torch.Tensor | ChunkedTensor) else value
 
 
 def numbered(state: dict[str, Any]) -> dict[str, Any]:

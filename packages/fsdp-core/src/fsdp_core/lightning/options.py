@@ -12,7 +12,11 @@ __all__ = ["refuse_unknown_options"]
 
 
 def refuse_unknown_options(
-    strategy: str, made: type, unknown: Mapping[str, object], translations: Mapping[str, str]
+    strategy: str,
+    made: type,
+    unknown: Mapping[str, object],
+    translations: Mapping[str, str],
+    further: tuple[str, ...] = (),
 ) -> None:
     """Refuse what a strategy's constructor was given beyond its own options.
 
@@ -21,12 +25,14 @@ def refuse_unknown_options(
         made: The strategy's class, whose constructor names its options.
         unknown: What it was given besides.
         translations: What to write in the place of options that other libraries have.
+        further: Options that it takes beyond those that it names.
 
     Raises:
         UnsupportedCapabilityError: There is any; the message names the nearest option and the strategies that have it.
     """
     for name in unknown:
-        options = [one for one in inspect.signature(made).parameters if one != "unknown"]
+        named = inspect.signature(made).parameters.values()
+        options = list(dict.fromkeys([*(one.name for one in named if one.kind is not one.VAR_KEYWORD), *further]))
         likeness, nearest = registry.likeness(name, options)
         others = [i.name for i in registry.strategies().values() if name in {option.name for option in i.options}]
         raise UnsupportedCapabilityError(

@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
 from fsdp_core.errors import CheckpointMismatchError
-from fsdp_core.fqn import aliases
-from fsdp_core.lightning.averaging import averaged_models, take_averaged_state
+from fsdp_core.lightning.averaging import shard_averages
 from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
 from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher
 from fsdp_core.lightning.ranks import RanksOfStrategy
 from fsdp_core.lightning.redirection import call_inside_forward
+from fsdp_core.lightning.summary import show_written_shapes
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
 
@@ -134,6 +134,11 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         with self.backend.init_context(bool(empty_init)), self.precision_plugin.tensor_init_context():
             yield
 
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with self.backend.wrap_context():
+            yield
+
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -151,8 +156,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 converted = self._layer_sync.apply(converted)
             module = converted
         self.model = self.backend.shard(module)
-        for averaged in averaged_models(trainer):
-            self.backend.shard(averaged)
+        shard_averages(trainer, self.backend, self.model)
+        show_written_shapes(trainer, self.backend, self.model)
         if fitting:
             self._reset_optimizers_and_schedulers()
             with self.backend.as_written(self.model):
@@ -220,19 +225,34 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         with self.backend.no_sync(self.model):
             yield
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._inside_root_forward:
+            assert self.model is not None
+            self.backend.suspend_forward(self.model, closure_loss)
+
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._inside_root_forward:
             assert self.model is not None
-            self.backend.finish_backward(self.model)
+            self.backend.resume_forward(self.model)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self.model is not None
-        if self._inside_root_forward:
-            self.backend.refresh(self.model)
-        else:
-            self.backend.reshard(self.model)
-        return output
+        root = self.model
+        assert root is not None
+        if not self._inside_root_forward:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self.backend.reshard(root)
+            return output
+
+        def closure_inside_forward() -> Any:
+            self.backend.resume_forward(root)
+            result = closure()
+            self.backend.suspend_forward(root)
+            return result
+
+        try:
+            return super().optimizer_step(optimizer, closure_inside_forward, model, **kwargs)
+        finally:
+            self.backend.resume_forward(root)
 
     @property
     def _inside_root_forward(self) -> bool:
@@ -260,7 +280,6 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self.backend.load_model_state(self.model, checkpoint["state_dict"], strict, check_only=True)
             self._load_optimizers(checkpoint["optimizer_states"], check_only=True)
         self.backend.load_model_state(self.model, checkpoint["state_dict"], strict)
-        take_averaged_state(self.lightning_module.trainer, checkpoint, self.backend.model_state(self.model))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
@@ -296,6 +315,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             return
         self.refuse_storage_options(storage_options)
         assert self.model is not None
+        tied = self.backend.aliases(self.model)
         state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
         kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
         checkpoints.save(
@@ -304,7 +324,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             runtime=self.runtime,
             strategy=self.strategy_name,
             kinds=kinds,
-            aliases={f"model/{a}": f"model/{b}" for a, b in aliases(self.model).items() if a in model and b in model},
+            aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -327,8 +347,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         if self.lightning_module is not None:
-            for name in ("toggle_optimizer", "untoggle_optimizer"):
-                self.lightning_module.__dict__.pop(name, None)  # see _watch_toggling
+            for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
+                self.lightning_module.__dict__.pop(name, None)  # see _watch_toggling and shard_averages
+        if self.model is not None and self.backend.is_sharded(self.model):
+            self.backend.reshard(self.model)
         self.accelerator.teardown()
         if self._checkpoint_io is not None:
             self._checkpoint_io.teardown()

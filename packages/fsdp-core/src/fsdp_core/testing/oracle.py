@@ -1,4 +1,4 @@
-"""The models of the tests, their data, and the oracle: one unsharded process of plain torch, with none of our code."""
+"""The models of the suite, their data, and the oracle: one unsharded process of plain torch, with none of our code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+__all__ = [
+    "BATCH",
+    "FEATURES",
+    "FP32_TOLERANCE",
+    "HALF_TOLERANCE",
+    "Block",
+    "Net",
+    "Trained",
+    "adamw_groups",
+    "dataset",
+    "global_batches",
+    "is_block",
+    "momentum",
+    "new_net",
+    "sgd",
+    "torch_policy",
+    "train_plain",
+]
+
 #: fp32: the order of additions differs between one process and several; measured differences stay below 2e-6.
 FP32_TOLERANCE = 1e-5
 
@@ -16,6 +35,9 @@ FP32_TOLERANCE = 1e-5
 HALF_TOLERANCE = 3e-2
 
 BATCH, FEATURES = 12, 6  # 12 rows divide by 1, 2, 3 and 4 ranks
+
+#: The loss of each batch, and the final state by name.
+Trained = tuple[list[float], dict[str, Tensor]]
 
 
 class Block(nn.Module):
@@ -30,11 +52,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.gain * self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        output: Tensor = x + self.gain * self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        return output
 
 
 class Net(nn.Module):
     """Blocks in a ModuleList, a tied pair at the root, a buffer, and a frozen layer."""
+
+    scale: Tensor
 
     def __init__(self, dropout: float = 0.0, blocks: int = 3) -> None:
         super().__init__()
@@ -50,20 +75,24 @@ class Net(nn.Module):
         x = self.inp(x) * self.scale
         for block in self.blocks:
             x = block(x)
-        return self.out(self.frozen(x))
+        output: Tensor = self.out(self.frozen(x))
+        return output
 
 
 def new_net(**kwargs: Any) -> Net:
+    """A net with the weights that every run of the suite starts from."""
     torch.manual_seed(1)
     return Net(**kwargs)
 
 
 def dataset(size: int) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets of shape ``(FEATURES,)``, always the same."""
     g = torch.Generator().manual_seed(2)
     return [(torch.randn(FEATURES, generator=g), torch.randn(FEATURES, generator=g)) for _ in range(size)]
 
 
 def global_batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    """What all ranks together see in each step: inputs and targets of shape ``(BATCH, FEATURES)``."""
     data = dataset(BATCH * steps)
     return [
         (torch.stack([x for x, _ in data[i : i + BATCH]]), torch.stack([y for _, y in data[i : i + BATCH]]))
@@ -72,10 +101,12 @@ def global_batches(steps: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """SGD without state."""
     return torch.optim.SGD(module.parameters(), lr=0.05)
 
 
 def momentum(module: nn.Module) -> torch.optim.Optimizer:
+    """SGD with a tensor of state per parameter."""
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -100,11 +131,16 @@ def train_plain(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     net: nn.Module | None = None,
-) -> tuple[list[float], dict[str, Tensor]]:
+) -> Trained:
     """Train in this process on whole batches.
 
-    Returns:
-        The loss of each batch, and the final state by name.
+    Args:
+        steps: How many batches.
+        make_optimizer: Builds the optimizer over the net.
+        accumulate: How many batches make a step of the optimizer.
+        clip_norm: The largest norm of the gradient.
+        clip_value: The largest element of the gradient.
+        net: Trained in place; :func:`new_net` when ``None``.
     """
     net = net or new_net()
     optimizer = make_optimizer(net)
@@ -124,9 +160,10 @@ def train_plain(
 
 
 def is_block(module: nn.Module) -> bool:
+    """A policy for wrapping or checkpointing, as a function of the module."""
     return isinstance(module, Block)
 
 
 def torch_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """In the form of torch.distributed.fsdp.wrap's policies."""
+    """A wrap policy in the form of torch.distributed.fsdp.wrap's."""
     return True if recurse else isinstance(module, Block)

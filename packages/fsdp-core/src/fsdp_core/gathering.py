@@ -1,0 +1,55 @@
+"""The whole of a tensor that ranks hold parts of."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.checkpoint import ChunkedTensor, SavedTensor
+from fsdp_core.runtime import Runtime
+
+__all__ = ["whole"]
+
+
+def whole(value: Any, runtime: Runtime) -> Any:
+    """Gather a state tensor on every rank. All ranks must call it.
+
+    Args:
+        value: A DTensor, this rank's chunks, or what is the same on every rank.
+        runtime: The ranks.
+
+    Returns:
+        A plain tensor; what is neither a tensor nor chunks comes back as it is.
+    """
+    if isinstance(value, SavedTensor):
+        return value.full()
+    if isinstance(value, ChunkedTensor):
+        return _from_chunks(value, runtime)
+    if isinstance(value, Tensor):
+        return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    return value
+
+
+def _from_chunks(value: ChunkedTensor, runtime: Runtime) -> Tensor:
+    """Gather equally long runs of bytes, which every library of collectives can, whatever the dtype."""
+    held = [(chunk.offsets, tuple(chunk.data.shape)) for chunk in value.chunks]
+    by_rank = runtime.gather_objects(held)
+    longest = max(sum(prod(box) for _, box in boxes) for boxes in by_rank)
+    flat = torch.zeros(longest, dtype=value.dtype, device=runtime.device)
+    at = 0
+    for chunk in value.chunks:
+        flat[at : at + chunk.data.numel()] = chunk.data.reshape(-1)
+        at += chunk.data.numel()
+    gathered = runtime.all_gather(flat.view(torch.uint8)).view(value.dtype)
+    result = torch.empty(value.shape, dtype=value.dtype, device=runtime.device)
+    for boxes, run in zip(by_rank, gathered, strict=True):
+        at = 0
+        for offsets, box in boxes:
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, box, strict=True))
+            result[place] = run[at : at + prod(box)].view(box)
+            at += prod(box)
+    return result

@@ -1,0 +1,79 @@
+"""``wrap``: marking a module as a unit of sharding, where the model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.fsdp.wrap import enable_wrap
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.torch_private import is_flattened
+
+__all__ = ["mark_by_torch_wrap", "marked", "options_of", "wrap"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_MARK = "_fsdp_core_unit"
+
+
+def wrap(module: M) -> M:
+    """Make a module a unit of sharding: what it holds is gathered, used and freed together.
+
+    Write it where the model is built: in ``__init__``, in ``configure_model``, or under Fabric before ``setup``. Marked
+    modules take the place of the units that ``auto_wrap_policy="auto"`` would choose; a policy of your own adds to
+    them. Under a strategy that does not shard, DDP and a single device included, the mark means nothing.
+
+    Args:
+        module: Any module that is called itself.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ShardingError: The module is sharded already, so that the mark comes too late; or it is no module, or a
+            container that is never called.
+
+    Example:
+        >>> block = wrap(nn.Linear(4, 4))
+        >>> type(block).__name__
+        'Linear'
+    """
+    if not isinstance(module, nn.Module):
+        raise ShardingError(f"wrap() got a {type(module).__name__}.\nGive it a module: wrap(MyBlock(...)).")
+    if any(isinstance(p, DTensor) or is_flattened(p) for p in module.parameters()):
+        raise ShardingError(
+            f"wrap({type(module).__name__}) comes too late: its parameters are sharded already.\n"
+            "Call it where the model is built: in __init__ or configure_model, or before fabric.setup()."
+        )
+    return _mark(module)
+
+
+@contextmanager
+def mark_by_torch_wrap() -> Iterator[None]:
+    """Let torch's ``wrap`` mark modules too, with the options that it is given."""
+    with enable_wrap(wrapper_cls=_mark):
+        yield
+
+
+def marked(root: nn.Module) -> list[nn.Module]:
+    """The modules inside ``root`` that were marked."""
+    return [m for m in root.modules() if m is not root and _MARK in m.__dict__]
+
+
+def options_of(module: nn.Module) -> Mapping[str, Any]:
+    """What torch's ``wrap`` was given for a module beyond the strategy's own options."""
+    options: Mapping[str, Any] = module.__dict__.get(_MARK, {})
+    return options
+
+
+def _mark(module: M, **options: Any) -> M:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise ShardingError(
+            f"wrap() got a {type(module).__name__}, which is never called itself.\nWrap its members instead."
+        )
+    module.__dict__[_MARK] = options
+    return module

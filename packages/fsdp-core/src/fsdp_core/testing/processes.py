@@ -1,0 +1,101 @@
+"""Scripts as users start them: real processes, each with a time limit, and none of them left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+__all__ = ["SCRIPTS", "SECONDS", "TORCHRUN", "Ended", "start"]
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SECONDS = 120  # for one start; it takes ten or so
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+_TOKEN = "FSDP_TESTS_STARTED_THIS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A start that has ended.
+
+    Attributes:
+        status: The exit status; negative for a signal.
+        output: What its processes wrote.
+        seconds: How long it took.
+    """
+
+    status: int
+    output: str
+    seconds: float
+
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        """The lines of JSON that its processes wrote."""
+        return [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
+
+    def reports(self, front_end: str) -> list[dict[str, Any]]:
+        """What each rank reported at the end, by rank."""
+        return sorted((one for one in self.said if one.get("front_end") == front_end), key=lambda one: int(one["rank"]))
+
+
+def _started_by(token: str) -> list[psutil.Process]:
+    """The processes that still run of those that a start began, at any depth."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def start(
+    tmp: Path, *command: str, meanwhile: Callable[[subprocess.Popen[bytes], Path], None] | None = None, **environ: str
+) -> Ended:
+    """Run Python with a command line in the folder of the scripts, and see that it leaves no process behind.
+
+    Args:
+        tmp: Where its output goes: a file, for a pipe would stay open as long as a process that is left behind.
+        *command: What follows ``python``.
+        meanwhile: Is given the process and the file of its output while it runs.
+        **environ: Environment variables.
+    """
+    token, began = uuid.uuid4().hex, time.monotonic()
+    inherited = {k: v for k, v in os.environ.items() if k not in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "LOCAL_RANK")}
+    file = tmp / f"{token}.txt"
+    with file.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=SCRIPTS,
+            env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _TOKEN: token, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        if meanwhile is not None:
+            meanwhile(process, file)
+        status = process.wait(timeout=SECONDS)
+        seconds = time.monotonic() - began
+        # a rank may end a little after the one that started it
+        _, left = psutil.wait_procs(_started_by(token), timeout=10)
+        assert not left, f"{left} were left behind:\n{file.read_text()}"
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{command} did not end within {SECONDS} s:\n{file.read_text()}")
+    finally:
+        for one in _started_by(token):
+            one.kill()
+        process.wait()
+    return Ended(status=status, output=file.read_text(), seconds=seconds)

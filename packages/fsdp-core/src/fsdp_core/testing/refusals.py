@@ -1,0 +1,54 @@
+"""How the suite reads what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.testing.state import full_state
+
+__all__ = ["assert_says", "assert_unchanged", "refusal"]
+
+_INSTEAD = "instead of a refusal:"
+
+
+def refusal(error: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
+    """What a call raises, as text that :func:`assert_says` reads; a rank can return it, whatever comes.
+
+    Example:
+        >>> refusal(ValueError, lambda: int("x"))
+        "invalid literal for int() with base 10: 'x'"
+        >>> refusal(TypeError, lambda: int("x"))
+        "instead of a refusal: ValueError: invalid literal for int() with base 10: 'x'"
+    """
+    try:
+        call()
+    except error as refused:
+        return str(refused)
+    except Exception as other:
+        return f"{_INSTEAD} {type(other).__name__}: {other}"
+    return f"{_INSTEAD} nothing was raised"
+
+
+def assert_says(message: str, *words: str) -> None:
+    """It was a refusal, and says all of this: what was asked, why it can't be, what to type next."""
+    assert not message.startswith(_INSTEAD), message
+    for word in words:
+        assert word in message, f"{word!r} is not in:\n{message}"
+
+
+def assert_unchanged(strategy: Any, before: Mapping[str, Tensor], root: nn.Module | None = None) -> None:
+    """A refusal has left the module as it was. All ranks must call it.
+
+    Args:
+        strategy: A Trainer's or Fabric's.
+        before: The whole state by name.
+        root: The sharded root; the only one when ``None``.
+    """
+    now = full_state(strategy, root)
+    assert now.keys() == before.keys()
+    for name, tensor in before.items():
+        assert torch.equal(now[name], tensor), f"{name} was changed by what was refused"

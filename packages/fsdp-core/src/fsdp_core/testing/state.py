@@ -1,0 +1,117 @@
+"""What ranks hold, and the whole of it: how the suite looks at shards without knowing how a library keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.gathering import whole
+
+__all__ = [
+    "assert_sharded",
+    "copied_state",
+    "full_optimizer_state",
+    "full_state",
+    "held_by",
+    "local",
+    "poison_own_gradient",
+    "root_of",
+    "trained_by",
+]
+
+
+def root_of(strategy: Any) -> nn.Module:
+    """The one root that a strategy has sharded.
+
+    Args:
+        strategy: Of a Trainer whose stage has begun, or of a Fabric that has set one module up.
+    """
+    (root,) = strategy.roots if hasattr(strategy, "roots") else [strategy.model]
+    assert isinstance(root, nn.Module)
+    return root
+
+
+def full_state(strategy: Any, root: nn.Module | None = None) -> dict[str, Any]:
+    """The whole state of a root by name, copied, on every rank. All ranks must call it.
+
+    Args:
+        strategy: A Trainer's or Fabric's.
+        root: A sharded root; the only one when ``None``.
+    """
+    state = strategy.backend.model_state(root_of(strategy) if root is None else root)
+    gathered = {name: whole(state[name], strategy.runtime) for name in state}
+    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in gathered.items()}
+
+
+def full_optimizer_state(strategy: Any, optimizer: Any, root: nn.Module | None = None) -> dict[str, dict[str, Any]]:
+    """The whole state of an optimizer by parameter name, on every rank. All ranks must call it.
+
+    Args:
+        strategy: A Trainer's or Fabric's.
+        optimizer: The user's optimizer, or Lightning's around it.
+        root: The sharded root that it trains; the only one when ``None``.
+    """
+    plain = getattr(optimizer, "_optimizer", optimizer)
+    root = root_of(strategy) if root is None else root
+    state = strategy.backend.optimizer_state(root, plain)["state"]
+    return {
+        name: {key: whole(state[name][key], strategy.runtime) for key in sorted(state[name])} for name in sorted(state)
+    }
+
+
+def copied_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module that is not sharded yet."""
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held_by(parameters: Iterable[Tensor]) -> int:
+    """How many elements this rank holds of parameters."""
+    return sum(local(p).numel() for p in parameters)
+
+
+def trained_by(optimizer: Any) -> list[nn.Parameter]:
+    """The parameters of all param groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def assert_sharded(held: Sequence[int], total: int) -> None:
+    """Every rank holds about its share, and together they hold everything.
+
+    Args:
+        held: By rank, how many elements it holds; see :func:`held_by`.
+        total: How many there are in the unsharded model.
+
+    Example:
+        >>> assert_sharded([5, 4], 9)
+        >>> assert_sharded([9, 9], 9)
+        Traceback (most recent call last):
+            ...
+        AssertionError: of 9 elements, the ranks hold [9, 9]
+    """
+    # shares are uneven where sizes don't divide, and 0-dim parameters may be on every rank
+    assert max(held) <= 1.3 * total / len(held), f"of {total} elements, the ranks hold {held}"
+    assert sum(held) >= total, f"of {total} elements, the ranks hold {held}"
+
+
+def poison_own_gradient(parameters: Iterable[nn.Parameter], value: float) -> None:
+    """Set one element of the gradients that this rank holds, and no other rank does.
+
+    Args:
+        parameters: Sharded ones with gradients, of which this rank holds some elements.
+        value: What to set it to.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None and (mine := local(parameter.grad)).numel():
+            with torch.no_grad():
+                mine.view(-1)[0] = value
+            return
+    raise AssertionError("this rank holds no gradient")

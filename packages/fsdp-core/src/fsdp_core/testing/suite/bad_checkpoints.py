@@ -1,0 +1,334 @@
+"""Checkpoints that can't be loaded or saved: refused with what to do next, and nothing is lost or half loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointValueError,
+)
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
+from fsdp_core.testing.state import copied_state
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+
+__all__ = ["BadCheckpointsSuite"]
+
+KINDS = pytest.mark.parametrize("kind", ["sharded", "full"])
+SavedAt = Callable[[str, str, Path], None]
+
+
+def _save_with_trainer(strategy: str, tmp: str, path: str, kind: str) -> None:
+    run = new_trainer(tmp, strategy, 2, {"state_dict_type": kind})
+    run.fit(Lit("adamw_groups"), loader(1, 2))
+    run.save_checkpoint(path)
+
+
+def _save_with_fabric(strategy: str, path: str, kind: str) -> None:
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    lit = Lit("adamw_groups")
+    model, optimizer = fabric.setup(lit, lit.configure_optimizers())
+    x, y = oracle.global_batches(1)[0]
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 1})
+
+
+def _refused_by_trainer(
+    strategy: str, tmp: str, path: str, module: Lit, error: type[Exception], stage: str = "fit"
+) -> str:
+    before = copied_state(module)
+    run = new_trainer(tmp, strategy, 2)
+    told = refusal(error, lambda: getattr(run, stage)(module, loader(1, 2), ckpt_path=path))
+    assert not module.losses
+    assert not module.validation_losses
+    assert_unchanged(run.strategy, before)
+    return told
+
+
+def _refused_by_fabric(strategy: str, path: str, module: Lit, error: type[Exception]) -> str:
+    """The model, its optimizer and plain data at once, as users load them."""
+    before = copied_state(module)
+    fabric = new_fabric(strategy)
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": -1}
+    told = refusal(error, lambda: fabric.load(path, state))
+    assert state["step"] == -1
+    assert not optimizer.optimizer.state
+    assert_unchanged(fabric.strategy, before)
+    return told
+
+
+# -- what is no checkpoint ---------------------------------------------------------------------------------------------
+
+
+def _replace_by_folder(**files: str) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        shutil.rmtree(path)
+        path.mkdir()
+        for name, text in files.items():
+            (path / name).write_text(text)
+
+    return replace
+
+
+def _replace_by_text(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("epoch,loss\n0,1.5\n")
+
+
+def _replace_by_pickle(path: Path) -> None:
+    shutil.rmtree(path)
+    torch.save({"state_dict": {}, "hyper_parameters": RankPool}, path)
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda path: next(path.rglob(name)).unlink()
+
+
+#: What is done to a good checkpoint, and what the refusal says.
+DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "missing": (shutil.rmtree, ["there is no checkpoint", "Check the path"]),
+    "no manifest": (
+        _remove("manifest.json"),
+        ["no complete checkpoint", "manifest.json", "Load an earlier checkpoint"],
+    ),
+    "no part": (_remove("*-rank-00001.*"), ["rank-00001.safetensors is missing", "load an earlier checkpoint"]),
+    "foreign folder": (_replace_by_folder(**{"notes.txt": ""}), ["not a checkpoint", "notes.txt", "Check the path"]),
+    "folder of Lightning's": (
+        _replace_by_folder(**{".metadata": "", "__0_0.distcp": "", "meta.pt": ""}),
+        ["not a checkpoint", ".metadata", "lightning.pytorch.utilities.consolidate_checkpoint"],
+    ),
+    "empty folder": (_replace_by_folder(), ["no checkpoint", "empty", "Check the path"]),
+    "text": (_replace_by_text, ["is a file", "a sharded checkpoint is a folder", "Check the path"]),
+    "pickle": (_replace_by_pickle, ["can't be read", "RankPool", "add_safe_globals"]),
+}
+
+
+def _load_damaged(strategy: str, tmp: str, path: str) -> list[str]:
+    return [
+        _refused_by_trainer(strategy, tmp, path, Lit("adamw_groups"), CheckpointFormatError),
+        _refused_by_trainer(strategy, tmp, path, Lit("adamw_groups"), CheckpointFormatError, "validate"),
+        _refused_by_fabric(strategy, path, Lit("adamw_groups"), CheckpointFormatError),
+    ]
+
+
+# -- checkpoints of something else -------------------------------------------------------------------------------------
+
+
+class Renamed(Lit):
+    """A block less than the checkpoint has, and a layer more."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw_groups", blocks=2)
+        self.extra = nn.Linear(3, 3)
+
+
+class Resized(Lit):
+    """Another head."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw_groups")
+        self.net.frozen = nn.Linear(oracle.FEATURES, oracle.FEATURES + 1)
+
+
+class TwoOptimizers(Lit):
+    """Trains two parts by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [oracle.sgd(self.net.blocks), oracle.sgd(self.net.frozen)]
+
+
+class MoreTrained(Lit):
+    """Trains a layer more than the checkpoint's optimizer did, from other weights."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw_groups")
+        self.net.frozen.requires_grad_(True)
+        nn.init.ones_(self.net.inp.weight)
+
+
+#: Into what the checkpoint is loaded, and what the refusal says.
+MISFITS: dict[type[Lit], list[str]] = {
+    Renamed: ["2 are missing in it:\n    extra.weight", "7 are in it alone:\n    net.blocks.2.gain", "nothing was"],
+    Resized: [
+        "2 differ:\n    net.frozen.weight: its shape is (6, 6) in the checkpoint, and (7, 6) here",
+        "nothing was loaded",
+    ],
+    TwoOptimizers: ["the state of 1 optimizers", "made 2", "Return the optimizers"],
+    MoreTrained: ["'net.frozen.weight'", "param group 0", "or load the weights alone"],
+}
+
+
+def _load_misfit(strategy: str, tmp: str, path: str, front_end: str, module_class: Callable[[], Lit]) -> str:
+    if front_end == "trainer":
+        return _refused_by_trainer(strategy, tmp, path, module_class(), CheckpointMismatchError)
+    return _refused_by_fabric(strategy, path, module_class(), CheckpointMismatchError)
+
+
+def _load_absent_key(strategy: str, path: str) -> str:
+    fabric = new_fabric(strategy)
+    lit = Lit()
+    nn.init.ones_(lit.net.inp.weight)
+    before = copied_state(lit)
+    model = fabric.setup(lit)
+    told = refusal(CheckpointMismatchError, lambda: fabric.load(path, {"model": model, "scheduler": {}}))
+    assert_unchanged(fabric.strategy, before)
+    return told
+
+
+# -- what can't be saved -----------------------------------------------------------------------------------------------
+
+
+def _save_over_a_folder(strategy: str, tmp: str, kind: str) -> list[str]:
+    run = new_trainer(tmp, strategy, 2, {"state_dict_type": kind})
+    run.fit(Lit(), loader(1, 2))
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    model = fabric.setup(oracle.new_net())
+    # of a full file, only the rank that writes knows more than that it failed
+    error = CheckpointExistsError if run.is_global_zero or kind == "sharded" else CheckpointError
+    return [
+        refusal(error, lambda: run.save_checkpoint(f"{tmp}/mine")),
+        refusal(error, lambda: fabric.save(f"{tmp}/mine", {"model": model})),
+    ]
+
+
+class Tokenizer:
+    """No plain data."""
+
+
+class HoldsAnObject(Lit):
+    """Saves an object as a hyper-parameter."""
+
+    def __init__(self, tokenizer: Any, sizes: dict[str, int]) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class DataHoldsAnObject(LightningDataModule):
+    """Saves an object as a hyper-parameter."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return loader(1, 1)
+
+
+def _save_objects(strategy: str, tmp: str) -> list[str]:
+    module, plain = HoldsAnObject(Tokenizer(), {"hidden": 3}), Lit()
+    fabric = new_fabric(strategy, 1)
+    net = oracle.new_net()
+    state: dict[str, Any] = {"model": fabric.setup(net), "tokenizer": Tokenizer()}
+    run, again = (new_trainer(tmp, strategy, enable_checkpointing=True) for _ in range(2))
+    told = [
+        refusal(CheckpointValueError, lambda: run.fit(module, loader(1, 1))),
+        refusal(CheckpointValueError, lambda: again.fit(plain, datamodule=DataHoldsAnObject(Tokenizer()))),
+        refusal(CheckpointValueError, lambda: fabric.save(f"{tmp}/saved", state)),
+    ]
+    assert not module.losses
+    assert not plain.losses
+    assert not list(Path(tmp).iterdir())
+    return told
+
+
+class BadCheckpointsSuite(Clauses):
+    """Both front ends refuse, on every rank, before they change anything."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def saved(cls, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> SavedAt:
+        """Puts a good checkpoint of ``Lit("adamw_groups")``, saved by a front end on two ranks, at a path."""
+        made: dict[tuple[str, str], Path] = {}
+
+        def put(front_end: str, kind: str, path: Path) -> None:
+            if (front_end, kind) not in made:
+                folder = tmp_path_factory.mktemp("saved")
+                good = made[front_end, kind] = folder / "checkpoint"
+                if front_end == "trainer":
+                    ranks.run(2, _save_with_trainer, cls.strategy, str(folder), str(good), kind)
+                else:
+                    ranks.run(2, _save_with_fabric, cls.strategy, str(good), kind)
+            good = made[front_end, kind]
+            (shutil.copytree if good.is_dir() else shutil.copyfile)(good, path)
+
+        return put
+
+    @pytest.mark.parametrize("case", DAMAGE)
+    def test_what_is_no_checkpoint(self, ranks: RankPool, tmp_path: Path, saved: SavedAt, case: str) -> None:
+        path = tmp_path / "checkpoint"
+        saved("trainer", "sharded", path)
+        damage, words = DAMAGE[case]
+        damage(path)
+        for told in ranks.run(2, _load_damaged, self.strategy, str(tmp_path), str(path)):
+            for message in told:
+                assert_says(message, str(path), *words)
+
+    @KINDS
+    @pytest.mark.parametrize("module_class", MISFITS)
+    def test_another_models_checkpoint_under_trainer(
+        self, ranks: RankPool, tmp_path: Path, saved: SavedAt, module_class: type[Lit], kind: str
+    ) -> None:
+        path = tmp_path / "checkpoint"
+        saved("trainer", kind, path)
+        for told in ranks.run(2, _load_misfit, self.strategy, str(tmp_path), str(path), "trainer", module_class):
+            assert_says(told, *MISFITS[module_class])
+            if module_class is Renamed:
+                assert_says(told, "strict_loading = False")  # the Trainer knows no strict=
+
+    @KINDS
+    @pytest.mark.parametrize("module_class", [Renamed, Resized, MoreTrained])
+    def test_another_models_checkpoint_under_fabric(
+        self, ranks: RankPool, tmp_path: Path, saved: SavedAt, module_class: type[Lit], kind: str
+    ) -> None:
+        path = tmp_path / "checkpoint"
+        saved("fabric", kind, path)
+        for told in ranks.run(2, _load_misfit, self.strategy, str(tmp_path), str(path), "fabric", module_class):
+            assert_says(told, *MISFITS[module_class])
+            if module_class is Renamed:
+                assert_says(told, "strict=False")
+
+    def test_fabric_checkpoint_without_a_key(self, ranks: RankPool, tmp_path: Path, saved: SavedAt) -> None:
+        saved("fabric", "sharded", tmp_path / "checkpoint")
+        for told in ranks.run(2, _load_absent_key, self.strategy, str(tmp_path / "checkpoint")):
+            assert_says(told, "no 'scheduler'", "'model', 'optimizer', 'step'", "strict=False")
+
+    @KINDS
+    def test_folder_of_something_else_is_not_replaced(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+        mine = {"notes.txt": "mine", "manifest.json": json.dumps({"of": "another program"})}
+        (tmp_path / "mine").mkdir()
+        for name, text in mine.items():
+            (tmp_path / "mine" / name).write_text(text)
+        for told in ranks.run(2, _save_over_a_folder, self.strategy, str(tmp_path), kind):
+            for message in told:
+                assert_says(message, str(tmp_path / "mine"), "another path")
+        assert {path.name: path.read_text() for path in (tmp_path / "mine").iterdir()} == mine
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+    def test_objects_are_refused_before_anything_is_trained_or_written(self, ranks: RankPool, tmp_path: Path) -> None:
+        ((module, datamodule, fabric),) = ranks.run(1, _save_objects, self.strategy, str(tmp_path))
+        found = f"{Tokenizer.__module__}.Tokenizer"
+        assert_says(module, "hyper_parameters/tokenizer", found, "save_hyperparameters(ignore=['tokenizer'])")
+        assert "sizes" not in module
+        assert_says(datamodule, "datamodule_hyper_parameters/tokenizer", "save_hyperparameters(ignore=['tokenizer'])")
+        assert_says(fabric, f"'tokenizer': {found}", "leave it out")

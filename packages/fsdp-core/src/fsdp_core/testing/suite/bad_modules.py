@@ -1,0 +1,118 @@
+"""Modules that can't be sharded: refused before anything is trained, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from fsdp_core.errors import CheckpointMismatchError, ShardingError
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.suite.bad_options import set_up
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+
+__all__ = ["BadModulesSuite", "refused_setup"]
+
+
+class NoParameters(Lit):
+    """Has nothing to shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Tanh()
+
+
+def _without_parameters(strategy: str, tmp: str) -> list[str]:
+    return [
+        refusal(ShardingError, lambda: set_up(strategy, tmp, "trainer", NoParameters())),
+        refusal(ShardingError, lambda: set_up(strategy, tmp, "fabric", nn.Tanh())),
+    ]
+
+
+def _on_other_terms(strategy: str, tmp: str) -> str:
+    lit = Lit()
+    new_trainer(tmp, strategy).fit(lit, loader(1, 1))
+    lit.losses.clear()
+    return refusal(ShardingError, lambda: set_up(strategy, tmp, "trainer", lit, {"cpu_offload": True}))
+
+
+def _hooked(fabric: Fabric, path: str) -> None:
+    net: Any = oracle.new_net()
+    net.blocks[0].up.weight.register_hook(lambda grad: grad * 0)
+    fabric.setup(net)
+
+
+def _mixed_dtypes(fabric: Fabric, path: str) -> None:
+    net: Any = oracle.new_net()
+    net.blocks[0].up.to(torch.bfloat16)
+    fabric.setup(net)
+
+
+def _part_first(fabric: Fabric, path: str) -> None:
+    net = oracle.new_net()
+    fabric.setup(net.blocks[0])
+    fabric.setup(net)
+
+
+class Unfilled(nn.Linear):
+    """Its ``reset_parameters`` leaves its buffer out."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("table", torch.ones(3))
+
+
+def _unfilled(fabric: Fabric, path: str) -> None:
+    with fabric.init_module(empty_init=True):
+        net = Unfilled()
+    fabric.setup(net)
+
+
+def _fewer_parameters(fabric: Fabric, path: str) -> None:
+    net = oracle.new_net()
+    _, optimizer = fabric.setup(net, oracle.momentum(net))
+    fabric.save(path, {"optimizer": optimizer})
+    other = oracle.new_net()
+    _, optimizer = fabric.setup(other, oracle.momentum(other.blocks[0]))
+    fabric.load(path, {"optimizer": optimizer})
+
+
+#: What a user does, and what the refusal says.
+REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
+    "gradient hook": (_hooked, ["'blocks.0.up.weight'", "hook"]),
+    "two dtypes in a unit": (_mixed_dtypes, ["torch.bfloat16", "torch.float32", "one dtype"]),
+    "part of a model first": (_part_first, ["'blocks.0'", "Set up the whole model"]),
+    "a buffer that nothing fills": (_unfilled, ["'table'", "reset_parameters()"]),
+    "optimizer over fewer parameters": (_fewer_parameters, ["'inp.weight'", "doesn't", "saved with"]),
+}
+
+
+def refused_setup(strategy: str, case: str, path: str) -> str:
+    """What is said of one of the table's cases under Fabric."""
+    fabric = new_fabric(strategy)
+    return refusal((ShardingError, CheckpointMismatchError), lambda: REFUSED[case][0](fabric, path))
+
+
+class BadModulesSuite(Clauses):
+    """Each message says what was asked, why it can't be, and what to type next."""
+
+    def test_module_without_parameters(self, ranks: RankPool, tmp_path: Path) -> None:
+        (told,) = ranks.run(1, _without_parameters, self.strategy, str(tmp_path))
+        for message, name in zip(told, ["NoParameters", "Tanh"], strict=True):
+            assert_says(message, f"{name} has no parameters", "configure_model", "strategy='ddp'")
+
+    def test_module_sharded_on_other_terms(self, ranks: RankPool, tmp_path: Path) -> None:
+        (told,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path))
+        assert_says(told, "cpu_offload False, now True", "Use the same options", "build the module anew")
+
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_module_that_is_refused(self, ranks: RankPool, tmp_path: Path, case: str) -> None:
+        for told in ranks.run(2, refused_setup, self.strategy, case, str(tmp_path / "checkpoint")):
+            assert_says(told, *REFUSED[case][1])

@@ -1,0 +1,243 @@
+"""Checkpoints under the Trainer: sharded and full, on other numbers of ranks, continued."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn.functional import mse_loss
+
+import fsdp_core
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.loops import losses_of
+from fsdp_core.testing.training import Lit, loader, means, new_trainer
+
+__all__ = ["CheckpointsSuite", "assert_bit_equal", "assert_continues", "loaded", "oracle_epochs", "two_epochs"]
+
+
+def two_epochs(
+    strategy: str,
+    tmp: str,
+    world_size: int,
+    optimizer: str,
+    save: str | None = None,
+    resume: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    max_epochs: int = 2,
+) -> dict[str, Any]:
+    """Fit epochs of two steps, from a checkpoint or to one; the losses, and the whole state at the end."""
+    module = Lit(optimizer)
+    run = new_trainer(tmp, strategy, world_size, options, max_epochs=max_epochs)
+    run.fit(module, loader(2, world_size), ckpt_path=resume)
+    if save:
+        run.save_checkpoint(save)
+    return {
+        "losses": means(module.losses),
+        "model": full_state(run.strategy),
+        "optimizer": full_optimizer_state(run.strategy, run.optimizers[0]),
+    }
+
+
+def loaded(
+    strategy: str, tmp: str, world_size: int, optimizer: str, path: str, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a checkpoint of the first epoch restores, before any step."""
+    module = Lit(optimizer)
+    run = new_trainer(tmp, strategy, world_size, options, max_epochs=1)
+    run.fit(module, loader(2, world_size), ckpt_path=path)  # the epoch is done already: nothing is trained
+    assert not module.losses
+    return {
+        "model": full_state(run.strategy),
+        "optimizer": full_optimizer_state(run.strategy, run.optimizers[0]),
+    }
+
+
+def oracle_epochs(optimizer: str) -> list[float]:
+    """The losses of two epochs of two steps in one process."""
+    net = oracle.new_net()
+    opt = getattr(oracle, optimizer)(net)
+    losses = []
+    for x, y in oracle.global_batches(2) * 2:
+        loss = mse_loss(net(x), y)
+        losses.append(loss.item())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    return losses
+
+
+def assert_bit_equal(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """The state of model and optimizer is the same, bit for bit."""
+    assert got["model"].keys() == want["model"].keys()
+    for name, tensor in want["model"].items():
+        assert torch.equal(got["model"][name], tensor), name
+    assert got["optimizer"].keys() == want["optimizer"].keys()
+    for name, values in want["optimizer"].items():
+        mine = got["optimizer"][name]
+        assert mine.keys() == values.keys(), name
+        for key, value in values.items():
+            same = torch.equal(mine[key], value) if isinstance(value, torch.Tensor) else mine[key] == value
+            assert same, (name, key)
+
+
+def assert_continues(
+    ranks: RankPool,
+    tmp_path: Path,
+    *,
+    saver: str,
+    reader: str,
+    saved_on: int,
+    loaded_on: tuple[int, ...],
+    optimizer: str,
+    kind: str = "sharded",
+) -> None:
+    """What one strategy saves, another (or the same) restores bit for bit on any number of ranks, and goes on with.
+
+    Args:
+        ranks: To run on.
+        tmp_path: An empty folder.
+        saver: The name of the strategy that trains the first epoch.
+        reader: The name of the strategy that trains the second.
+        saved_on: The first one's number of ranks.
+        loaded_on: The second one's; it goes on training with the last of them.
+        optimizer: The name of the oracle's function that builds it.
+        kind: ``"sharded"`` or ``"full"``.
+    """
+    path, tmp, options = str(tmp_path / "checkpoint"), str(tmp_path), {"state_dict_type": kind}
+    first = ranks.run(saved_on, two_epochs, saver, tmp, saved_on, optimizer, path, None, options, 1)[0]
+    assert Path(path).is_dir() == (kind == "sharded")
+    for world_size in loaded_on:
+        for got in ranks.run(world_size, loaded, reader, tmp, world_size, optimizer, path, options):
+            assert_bit_equal(got, first)
+    last = loaded_on[-1]
+    for got in ranks.run(last, two_epochs, reader, tmp, last, optimizer, None, path, options):
+        assert first["losses"] + got["losses"] == pytest.approx(oracle_epochs(optimizer), abs=FP32_TOLERANCE)
+
+
+def _model_checkpoint(strategy: str, tmp: str, kind: str) -> dict[str, Any]:
+    keep = ModelCheckpoint(dirpath=f"{tmp}/kept", monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}")
+    module = Lit("sgd")
+    loop: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True, "max_epochs": 4}
+    run = new_trainer(tmp, strategy, 2, {"state_dict_type": kind}, **loop)
+    run.fit(module, loader(2, 2), loader(1, 2))
+    names = sorted(p.name for p in Path(tmp, "kept").iterdir())
+    assert keep.best_model_score is not None
+    score = float(keep.best_model_score)
+    best = run.validate(module, loader(1, 2), ckpt_path="best", verbose=False)[0]["val_loss"]
+    run.fit_loop.max_epochs = 5
+    run.fit(module, loader(2, 2), loader(1, 2), ckpt_path="last")
+    return {"names": names, "best": best, "score": score, "epoch": run.current_epoch}
+
+
+def _overwritten(strategy: str, tmp: str, kinds: list[str]) -> None:
+    for kind in kinds:
+        run = new_trainer(tmp, strategy, 2, {"state_dict_type": kind})
+        run.fit(Lit("sgd"), loader(1, 2))
+        run.save_checkpoint(f"{tmp}/same")
+        names = sorted(p.name for p in Path(tmp).iterdir())
+        assert names == ["same"], names
+        assert Path(tmp, "same").is_dir() == (kind == "sharded")
+        run.validate(Lit("sgd"), loader(1, 2), ckpt_path=f"{tmp}/same", verbose=False)
+        run.strategy.barrier()
+    run.strategy.remove_checkpoint(f"{tmp}/same")
+    assert not Path(tmp, "same").exists()
+
+
+def _weights_only(strategy: str, tmp: str) -> list[str]:
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(Lit("sgd"), loader(1, 2))
+    run.save_checkpoint(f"{tmp}/weights", weights_only=True)
+    run.validate(Lit("sgd"), loader(1, 2), ckpt_path=f"{tmp}/weights", verbose=False)
+    with pytest.raises(KeyError, match="contains only the model"):
+        new_trainer(tmp, strategy, 2).fit(Lit("sgd"), loader(1, 2), ckpt_path=f"{tmp}/weights")
+    return sorted(json.loads(Path(tmp, "weights", "manifest.json").read_text())["kinds"])
+
+
+class CheckpointsSuite(Clauses):
+    """What the Trainer saves is restored bit for bit, and training goes on as if nothing had happened."""
+
+    @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw_groups"])
+    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    @pytest.mark.parametrize("saved_on", [1, 2, 3])
+    def test_saved_on_n_loaded_on_m(
+        self, ranks: RankPool, tmp_path: Path, saved_on: int, kind: str, optimizer: str
+    ) -> None:
+        assert_continues(
+            ranks,
+            tmp_path,
+            saver=self.strategy,
+            reader=self.strategy,
+            saved_on=saved_on,
+            loaded_on={1: (4, 2), 2: (1, 4, 2), 3: (1, 4, 2)}[saved_on],
+            optimizer=optimizer,
+            kind=kind,
+        )
+
+    def test_same_layout_goes_on_bit_for_bit(self, ranks: RankPool, tmp_path: Path) -> None:
+        tmp, path = str(tmp_path), str(tmp_path / "checkpoint")
+        whole = ranks.run(2, two_epochs, self.strategy, tmp, 2, "adamw_groups")[0]
+        first = ranks.run(2, two_epochs, self.strategy, tmp, 2, "adamw_groups", path, None, None, 1)[0]
+        second = ranks.run(2, two_epochs, self.strategy, tmp, 2, "adamw_groups", None, path)[0]
+        assert first["losses"] + second["losses"] == whole["losses"]
+        assert_bit_equal(second, whole)
+
+    def test_folder_holds_no_pickle_and_is_read_without_lightning(self, ranks: RankPool, tmp_path: Path) -> None:
+        path = tmp_path / "checkpoint"
+        run = (self.strategy, str(tmp_path), 2, "momentum", str(path), None, None, 1)
+        saved = ranks.run(2, two_epochs, *run)[0]
+        files = [p for p in path.rglob("*") if p.is_file()]
+        assert {p.suffix for p in files} == {".json", ".safetensors"}
+        assert json.loads((path / "manifest.json").read_text())["world_size"] == 2
+        state = fsdp_core.load_state_dict(path)
+        assert state.keys() == saved["model"].keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in saved["model"].items())
+
+    def test_full_file_is_a_plain_checkpoint(self, ranks: RankPool, tmp_path: Path) -> None:
+        """Read by plain torch, by load_from_checkpoint, and resumed by a Trainer without sharding."""
+        path, tmp, options = tmp_path / "full.ckpt", str(tmp_path), {"state_dict_type": "full"}
+        run = (self.strategy, tmp, 2, "adamw_groups", str(path), None, options, 1)
+        saved = ranks.run(2, two_epochs, *run)[0]
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert state.keys() == saved["model"].keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in saved["model"].items())
+        module = Lit.load_from_checkpoint(path)
+        assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in saved["model"].items())
+        plain = Lit("adamw_groups")
+        new_trainer(tmp, "auto", max_epochs=2).fit(plain, loader(2, 1), ckpt_path=str(path))
+        run = (self.strategy, tmp, 2, "adamw_groups", None, str(path), options)  # type: ignore[assignment]
+        sharded = ranks.run(2, two_epochs, *run)[0]
+        assert sharded["losses"] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+
+    def test_plain_checkpoint_goes_on_in_shards(self, ranks: RankPool, tmp_path: Path) -> None:
+        path, tmp = str(tmp_path / "plain.ckpt"), str(tmp_path)
+        plain = Lit("adamw_groups")
+        run = new_trainer(tmp, "auto")
+        run.fit(plain, loader(2, 1))
+        run.save_checkpoint(path)
+        whole = Lit("adamw_groups")
+        new_trainer(tmp, "auto", max_epochs=2).fit(whole, loader(2, 1))
+        for got in ranks.run(3, two_epochs, self.strategy, tmp, 3, "adamw_groups", None, path):
+            assert got["losses"] == pytest.approx(losses_of(whole)[2:], abs=FP32_TOLERANCE)
+
+    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    def test_model_checkpoint(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+        for got in ranks.run(2, _model_checkpoint, self.strategy, str(tmp_path), kind):
+            assert len(got["names"]) == 3
+            assert "last.ckpt" in got["names"]
+            assert got["best"] == pytest.approx(got["score"], abs=FP32_TOLERANCE)
+            assert got["epoch"] == 5
+
+    def test_either_kind_replaces_the_other(self, ranks: RankPool, tmp_path: Path) -> None:
+        kinds = ["sharded", "full", "full", "sharded", "sharded"]
+        ranks.run(2, _overwritten, self.strategy, str(tmp_path), kinds)
+
+    def test_weights_only(self, ranks: RankPool, tmp_path: Path) -> None:
+        assert ranks.run(2, _weights_only, self.strategy, str(tmp_path)) == [["model"], ["model"]]

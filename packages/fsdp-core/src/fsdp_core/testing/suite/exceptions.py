@@ -1,0 +1,146 @@
+"""What comes after an exception in a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import root_of
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.parameters import Gains, own_share
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+__all__ = ["ExceptionsSuite"]
+
+
+class Failing(Lit):
+    """Fails in its second step."""
+
+    fail = True
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.fail and batch_idx == 1:
+            self.losses.clear()
+            raise ZeroDivisionError
+        return loss
+
+
+class Raises(torch.autograd.Function):
+    """Raises in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ZeroDivisionError
+
+
+def _fit_after_forward(strategy: str, tmp: str) -> list[float]:
+    module = Failing("sgd")
+    with pytest.raises(ZeroDivisionError):
+        new_trainer(tmp, strategy, 2).fit(module, loader(2, 2))
+    module.fail = False
+    new_trainer(tmp, strategy, 2).fit(module, loader(2, 2))
+    return means(module.losses)
+
+
+def _refused_after_forward(strategy: str, tmp: str) -> tuple[str, list[float]]:
+    """What is said of the interrupted module, and the losses of another one."""
+    failing, other = Failing("sgd"), Lit("sgd")
+    with pytest.raises(ZeroDivisionError):
+        new_trainer(tmp, strategy, 2).fit(failing, loader(2, 2))
+    told = refusal(ShardingError, lambda: new_trainer(tmp, strategy, 2).fit(failing, loader(2, 2)))
+    assert not failing.losses
+    new_trainer(tmp, strategy, 2).fit(other, loader(2, 2))
+    return told, means(other.losses)
+
+
+def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, float]]:
+    """What is said of the interrupted module, if it is refused; else its 0-dim parameters after three steps."""
+    fabric = new_fabric(strategy)
+    net = Gains()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    inputs: Any = Raises.apply(torch.ones(2, FEATURES, requires_grad=True))  # type: ignore[no-untyped-call]
+    with pytest.raises(ZeroDivisionError):
+        fabric.backward(model(inputs).sum())
+    used: Any = fabric.strategy
+    used.backend.reset(root_of(used))
+    if refused:
+        return refusal(ShardingError, lambda: fabric.setup(net)), {}
+    optimizer.zero_grad()
+    for batch in oracle.global_batches(3):
+        x, y = own_share(fabric, batch)
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return "", {"one": net.one.item(), "two": net.two.item()}
+
+
+class RaisesWhenArmed(pl.Callback):
+    """Raises before a stage is set up."""
+
+    armed = False
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        if self.armed:
+            raise ZeroDivisionError("between two stages")
+
+
+def _between_stages(strategy: str, tmp: str) -> str:
+    module, callback = Lit("sgd"), RaisesWhenArmed()
+    run = new_trainer(tmp, strategy, 2, callbacks=[callback])
+    run.fit(module, loader(1, 2))
+    callback.armed = True
+    return refusal(ZeroDivisionError, lambda: run.fit(module, loader(1, 2)))
+
+
+class ExceptionsSuite(Clauses):
+    """An interrupted module is as good as before, or refused: its losses are never wrong.
+
+    Attributes:
+        refused_with: What the refusal says, where the library can't bring a module back; ``None`` where it can.
+    """
+
+    refused_with: ClassVar[str | None] = None
+
+    def test_a_new_trainer_goes_on_after_an_exception(self, ranks: RankPool, tmp_path: Path) -> None:
+        """With the shards of the one before it."""
+        net = oracle.new_net()
+        if self.refused_with is not None:
+            want, _ = oracle.train_plain(2, oracle.sgd, net=net)
+            for told, losses in ranks.run(2, _refused_after_forward, self.strategy, str(tmp_path)):
+                assert_says(told, self.refused_with)
+                assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+            return
+        oracle.train_plain(1, oracle.sgd, net=net)
+        want, _ = oracle.train_plain(2, oracle.sgd, net=net)
+        for losses in ranks.run(2, _fit_after_forward, self.strategy, str(tmp_path)):
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+    def test_an_exception_between_stages_shows_itself(self, ranks: RankPool, tmp_path: Path) -> None:
+        for told in ranks.run(2, _between_stages, self.strategy, str(tmp_path)):
+            assert told == "between two stages"
+
+    def test_whole_parameters_stay_equal_after_an_exception(self, ranks: RankPool) -> None:
+        """0-dim parameters take no part of the interrupted backward pass into the next."""
+        net = Gains()
+        oracle.train_plain(3, lambda module: torch.optim.SGD(module.parameters(), lr=0.1), net=net)
+        want = {"one": net.one.item(), "two": net.two.item()}
+        for told, gains in ranks.run(2, _steps_after_backward, self.strategy, self.refused_with is not None):
+            if self.refused_with is not None:
+                assert_says(told, self.refused_with)
+            else:
+                assert gains == pytest.approx(want, abs=FP32_TOLERANCE)

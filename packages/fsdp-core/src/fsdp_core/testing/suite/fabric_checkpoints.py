@@ -1,0 +1,119 @@
+"""Checkpoints under Fabric: several models, filters, and the Trainer's folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.suite.checkpoints import assert_bit_equal
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+
+__all__ = ["FabricCheckpointsSuite"]
+
+
+class Tally:
+    """Anything with a state of its own."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The count."""
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore it."""
+        self.n = state["n"]
+
+
+def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, Any]:
+    """Train two models and save, or restore them."""
+    fabric = new_fabric(strategy, 2, {"state_dict_type": save_kind} if save_kind else {})
+    torch.manual_seed(7 if save_kind is None else 1)
+    one, two = oracle.Net(), oracle.Net(blocks=2)
+    model, optimizer = fabric.setup(one, oracle.adamw_groups(one))
+    other, other_optimizer = fabric.setup(two, oracle.momentum(two))
+    tally = Tally()
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "other": other,
+        "opt2": other_optimizer,
+        "tally": tally,
+        "step": 0,
+    }
+    rest: dict[str, Any] = {}
+    if save_kind:
+        for x, y in oracle.global_batches(2):
+            fabric.backward(mse_loss(model(x), y) + mse_loss(other(x), y))
+            optimizer.step()
+            other_optimizer.step()
+            tally.n += 1
+        state["step"], state["note"] = 2, {"lr": (0.1, None)}
+        fabric.save(path, state)
+    else:
+        rest = fabric.load(path, state)
+    used: Any = fabric.strategy
+    wholes = [
+        (full_state(used, root), full_optimizer_state(used, opt, root))
+        for root, opt in zip(used.roots, (optimizer, other_optimizer), strict=True)
+    ]
+    return {
+        "model": {f"{i}.{k}": v for i, (weights, _) in enumerate(wholes) for k, v in weights.items()},
+        "optimizer": {f"{i}.{k}": v for i, (_, values) in enumerate(wholes) for k, v in values.items()},
+        "plain": (tally.n, state["step"]),
+        "rest": rest,
+    }
+
+
+def _filtered(strategy: str, tmp: str) -> tuple[list[str], list[str]]:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    names = [n for n in net.state_dict() if "norm" in n]
+    model = fabric.setup(net)
+    fabric.save(f"{tmp}/some", {"model": model}, filter={"model": lambda name, _: "norm" in name})
+    everything = fabric.load(f"{tmp}/some")
+    fabric.load(f"{tmp}/some", {"model": model}, strict=False)
+    return sorted(everything["model"]), sorted(names)
+
+
+def _trainer_to_fabric(strategy: str, tmp: str) -> None:
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(Lit("sgd"), loader(1, 2))
+    run.save_checkpoint(f"{tmp}/trained")
+    want = full_state(run.strategy)
+    fabric = new_fabric(strategy)
+    other = Lit("sgd")
+    torch.nn.init.zeros_(other.net.frozen.weight)
+    model = fabric.setup(other)
+    fabric.load(f"{tmp}/trained", {"model": model})
+    got = full_state(fabric.strategy)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+class FabricCheckpointsSuite(Clauses):
+    """What Fabric saves, with all that its users put beside a model, is restored bit for bit."""
+
+    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    def test_fabric_save_and_load(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+        path = str(tmp_path / "checkpoint")
+        saved = ranks.run(2, _round_trip, self.strategy, kind, path)[0]
+        for got in ranks.run(2, _round_trip, self.strategy, None, path):
+            assert_bit_equal(got, saved)
+            assert got["plain"] == (2, 2)
+            assert got["rest"] == {"note": {"lr": (0.1, None)}}
+
+    def test_fabric_filter(self, ranks: RankPool, tmp_path: Path) -> None:
+        for saved, expected in ranks.run(2, _filtered, self.strategy, str(tmp_path)):
+            assert saved == expected
+
+    def test_fabric_reads_the_trainers_folder(self, ranks: RankPool, tmp_path: Path) -> None:
+        ranks.run(2, _trainer_to_fabric, self.strategy, str(tmp_path))

@@ -1,0 +1,174 @@
+"""Every way to start a script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.nn.functional import mse_loss
+from torch.utils.data import DistributedSampler
+
+import fsdp_core
+from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
+from fsdp_core.testing.suite.clauses import Clauses
+
+__all__ = ["COMMAND", "LaunchingSuite"]
+
+FULL = 66  # numbers in the model: 2 × 32 weights and 2 biases
+
+#: What Lightning's command line is given.
+COMMAND = ("fit", "--trainer.limit_train_batches=3", "--trainer.limit_val_batches=2")
+
+
+def _val_loss(passes: int, *, shuffled: bool) -> float:
+    """What one process of plain torch gets, on the batches that the ranks saw together; a row per rank and step."""
+    L.seed_everything(1, verbose=False)
+    layer = BoringModel().layer
+    L.seed_everything(2, verbose=False)
+    train = RandomDataset(32, 64)
+    L.seed_everything(3, verbose=False)
+    val = RandomDataset(32, 64).data[:4]
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    samplers: list[DistributedSampler[Any]] = [
+        DistributedSampler(train, 2, rank, shuffle=shuffled, seed=2) for rank in (0, 1)
+    ]
+    for epoch in range(passes):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        for rows in list(zip(*samplers, strict=True))[:3]:
+            optimizer.zero_grad()
+            output = layer(train.data[list(rows)])
+            mse_loss(output, torch.ones_like(output)).backward()
+            optimizer.step()
+    output = layer(val)
+    return mse_loss(output, torch.ones_like(output)).item()
+
+
+def _interrupt(process: subprocess.Popen[bytes], output: Path) -> None:
+    """As Ctrl-C in a terminal does, once both ranks train."""
+    deadline = time.monotonic() + SECONDS
+    while output.read_text().count('{"reached": "step 1"}') < 2 and process.poll() is None:
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+
+
+class LaunchingSuite(Clauses):
+    """However a script is started, its ranks find each other, train the same, and go away."""
+
+    def assert_trained(self, ended: Ended, *front_ends: str, passes: int = 2, **expected: Any) -> None:
+        """Both ranks held half of the model, got the oracle's loss, and went away quietly."""
+        assert ended.status == 0, ended.output
+        for trouble in ("Traceback", "terminate called", "Aborted", "destroy_process_group() was not called"):
+            assert trouble not in ended.output, ended.output
+        for front_end in front_ends:
+            reports = ended.reports(front_end)
+            assert [one["rank"] for one in reports] == [0, 1], ended.output
+            class_of: FrontEnd = "fabric" if front_end == "fabric" else "trainer"
+            want = _val_loss(passes, shuffled=class_of == "trainer")  # the Trainer shuffles what it trains on
+            for one in reports:
+                assert one["strategy"] == self.class_path(class_of)
+                assert one["world_size"] == 2
+                assert one["held"] == FULL // 2
+                assert one["val_loss"] == pytest.approx(want, abs=FP32_TOLERANCE)
+                assert {key: one[key] for key in expected} == expected
+
+    def class_path(self, front_end: FrontEnd) -> str:
+        """The dotted name of the class behind the strategy's name."""
+        made = self.strategy_class(front_end)
+        return f"{made.__module__}.{made.__qualname__}"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the name itself stands for CPU offload."""
+        return bool(fsdp_core.describe(self.strategy).presets.get("cpu_offload", False))
+
+    def test_plain_python_under_trainer_then_fabric(self, tmp_path: Path) -> None:
+        """Started by the Trainer; ``fit`` twice, ``validate``, and Fabric in the same script."""
+        ended = start(tmp_path, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
+        self.assert_trained(ended, "trainer", "fabric", cpu_offload=self.offloads)
+
+    def test_plain_python_under_fabric_as_a_module(self, tmp_path: Path) -> None:
+        """Started by Fabric, as a module, which each rank's command line repeats."""
+        ended = start(tmp_path, "-m", "train", "fabric", f"--strategy={self.strategy}")
+        self.assert_trained(ended, "fabric", cpu_offload=self.offloads)
+
+    def test_torchrun(self, tmp_path: Path) -> None:
+        ended = start(tmp_path, *TORCHRUN, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
+        self.assert_trained(ended, "trainer", "fabric")
+
+    def test_spawned_workers(self, tmp_path: Path) -> None:
+        self.assert_trained(start(tmp_path, "spawned.py", self.strategy), "trainer", "fabric")
+
+    def test_command_line_takes_the_name(self, tmp_path: Path) -> None:
+        pytest.importorskip("jsonargparse")
+        ended = start(tmp_path, "-m", "cli", *COMMAND, f"--trainer.strategy={self.strategy}")
+        self.assert_trained(ended, "cli", passes=1, cpu_offload=self.offloads)
+
+    def test_command_line_takes_the_class_with_options(self, tmp_path: Path) -> None:
+        pytest.importorskip("jsonargparse")
+        options = (
+            f"--trainer.strategy={self.class_path('trainer')}",
+            "--trainer.strategy.cpu_offload=true",
+            "--trainer.strategy.state_dict_type=full",
+            "--trainer.strategy.auto_wrap_policy=auto",
+        )
+        ended = start(tmp_path, "cli.py", *COMMAND, *options)
+        self.assert_trained(ended, "cli", passes=1, cpu_offload=True, state_dict_type="full")
+
+    def test_without_torchs_entry_points_an_import_does_it(self, tmp_path: Path) -> None:
+        ended = start(tmp_path, "by_hand.py", self.strategy, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        assert ended.status == 0, ended.output
+        (told,) = [one["before"] for one in ended.said if "before" in one]
+        for message in told:
+            assert message.startswith(
+                f"ValueError: You selected an invalid strategy name: `strategy={self.strategy!r}`"
+            )
+        for front_end in ("trainer", "fabric"):
+            (report,) = ended.reports(front_end)
+            assert (report["world_size"], report["held"]) == (1, FULL)
+
+    def test_stand_alone_packages_are_told_which_import_to_use(self, tmp_path: Path) -> None:
+        pytest.importorskip("pytorch_lightning")
+        pytest.importorskip("lightning_fabric")
+        ended = start(tmp_path, "stand_alone.py", self.strategy)
+        assert ended.status == 0, ended.output
+        ((trainer, fabric),) = [one["told"] for one in ended.said]
+        for message in (trainer, fabric):
+            assert message.startswith(
+                f"StrategyUnavailableError: strategy {self.strategy!r} works with the package 'lightning'"
+            )
+        assert "Write `import lightning.pytorch as pl`" in trainer
+        assert "Write `from lightning.fabric import Fabric`" in fabric
+
+    @pytest.mark.parametrize(("front_end", "rank"), [("trainer", 1), ("fabric", 0)])
+    def test_exception_on_one_rank_ends_the_run(self, tmp_path: Path, front_end: str, rank: int) -> None:
+        ended = start(tmp_path, "train.py", front_end, f"--fails-on={rank}", f"--strategy={self.strategy}")
+        assert ended.status != 0
+        assert f"RuntimeError: rank {rank} fails" in ended.output
+        assert not ended.reports(front_end)
+        assert ended.seconds < 60
+
+    def test_exception_on_one_rank_ends_torchrun(self, tmp_path: Path) -> None:
+        ended = start(tmp_path, *TORCHRUN, "train.py", "trainer", "--fails-on=1", f"--strategy={self.strategy}")
+        assert ended.status == 1
+        assert "RuntimeError: rank 1 fails" in ended.output
+        assert not ended.reports("trainer")
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups to send SIGINT to")
+    def test_interrupt_ends_every_rank(self, tmp_path: Path) -> None:
+        ended = start(tmp_path, "train.py", "trainer", "--forever", f"--strategy={self.strategy}", meanwhile=_interrupt)
+        assert ended.status == 1, ended.output
+        assert "Detected KeyboardInterrupt" in ended.output
+        assert "terminate called" not in ended.output

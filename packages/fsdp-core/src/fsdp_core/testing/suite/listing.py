@@ -1,0 +1,44 @@
+"""What a plugin says of its strategy agrees with the classes that it names, and costs nothing to ask."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import fsdp_core
+from fsdp_core import registry
+from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.testing.suite.clauses import Clauses
+
+__all__ = ["ListingSuite"]
+
+
+class ListingSuite(Clauses):
+    """The name is listed, light, and true."""
+
+    def test_it_is_listed_and_can_run_here(self) -> None:
+        assert self.strategy in registry.strategies()
+        assert registry.unavailable(self.strategy) is None
+
+    @pytest.mark.parametrize(("front_end", "foreign"), [("trainer", "precision"), ("fabric", "precision_plugin")])
+    def test_the_options_are_the_constructors_arguments(self, front_end: FrontEnd, foreign: str) -> None:
+        declared = {option.name: option.default for option in fsdp_core.describe(self.strategy).options}
+        del declared[foreign]
+        made = self.strategy_class(front_end)
+        taken = inspect.signature(made).parameters
+        own = {name: each.default for name, each in taken.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        assert own == {name: default for name, default in declared.items() if name in own}
+        for name, default in declared.items():  # also those that the constructor passes on
+            made(**{name: default})
+
+    def test_listing_imports_neither_torch_nor_lightning(self) -> None:
+        package = str(fsdp_core.describe(self.strategy).trainer).split(":")[0].split(".")[0]
+        code = (
+            f"import sys; from fsdp_core import registry; registry.unavailable({self.strategy!r})\n"
+            f"import {package}; print({{'torch', 'lightning', 'numpy'}} & set(sys.modules))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "set()\n"

@@ -1,0 +1,274 @@
+"""Manual optimization, schedulers, step methods, targets, collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+__all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "losses_of", "root_used_twice"]
+
+
+def losses_of(module: Lit) -> list[float]:
+    """What a module has seen in this one process."""
+    return [loss.item() for loss in module.losses]
+
+
+class Gan(Lit):
+    """Two optimizers over two halves, stepped by hand in one training step, with forward passes in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(3)
+        self.critic = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        first: Any
+        second: Any
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        self.toggle_optimizer(first)
+        loss = mse_loss(self.net(x), y) + self.critic(self.net(x)).mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        critic_loss = (self.critic(self.net(x).detach()) ** 2).mean()
+        second.zero_grad()
+        self.manual_backward(critic_loss)
+        self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        second.step()
+        self.untoggle_optimizer(second)
+        self.losses += [loss.detach(), critic_loss.detach()]
+
+    def configure_optimizers(self) -> Any:
+        return [oracle.momentum(self.net), torch.optim.Adam(self.critic.parameters(), lr=0.01, eps=1e-3)]
+
+
+def _gan(strategy: str, tmp: str, world_size: int) -> Trained:
+    module = Gan()
+    run = new_trainer(tmp, strategy, world_size)
+    run.fit(module, loader(3, world_size), loader(1, world_size))
+    return means(module.losses), full_state(run.strategy)
+
+
+class ManualClip(Lit):
+    """Clips by hand, in its training step."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _manual_clip(strategy: str, tmp: str) -> list[float]:
+    module = ManualClip()
+    new_trainer(tmp, strategy, 2, precision="16-mixed").fit(module, loader(4, 2))
+    return means(module.losses)
+
+
+class UsesRootTwice(Lit):
+    """Calls itself, then uses a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.bias = nn.Parameter(torch.zeros(FEATURES))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = mse_loss(self(batch[0]) + self.bias, batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+
+def root_used_twice(strategy: str, tmp: str, options: dict[str, Any]) -> list[float]:
+    """What :class:`UsesRootTwice` sees on two ranks."""
+    module = UsesRootTwice()
+    new_trainer(tmp, strategy, 2, options).fit(module, loader(3, 2))
+    return means(module.losses)
+
+
+class Scheduled(Lit):
+    """Lowers the learning rate in every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = oracle.adamw_groups(self)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _scheduled(
+    strategy: str, tmp: str, world_size: int, save: str | None, resume: str | None, epochs: int
+) -> list[float]:
+    module = Scheduled()
+    run = new_trainer(tmp, strategy, world_size, max_epochs=epochs)
+    run.fit(module, loader(2, world_size), ckpt_path=resume)
+    if save:
+        run.save_checkpoint(save)
+    return means(module.losses)
+
+
+class TensorRate(Lit):
+    """Its learning rate is a tensor."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01))
+
+
+def _tensor_rate(strategy: str, tmp: str, url: str) -> tuple[list[float], float]:
+    first = TensorRate()
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(first, loader(2, 2))
+    run.save_checkpoint(url)
+    second = TensorRate()
+    run = new_trainer(tmp, strategy, 2, max_epochs=2)
+    run.fit(second, loader(2, 2), ckpt_path=url)
+    return means([*first.losses, *second.losses]), float(run.optimizers[0].param_groups[0]["lr"])
+
+
+class BigTargets(Lit):
+    """Keeps the targets that its step was given."""
+
+    target: Tensor
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        self.target = batch[1]
+        return super().training_step(batch, batch_idx)
+
+
+def _targets(strategy: str, tmp: str, precision: Any) -> tuple[float, str]:
+    module = BigTargets("sgd")
+    data: Any = [(torch.ones(FEATURES), torch.full((FEATURES,), 100001.0))] * 4
+    batches: DataLoader[Any] = DataLoader(data, batch_size=2)
+    new_trainer(tmp, strategy, 2, precision=precision, max_steps=1).fit(module, batches)
+    return module.target[0, 0].item(), str(module.target.dtype)
+
+
+class Wrapped(nn.Module):
+    """Has a step method, and no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = oracle.new_net()
+
+    def training_step(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss."""
+        return mse_loss(self.net(x), y)
+
+
+def _fabric_step_method(strategy: str) -> list[float]:
+    fabric = new_fabric(strategy)
+    wrapped = Wrapped()
+    model, optimizer = fabric.setup(wrapped, oracle.sgd(wrapped))
+    losses = []
+    for x, y in oracle.global_batches(3):
+        loss = model.training_step(x, y)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _collectives(strategy: str) -> dict[str, Any]:
+    fabric = new_fabric(strategy)
+    rank = fabric.global_rank
+    source = torch.full((2,), float(rank), requires_grad=True)
+    gathered: Any = fabric.all_gather(source, sync_grads=True)
+    gathered.sum().backward()
+    assert source.grad is not None
+    mean: Any = fabric.all_reduce(torch.tensor(float(rank)))
+    total: Any = fabric.all_reduce(torch.tensor(rank + 1), reduce_op="sum")
+    ranks: Any = fabric.all_gather(torch.tensor([rank]))
+    return {
+        "mean": mean.item(),
+        "sum": total.item(),
+        "text": fabric.strategy.all_reduce("unchanged"),
+        "gathered": ranks.tolist(),
+        "grad": source.grad.tolist(),
+        "object": fabric.broadcast({"from": rank, "path": Path("x")}, src=1),
+    }
+
+
+class LoopsSuite(Clauses):
+    """What users' loops do besides a forward pass, a backward pass and a step."""
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3])
+    def test_manual_optimization(self, ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+        plain = Gan()
+        new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
+        for losses, state in ranks.run(world_size, _gan, self.strategy, str(tmp_path), world_size):
+            assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+            for name, tensor in plain.state_dict().items():
+                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+    def test_clipping_by_hand_sees_unscaled_gradients(self, ranks: RankPool, tmp_path: Path) -> None:
+        want, _ = oracle.train_plain(4, oracle.sgd, clip_norm=0.2)
+        for losses in ranks.run(2, _manual_clip, self.strategy, str(tmp_path)):
+            assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
+
+    def test_root_stays_gathered_through_a_step(self, ranks: RankPool, tmp_path: Path) -> None:
+        self.assert_root_stays_gathered(ranks, tmp_path, {})
+
+    def assert_root_stays_gathered(self, ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+        """A step method may call the root and then use a parameter of it; for a backend's own options too."""
+        plain = UsesRootTwice()
+        new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
+        for losses in ranks.run(2, root_used_twice, self.strategy, str(tmp_path), options):
+            assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+
+    def test_scheduler_and_its_resumption(self, ranks: RankPool, tmp_path: Path) -> None:
+        plain = Scheduled()
+        new_trainer(tmp_path, "auto", max_epochs=3).fit(plain, loader(2, 1))
+        path = str(tmp_path / "half")
+        first = ranks.run(2, _scheduled, self.strategy, str(tmp_path), 2, path, None, 1)[0]
+        second = ranks.run(3, _scheduled, self.strategy, str(tmp_path), 3, None, path, 3)[0]
+        assert first + second == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+
+    def test_tensor_learning_rate_and_file_url(self, ranks: RankPool, tmp_path: Path) -> None:
+        plain = TensorRate()
+        new_trainer(tmp_path, "auto", max_epochs=2).fit(plain, loader(2, 1))
+        url = f"file://{tmp_path}/checkpoint"
+        for losses, rate in ranks.run(2, _tensor_rate, self.strategy, str(tmp_path), url):
+            assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+            assert rate == pytest.approx(0.01)
+
+    @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+    def test_mixed_precision_leaves_targets_alone(self, ranks: RankPool, tmp_path: Path, precision: str) -> None:
+        assert ranks.run(2, _targets, self.strategy, str(tmp_path), precision) == [(100001.0, "torch.float32")] * 2
+
+    def test_fabric_step_method_runs_through_the_root(self, ranks: RankPool) -> None:
+        want, _ = oracle.train_plain(3, oracle.sgd)
+        for losses in ranks.run(2, _fabric_step_method, self.strategy):
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+    def test_collectives(self, ranks: RankPool) -> None:
+        want = {
+            "mean": 0.5,
+            "sum": 3,
+            "text": "unchanged",
+            "gathered": [[0], [1]],
+            "grad": [2.0, 2.0],
+            "object": {"from": 1, "path": Path("x")},
+        }
+        assert ranks.run(2, _collectives, self.strategy) == [want, want]

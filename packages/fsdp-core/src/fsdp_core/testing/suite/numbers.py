@@ -1,0 +1,98 @@
+"""Losses and weights equal those of one unsharded process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained, train_plain
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import fabric_fit, fit
+
+__all__ = ["NumbersSuite", "assert_same", "options_id"]
+
+
+def assert_same(got: list[Trained], want: Trained) -> None:
+    """Every rank's losses and weights are those of the oracle."""
+    want_losses, want_state = want
+    for losses, state in got:
+        assert losses == pytest.approx(want_losses, abs=FP32_TOLERANCE)
+        assert state.keys() == want_state.keys()
+        for name, tensor in want_state.items():
+            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+
+def options_id(options: Mapping[str, Any]) -> str:
+    """How pytest shows options that are a parameter of a test."""
+    return ",".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items())
+
+
+class NumbersSuite(Clauses):
+    """Trainer and Fabric, with every option that leaves the numbers alone."""
+
+    @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw_groups"])
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    def test_trainer_equals_plain(self, ranks: RankPool, tmp_path: Path, world_size: int, optimizer: str) -> None:
+        got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, optimizer)
+        assert_same(got, train_plain(4, getattr(oracle, optimizer)))
+
+    @pytest.mark.parametrize("optimizer", ["sgd", "adamw_groups"])
+    @pytest.mark.parametrize("world_size", [1, 2, 3])
+    def test_fabric_equals_plain(self, ranks: RankPool, world_size: int, optimizer: str) -> None:
+        got = ranks.run(world_size, fabric_fit, self.strategy, world_size, 4, optimizer)
+        assert_same(got, train_plain(4, getattr(oracle, optimizer)))
+
+    @pytest.mark.parametrize("sync_each_batch", [False, True])
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_accumulation_equals_plain(
+        self, ranks: RankPool, tmp_path: Path, world_size: int, sync_each_batch: bool
+    ) -> None:
+        options, threefold = {"sync_each_batch": sync_each_batch}, {"accumulate_grad_batches": 3}
+        got = ranks.run(
+            world_size, fit, self.strategy, str(tmp_path), world_size, 6, "momentum", options, threefold
+        ) + ranks.run(world_size, fabric_fit, self.strategy, world_size, 6, "momentum", options, 3)
+        assert_same(got, train_plain(6, oracle.momentum, accumulate=3))
+
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_clipping_by_norm_equals_plain(self, ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+        clip = {"gradient_clip_val": 0.2}
+        got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, "momentum", {}, clip) + ranks.run(
+            world_size, fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, 0.2
+        )
+        assert_same(got, train_plain(4, oracle.momentum, clip_norm=0.2))
+
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_clipping_by_value_equals_plain(self, ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+        clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, "momentum", {}, clip) + ranks.run(
+            world_size, fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, None, 0.01
+        )
+        assert_same(got, train_plain(4, oracle.momentum, clip_value=0.01))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"auto_wrap_policy": None},
+            {"auto_wrap_policy": {oracle.Block}},
+            {"auto_wrap_policy": {torch.nn.Linear, torch.nn.LayerNorm}},
+            {"auto_wrap_policy": oracle.is_block},
+            {"auto_wrap_policy": oracle.torch_policy},
+            {"cpu_offload": True},
+            {"process_group_backend": "gloo"},
+            {"activation_checkpointing_policy": {oracle.Block}},
+            {"activation_checkpointing_policy": oracle.is_block, "auto_wrap_policy": {torch.nn.LayerNorm}},
+        ],
+        ids=options_id,
+    )
+    def test_options_leave_numbers_alone(self, ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+        self.assert_numbers_alone(ranks, tmp_path, options)
+
+    def assert_numbers_alone(self, ranks: RankPool, tmp_path: Path, options: Mapping[str, Any]) -> None:
+        """Options change nothing of losses and weights; for a backend's own options too."""
+        got = ranks.run(2, fit, self.strategy, str(tmp_path), 2, 3, "momentum", options)
+        assert_same(got, train_plain(3, oracle.momentum))

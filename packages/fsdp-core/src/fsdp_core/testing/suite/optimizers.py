@@ -1,0 +1,213 @@
+"""Optimizers that are older or younger than the shards: they train these, or are refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import assert_sharded, full_state, held_by, root_of, trained_by
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+__all__ = ["OptimizersSuite", "assert_all_trained", "built_after_evaluation", "built_before_sharding"]
+
+
+class ListsInInit(Lit):
+    """Makes its lists of parameters before anything is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists = oracle.adamw_groups(self).param_groups
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.lists, lr=0.01, eps=1e-3)
+
+
+class OptimizerInInit(Lit):
+    """Makes its optimizer before anything is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = oracle.adamw_groups(self)
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+class OfTrainersModel(Lit):
+    """Asks the Trainer for the parameters of its model."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.model is not None
+        return oracle.adamw_groups(self.trainer.model)
+
+
+class ForeignParameter(Lit):
+    """Its optimizer holds a parameter that is in no module."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(5))], lr=0.1)
+
+
+class OfACopy(Lit):
+    """Its optimizer holds the parameters of another module, of the same names and shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [copy.deepcopy(self.net)]  # a module in a list is no submodule
+
+    def configure_optimizers(self) -> Any:
+        return oracle.sgd(self.hidden[0])
+
+
+class Stale(Lit):
+    """Lists parameters in its constructor, and replaces them before the training begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = list(self.parameters())
+
+    def configure_model(self) -> None:
+        self.net = oracle.new_net()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.listed, lr=0.1)
+
+
+def _fit_epochs(strategy: str, tmp: str, module_class: type[Lit], epochs: int) -> Trained:
+    """Fit two steps an epoch, each epoch by a ``fit`` of its own."""
+    module = module_class()
+    for _ in range(epochs):
+        run = new_trainer(tmp, strategy, 2)
+        run.fit(module, loader(2, 2))
+    state = full_state(run.strategy)
+    return means(module.losses), {name.removeprefix("net."): tensor for name, tensor in state.items()}
+
+
+def _two_steps(fabric: Fabric, model: Any, optimizer: Any) -> Trained:
+    losses = []
+    for x, y in fabric.setup_dataloaders(loader(2, 2)):
+        loss = mse_loss(model(x), y)
+        losses.append(loss.detach())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return means(losses), full_state(fabric.strategy)
+
+
+def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
+    """Set an optimizer of unsharded parameters up, together with the model or after it.
+
+    Returns:
+        What :func:`assert_all_trained` checks, and how many elements this rank's optimizer holds.
+    """
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    optimizer: Any = oracle.adamw_groups(net)
+    if joint:
+        model, optimizer = fabric.setup(net, optimizer)
+    else:
+        model = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(optimizer)
+    live = {id(p) for p in root_of(fabric.strategy).parameters()}
+    assert all(id(p) in live for p in trained_by(optimizer))
+    held = held_by(trained_by(optimizer))
+    return _two_steps(fabric, model, optimizer), held
+
+
+def built_after_evaluation(strategy: str, optimizer: str) -> Trained:
+    """A forward pass without a backward pass may leave parameters gathered; then an optimizer is built over them."""
+    fabric = new_fabric(strategy)
+    model = fabric.setup_module(oracle.new_net())
+    with torch.no_grad():
+        model(oracle.global_batches(1)[0][0])
+    return _two_steps(fabric, model, fabric.setup_optimizers(getattr(oracle, optimizer)(model)))
+
+
+def assert_all_trained(got: Trained, optimizer: str = "adamw_groups") -> None:
+    """The losses are the oracle's, and every parameter has moved that moves there."""
+    losses, state = got
+    want_losses, want = oracle.train_plain(2, getattr(oracle, optimizer))
+    assert losses[:2] == pytest.approx(want_losses, abs=FP32_TOLERANCE)
+    if len(losses) == 2:
+        assert state.keys() == want.keys()
+        for name, tensor in want.items():
+            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+    start = oracle.new_net().state_dict()
+    moved = [name for name in want if not torch.allclose(want[name], start[name], atol=2e-4)]
+    assert len(moved) > 15
+    for name in moved:
+        assert not torch.allclose(state[name], start[name], atol=1e-4), f"{name} was not trained"
+
+
+def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
+    def under_trainer(module: Lit) -> str:
+        told = refusal(OptimizerMismatchError, lambda: new_trainer(tmp, strategy).fit(module, loader(1, 1)))
+        assert not module.losses
+        return told
+
+    fabric = new_fabric(strategy, 1)
+    net, other, stepped = oracle.new_net(), oracle.new_net(), oracle.new_net()
+    has_stepped = oracle.momentum(stepped)
+    stepped(oracle.global_batches(1)[0][0]).sum().backward()
+    has_stepped.step()
+    weight = stepped.inp.weight.detach().clone()
+    told = {
+        "foreign": [
+            under_trainer(ForeignParameter()),
+            under_trainer(OfACopy()),
+            under_trainer(Stale()),
+            refusal(OptimizerMismatchError, lambda: fabric.setup(net, oracle.sgd(other))),
+            refusal(OptimizerMismatchError, lambda: fabric.setup_optimizers(oracle.sgd(other))),
+        ],
+        "stepped": [refusal(OptimizerMismatchError, lambda: fabric.setup(stepped, has_stepped))],
+    }
+    used: Any = fabric.strategy
+    now: Tensor = full_state(used, used.roots[-1])["inp.weight"]
+    assert torch.equal(now, weight)
+    return told
+
+
+class OptimizersSuite(Clauses):
+    """No optimizer trains parameters that nobody uses any more."""
+
+    @pytest.mark.parametrize("module_class", [ListsInInit, OptimizerInInit, OfTrainersModel])
+    @pytest.mark.parametrize("epochs", [1, 2])
+    def test_parameters_from_before_sharding_are_trained(
+        self, ranks: RankPool, tmp_path: Path, module_class: type[Lit], epochs: int
+    ) -> None:
+        for got in ranks.run(2, _fit_epochs, self.strategy, str(tmp_path), module_class, epochs):
+            assert_all_trained(got)
+            assert len(got[0]) == 2 * epochs
+
+    @pytest.mark.parametrize("joint", [True, False])
+    def test_fabrics_optimizer_from_before_sharding_is_repointed(self, ranks: RankPool, joint: bool) -> None:
+        got = ranks.run(2, built_before_sharding, self.strategy, joint)
+        for trained, _ in got:
+            assert_all_trained(trained)
+        total = sum(p.numel() for p in trained_by(oracle.adamw_groups(oracle.new_net())))
+        assert_sharded([held for _, held in got], total)
+
+    def test_optimizer_built_after_evaluation_trains_the_shards(self, ranks: RankPool) -> None:
+        for got in ranks.run(2, built_after_evaluation, self.strategy, "momentum"):
+            assert_all_trained(got, "momentum")
+
+    def test_optimizers_over_other_parameters_are_refused(self, ranks: RankPool, tmp_path: Path) -> None:
+        (told,) = ranks.run(1, _refusals, self.strategy, str(tmp_path))
+        for message in told["foreign"]:
+            assert_says(message, "param group 0 of SGD", "the sharded model's, so training would leave it stale")
+            assert_says(message, "model, optimizer = fabric.setup(model, optimizer)", "configure_optimizers")
+        assert_says(told["foreign"][0], "(5,)")
+        for message in told["stepped"]:
+            assert_says(message, "SGD has stepped", "before the first step")

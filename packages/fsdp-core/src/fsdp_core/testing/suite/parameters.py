@@ -1,0 +1,207 @@
+"""Parameters and state that libraries stumble on: 0-dim ones, frozen ones, batch norm, state that is no tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torchmetrics import SumMetric
+
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import new_fabric
+
+__all__ = ["Gains", "ParametersSuite", "own_share"]
+
+
+UNFROZEN, UNUSED = "unfrozen later", "unused in the last micro-batch"
+
+
+class Gains(nn.Module):
+    """Two 0-dim parameters, of which a forward pass uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.one, self.two = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor, use_two: bool = True) -> Tensor:
+        x = self.layer(x) * self.one
+        return x * self.two if use_two else x
+
+
+def _gains_oracle(scenario: str) -> dict[str, float]:
+    net = Gains()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    batches = oracle.global_batches(3)
+    if scenario == UNFROZEN:
+        (mse_loss(net.layer(batches[0][0]) * net.one.detach() * net.two.detach(), batches[0][1])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        batches = batches[1:]
+    else:
+        for i, (x, y) in enumerate(batches):
+            mse_loss(net(x, use_two=i < 2), y).backward()
+        optimizer.step()
+        return {"one": net.one.item(), "two": net.two.item()}
+    for x, y in batches:
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"one": net.one.item(), "two": net.two.item()}
+
+
+def own_share(fabric: Fabric, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The rows of a batch that are this rank's, of two."""
+    return batch[0][fabric.global_rank :: 2], batch[1][fabric.global_rank :: 2]
+
+
+def _gains(strategy: str, scenario: str) -> dict[str, float]:
+    fabric = new_fabric(strategy)
+    net = Gains()
+    if scenario == UNFROZEN:
+        net.one.requires_grad_(False)
+        net.two.requires_grad_(False)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    batches = [own_share(fabric, batch) for batch in oracle.global_batches(3)]
+    if scenario == UNUSED:
+        for i, (x, y) in enumerate(batches):
+            with fabric.no_backward_sync(model, enabled=i < 2):
+                fabric.backward(mse_loss(model(x, use_two=i < 2), y))
+        optimizer.step()
+        return {"one": net.one.item(), "two": net.two.item()}
+    for i, (x, y) in enumerate(batches):
+        if i == 1:
+            net.one.requires_grad_(True)
+            net.two.requires_grad_(True)
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"one": net.one.item(), "two": net.two.item()}
+
+
+def _unfrozen(strategy: str, precision: Any) -> list[float]:
+    fabric = new_fabric(strategy, precision=precision)
+    net = oracle.new_net()
+    net.blocks[1].requires_grad_(False)
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    losses = []
+    for i, (x, y) in enumerate(oracle.global_batches(3)):
+        if i == 1:
+            net.blocks[1].requires_grad_(True)
+        loss = mse_loss(model(x), y)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+class Normed(nn.Module):
+    """A batch norm, which must not compute in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inp, self.norm, self.out = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, FEATURES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(torch.relu(self.norm(self.inp(x))))
+
+
+def _batch_norm(strategy: str, precision: Any) -> tuple[list[float], dict[str, Tensor]]:
+    fabric = new_fabric(strategy, precision=precision)
+    net = Normed()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    losses = []
+    for x, y in oracle.global_batches(3):  # the same batch on both ranks, so that statistics are the oracle's
+        loss = mse_loss(model(x), y)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=10.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, full_state(fabric.strategy)
+
+
+class Stateful(nn.Module):
+    """State that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.count = 0
+        self.total = SumMetric()
+        self.total.persistent(True)
+
+    def forward(self, x: Tensor) -> Any:
+        self.count += 1
+        return self.layer(x)
+
+    def get_extra_state(self) -> Tensor:
+        """The number of forward passes."""
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore it."""
+        self.count = int(state)
+
+
+def _extra_state(strategy: str, path: str) -> tuple[int, float]:
+    fabric = new_fabric(strategy)
+    net = Stateful()
+    model = fabric.setup(net)
+    model(torch.ones(2, FEATURES))
+    net.total.update(12.0)
+    fabric.save(path, {"model": model})
+    other = Stateful()
+    fabric.load(path, {"model": fabric.setup(other)})
+    return other.count, float(other.total.sum_value)
+
+
+class ParametersSuite(Clauses):
+    """Losses and state are the oracle's, whatever the parameters are."""
+
+    @pytest.mark.parametrize("scenario", [UNFROZEN, UNUSED])
+    def test_whole_parameters_stay_equal(self, ranks: RankPool, scenario: str) -> None:
+        """0-dim parameters are the same on every rank."""
+        first, second = ranks.run(2, _gains, self.strategy, scenario)
+        assert first == second
+        assert first == pytest.approx(_gains_oracle(scenario), abs=FP32_TOLERANCE)
+
+    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+    def test_a_block_unfrozen_later(self, ranks: RankPool, precision: str) -> None:
+        net = oracle.new_net()
+        net.blocks[1].requires_grad_(False)
+        optimizer = oracle.sgd(net)
+        want = []
+        for i, (x, y) in enumerate(oracle.global_batches(3)):
+            net.blocks[1].requires_grad_(i > 0)
+            loss = mse_loss(net(x), y)
+            want.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
+        for losses in ranks.run(2, _unfrozen, self.strategy, precision):
+            assert losses == pytest.approx(want, rel=tolerance, abs=tolerance)
+
+    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+    def test_batch_norm(self, ranks: RankPool, precision: str) -> None:
+        want, _ = oracle.train_plain(3, oracle.momentum, net=Normed())
+        (losses, state), (others, other_state) = ranks.run(2, _batch_norm, self.strategy, precision)
+        tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
+        assert losses == others
+        assert losses == pytest.approx(want, rel=tolerance, abs=tolerance)
+        assert torch.equal(state["norm.weight"], other_state["norm.weight"])
+
+    def test_extra_state_and_persistent_metrics_are_restored(self, ranks: RankPool, tmp_path: Path) -> None:
+        assert ranks.run(2, _extra_state, self.strategy, str(tmp_path / "checkpoint")) == [(1, 12.0)] * 2

@@ -1,0 +1,139 @@
+"""Precision strings as dtypes of shards, computation and reduction; scaled gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import HALF_TOLERANCE
+from fsdp_core.testing.state import full_state, local, poison_own_gradient
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+__all__ = ["PrecisionSuite", "seen_by_a_block"]
+
+PRECISIONS = ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+STORAGE = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+COMPUTE = {
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+
+
+class Spying(Lit):
+    """Notes the dtypes that a block sees."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: dict[str, Any] = {}
+        self.net.blocks[1].register_forward_pre_hook(self.look)
+
+    def look(self, block: Any, args: Any) -> None:
+        """Called before a forward pass of the block."""
+        self.seen |= {"weight": block.up.weight.dtype, "input": args[0].dtype}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parameters = list(self.net.blocks[1].parameters())
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        assert all(torch.isfinite(grad).all() for grad in grads)
+        self.seen |= {"shards": {p.dtype for p in parameters}, "grads": {grad.dtype for grad in grads}}
+
+
+def seen_by_a_block(strategy: str, tmp: str, precision: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Fit on two ranks; the losses, and the dtypes of a block's shards, gradients, gathered weight and input."""
+    module = Spying("sgd")
+    run = new_trainer(tmp, strategy, 2, options, precision=precision, gradient_clip_val=10.0)
+    run.fit(module, loader(3, 2))
+    return {"losses": means(module.losses), **module.seen}
+
+
+def _under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
+    fabric = new_fabric(strategy, precision=precision)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    losses = []
+    for x, y in oracle.global_batches(3):
+        with fabric.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is COMPUTE.get(precision, torch.float32)
+        output = model(x)
+        assert output.dtype is torch.float32
+        loss = mse_loss(output, y)
+        losses.append(loss.detach())
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=10.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": means(losses), "shards": {p.dtype for p in net.blocks[1].parameters()}}
+
+
+class Overflowing(Spying):
+    """The first step overflows in one rank's shard alone: one element of its gradient is infinite."""
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 0 and not hasattr(self, "poisoned"):
+            self.poisoned = True
+            if self.global_rank == 1:
+                block = self.net.blocks[1]
+                poison_own_gradient([*block.up.parameters(), *block.down.parameters()], float("inf"))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+def _overflow(strategy: str, tmp: str) -> tuple[list[float], list[float], float]:
+    module = Overflowing("sgd")
+    run = new_trainer(tmp, strategy, 2, precision="16-mixed")
+    run.fit(module, loader(2, 2))
+    weights = torch.cat([tensor.flatten() for tensor in full_state(run.strategy).values()])
+    scaler: Any = run.precision_plugin
+    return means(module.losses), weights.tolist(), scaler.scaler.get_scale()
+
+
+def _scaler_state(strategy: str, tmp: str) -> tuple[float, float]:
+    run = new_trainer(tmp, strategy, 2, precision="16-mixed")
+    run.fit(Overflowing("sgd"), loader(2, 2))
+    run.save_checkpoint(f"{tmp}/scaled")
+    again = new_trainer(tmp, strategy, 2, precision="16-mixed")
+    again.fit(Lit("sgd"), loader(2, 2), ckpt_path=f"{tmp}/scaled")
+    first, second = [one.precision_plugin for one in (run, again)]
+    return first.scaler.get_scale(), second.scaler.get_scale()  # type: ignore[attr-defined]
+
+
+class PrecisionSuite(Clauses):
+    """The dtypes are those that the front end asked for, and half precision trains."""
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_dtypes_under_trainer(self, ranks: RankPool, tmp_path: Path, precision: str) -> None:
+        want, _ = oracle.train_plain(3, oracle.sgd)
+        storage, compute = STORAGE.get(precision, torch.float32), COMPUTE.get(precision, torch.float32)
+        for got in ranks.run(2, seen_by_a_block, self.strategy, str(tmp_path), precision, {}):
+            assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
+            assert (got["shards"], got["grads"]) == ({storage}, {storage})
+            assert (got["weight"], got["input"]) == (compute, compute)
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_dtypes_under_fabric(self, ranks: RankPool, precision: str) -> None:
+        want, _ = oracle.train_plain(3, oracle.sgd)
+        for got in ranks.run(2, _under_fabric, self.strategy, precision):
+            assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
+            assert got["shards"] == {STORAGE.get(precision, torch.float32)}
+
+    def test_overflow_in_one_shard_skips_the_step_everywhere(self, ranks: RankPool, tmp_path: Path) -> None:
+        (losses, weights, scale), other = ranks.run(2, _overflow, self.strategy, str(tmp_path))
+        assert (losses, weights, scale) == other
+        assert scale == 2.0**15  # halved once from torch's initial 2**16
+        assert all(torch.isfinite(torch.tensor(weights)))
+        # the first step was skipped: the second batch is seen with the initial weights
+        net = oracle.new_net()
+        x, y = oracle.global_batches(2)[1]
+        assert losses[1] == pytest.approx(mse_loss(net(x), y).item(), rel=HALF_TOLERANCE)
+
+    def test_scaler_state_is_restored(self, ranks: RankPool, tmp_path: Path) -> None:
+        assert ranks.run(2, _scaler_state, self.strategy, str(tmp_path)) == [(2.0**15, 2.0**15)] * 2

@@ -1,0 +1,222 @@
+"""What each rank holds: its share, before and after every stage, of what rank 0 had."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import assert_sharded, full_state, held_by, local, root_of, trained_by
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+__all__ = ["ShardsSuite", "Shared"]
+
+
+def _held_under_trainer(strategy: str, tmp: str, world_size: int) -> int:
+    module = Lit("adamw_groups")
+    run = new_trainer(tmp, strategy, world_size)
+    run.fit(module, loader(1, world_size))
+    return held_by(trained_by(run.optimizers[0]))
+
+
+def _held_under_fabric(strategy: str, world_size: int) -> int:
+    fabric = new_fabric(strategy, world_size)
+    net = oracle.new_net()
+    _, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    return held_by(trained_by(optimizer))
+
+
+def _held_after_evaluation(strategy: str, tmp: str, policy: Any) -> int:
+    module = Lit("sgd")
+    run = new_trainer(tmp, strategy, 2, {"auto_wrap_policy": policy})
+    run.validate(module, loader(1, 2), verbose=False)
+    return held_by(root_of(run.strategy).parameters())
+
+
+def _largest_tensor(strategy: str) -> int:
+    fabric = new_fabric(strategy, 2, {"auto_wrap_policy": {nn.Linear}})
+    net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    gc.collect()
+    tensors = [local(obj) for obj in gc.get_objects() if isinstance(obj, Tensor)]
+    del model, optimizer
+    return max(t.untyped_storage().nbytes() for t in tensors)
+
+
+def _different_seeds(strategy: str) -> list[float]:
+    fabric = new_fabric(strategy)
+    torch.manual_seed(1 + 10 * fabric.global_rank)
+    model = fabric.setup(oracle.Net())
+    return [mse_loss(model(x), y).item() for x, y in oracle.global_batches(1)]
+
+
+class Shared(nn.Module):
+    """Two blocks that share a weight with each other, and one that shares one with the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, 7)
+        blocks = [Block() for _ in range(4)]
+        blocks[1].down.weight = blocks[0].down.weight
+        blocks[2].up.weight = self.inp.weight
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.inp(x)[:, :FEATURES]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _shared_units(strategy: str) -> tuple[list[float], int]:
+    fabric = new_fabric(strategy)
+    torch.manual_seed(1)
+    net = Shared()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    losses = []
+    for x, y in oracle.global_batches(3):
+        loss = mse_loss(model(x), y)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, held_by(trained_by(optimizer))
+
+
+def _other_terms(strategy: str, tmp: str) -> str:
+    module = Lit("sgd")
+    new_trainer(tmp, strategy, 2).validate(module, loader(1, 2), verbose=False)
+    other = new_trainer(tmp, strategy, 2, precision="bf16-mixed")
+    return refusal(ShardingError, lambda: other.validate(module, loader(1, 2), verbose=False))
+
+
+def _built_on_meta(strategy: str, tmp: str, precision: Any) -> tuple[list[float], torch.dtype]:
+    run = new_trainer(tmp, strategy, 2, precision=precision)
+    with run.init_module(empty_init=True):
+        module = Lit("sgd")
+    assert all(p.is_meta for p in module.parameters())
+    module.net.scale = torch.ones(FEATURES)
+    for block in module.net.blocks:
+        block.reset_parameters = lambda block=block: nn.init.constant_(block.gain, 0.5)
+    run.fit(module, loader(2, 2))
+    return means(module.losses), module.net.blocks[0].up.weight.dtype
+
+
+class OddNames(nn.Module):
+    """Parts of its names are what wrappers put into names, or begin as they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_orig_mod = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.aweight = nn.Parameter(torch.zeros(3))
+        self.block = Block()
+
+
+def _odd_names(strategy: str) -> list[str]:
+    fabric = new_fabric(strategy)
+    fabric.setup(OddNames())
+    return sorted(full_state(fabric.strategy))
+
+
+class Convolutions(nn.Module):
+    """Parameters whose memory is not in the order of their indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = nn.Conv2d(3, 5, 3, padding=1)
+        self.odd = nn.Parameter(torch.randn(5, 4).T)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.conv(x).mean((2, 3)) @ self.odd.T
+
+
+def _convolve(model: Any, backward: Any, optimizer: Any) -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 3, 4, 4)).square().mean()
+        losses.append(loss.item())
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _channels_last(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
+    fabric = new_fabric(strategy)
+    net: Any = Convolutions()
+    net.to(memory_format=torch.channels_last)
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    return _convolve(model, fabric.backward, optimizer), full_state(fabric.strategy)
+
+
+class ShardsSuite(Clauses):
+    """Each rank holds its share, of the user's parameters under the user's names."""
+
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_optimizers_hold_a_share(self, ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+        total = sum(p.numel() for p in trained_by(oracle.adamw_groups(oracle.new_net())))
+        assert_sharded(ranks.run(world_size, _held_under_trainer, self.strategy, str(tmp_path), world_size), total)
+        assert_sharded(ranks.run(world_size, _held_under_fabric, self.strategy, world_size), total)
+
+    @pytest.mark.parametrize("policy", ["auto", None])
+    def test_evaluation_leaves_nothing_unsharded(self, ranks: RankPool, tmp_path: Path, policy: Any) -> None:
+        """With all in the root, too, which libraries leave gathered more readily than other units."""
+        total = sum(p.numel() for p in oracle.new_net().parameters())
+        assert_sharded(ranks.run(2, _held_after_evaluation, self.strategy, str(tmp_path), policy), total)
+
+    def test_setup_leaves_no_whole_weight(self, ranks: RankPool) -> None:
+        """Also not in the optimizer that was built over whole ones."""
+        for largest in ranks.run(2, _largest_tensor, self.strategy):
+            assert largest < 0.6 * 4 * 512 * 512
+
+    def test_rank_zeros_values_win(self, ranks: RankPool) -> None:
+        net = oracle.new_net()
+        want = [mse_loss(net(x), y).item() for x, y in oracle.global_batches(1)]
+        for losses in ranks.run(2, _different_seeds, self.strategy):
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+    def test_tied_parameters_are_trained_as_one(self, ranks: RankPool) -> None:
+        """Within a unit, and across those that a wrap policy would make."""
+        torch.manual_seed(1)
+        net = Shared()
+        total = sum(p.numel() for p in net.parameters())
+        want, _ = oracle.train_plain(3, oracle.momentum, net=net)
+        got = ranks.run(2, _shared_units, self.strategy)
+        for losses, _ in got:
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+        assert_sharded([held for _, held in got], total)
+
+    def test_a_sharded_module_keeps_its_precision(self, ranks: RankPool, tmp_path: Path) -> None:
+        for message in ranks.run(2, _other_terms, self.strategy, str(tmp_path)):
+            assert_says(message, "32-true", "bf16-mixed", "build the module anew")
+
+    def test_meta_init(self, ranks: RankPool, tmp_path: Path) -> None:
+        """Built without memory and initialised unit by unit: the same on every rank, in the precision's dtype."""
+        (losses, dtype), other = ranks.run(2, _built_on_meta, self.strategy, str(tmp_path), "32-true")
+        assert losses == other[0]
+        assert all(torch.isfinite(torch.tensor(losses)))
+        assert dtype is torch.float32
+        half = ranks.run(2, _built_on_meta, self.strategy, str(tmp_path), "bf16-true")
+        assert [dtype for _, dtype in half] == [torch.bfloat16] * 2
+
+    def test_odd_names(self, ranks: RankPool) -> None:
+        assert ranks.run(2, _odd_names, self.strategy) == [sorted(OddNames().state_dict())] * 2
+
+    def test_memory_formats(self, ranks: RankPool) -> None:
+        net = Convolutions()
+        want = _convolve(net, Tensor.backward, oracle.sgd(net))
+        for losses, state in ranks.run(2, _channels_last, self.strategy):
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+            for name, tensor in net.state_dict().items():
+                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)

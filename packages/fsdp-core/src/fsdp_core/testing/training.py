@@ -1,0 +1,204 @@
+"""Training under Trainer and Fabric with the strategy of a name: what the suite runs on each rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, DistributedSampler
+
+import fsdp_core
+from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.testing import oracle
+from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
+from fsdp_core.testing.state import full_state
+
+__all__ = [
+    "Lit",
+    "fabric_fit",
+    "fit",
+    "loader",
+    "means",
+    "new_fabric",
+    "new_trainer",
+    "strategy_argument",
+]
+
+
+class Lit(pl.LightningModule):
+    """The net of the suite under the Trainer; keeps the losses that it saw."""
+
+    def __init__(self, optimizer: str = "sgd", **net: Any) -> None:
+        super().__init__()
+        self.net: Any = new_net(**net)
+        self.optimizer_name = optimizer
+        self.losses: list[Tensor] = []
+        self.validation_losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        loss = mse_loss(self(x), y)
+        self.losses.append(loss.detach())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.validation_losses.append(loss)
+        self.log("val_loss", loss, sync_dist=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return getattr(oracle, self.optimizer_name)(self)
+
+
+def loader(steps: int, world_size: int) -> DataLoader[Any]:
+    """Loads batches that together, over the ranks, are the oracle's, in its order."""
+    data: Any = dataset(BATCH * steps)
+    sampler: Any = DistributedSampler(data, world_size, int(os.environ.get("RANK", 0)), shuffle=False)
+    return DataLoader(data, batch_size=BATCH // world_size, sampler=sampler)
+
+
+def strategy_argument(name: str, front_end: FrontEnd, options: Mapping[str, Any] | None = None) -> Any:
+    """What to give Trainer or Fabric as ``strategy=``.
+
+    Args:
+        name: A strategy's name, ours or Lightning's.
+        front_end: Whose class to make.
+        options: The constructor's arguments; when ``None``, the name itself is what to give.
+    """
+    return name if options is None else fsdp_core.resolve(name, front_end)(**options)
+
+
+def new_trainer(
+    tmp: str | Path, strategy: str, world_size: int = 1, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> pl.Trainer:
+    """A Trainer of one epoch on the CPU that shows and writes nothing by itself.
+
+    Args:
+        tmp: The folder that it may write to.
+        strategy: A strategy's name.
+        world_size: The number of ranks.
+        options: The strategy's options; see :func:`strategy_argument`.
+        **kwargs: Arguments of the Trainer.
+    """
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": world_size,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "max_epochs": 1,
+        "default_root_dir": str(tmp),
+    }
+    return pl.Trainer(strategy=strategy_argument(strategy, "trainer", options), **{**quiet, **kwargs})
+
+
+def new_fabric(
+    strategy: str, world_size: int = 2, options: Mapping[str, Any] | None = None, precision: Any = None
+) -> Fabric:
+    """A Fabric on the CPU, launched. Its arguments are those of :func:`new_trainer`."""
+    chosen = strategy_argument(strategy, "fabric", options)
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=chosen, precision=precision)
+    fabric.launch()
+    return fabric
+
+
+def means(losses: list[Tensor]) -> list[float]:
+    """Each step's loss over all ranks."""
+    if not losses:
+        return []
+    stacked = torch.stack(losses).float()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(stacked)
+        stacked /= torch.distributed.get_world_size()
+    values: list[float] = stacked.tolist()
+    return values
+
+
+def fit(
+    strategy: str,
+    tmp: str,
+    world_size: int,
+    steps: int,
+    optimizer: str = "sgd",
+    options: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    net: Mapping[str, Any] | None = None,
+) -> Trained:
+    """Fit under the Trainer.
+
+    Args:
+        strategy: A strategy's name.
+        tmp: The folder that the Trainer may write to.
+        world_size: The number of ranks.
+        steps: How many batches.
+        optimizer: The name of the oracle's function that builds it.
+        options: The strategy's options; see :func:`strategy_argument`.
+        trainer: Arguments of the Trainer.
+        net: Arguments of the net.
+    """
+    module = Lit(optimizer, **(net or {}))
+    run = new_trainer(tmp, strategy, world_size, options, **(trainer or {}))
+    run.fit(module, loader(steps, world_size))
+    state = full_state(run.strategy)
+    return means(module.losses), {name.removeprefix("net."): v for name, v in state.items()}
+
+
+def fabric_fit(
+    strategy: str,
+    world_size: int,
+    steps: int,
+    optimizer: str = "sgd",
+    options: Mapping[str, Any] | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+) -> Trained:
+    """Train under Fabric, module and optimizer set up together.
+
+    Args:
+        strategy: A strategy's name.
+        world_size: The number of ranks.
+        steps: How many batches.
+        optimizer: The name of the oracle's function that builds it.
+        options: The strategy's options; see :func:`strategy_argument`.
+        accumulate: How many batches make a step of the optimizer.
+        clip_norm: The largest norm of the gradient.
+        clip_value: The largest element of the gradient.
+    """
+    fabric = new_fabric(strategy, world_size, options)
+    net = new_net()
+    model, opt = fabric.setup(net, getattr(oracle, optimizer)(net))
+    data = fabric.setup_dataloaders(loader(steps, world_size))
+    losses = []
+    for i, (x, y) in enumerate(data):
+        stepping = (i + 1) % accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not stepping):
+            loss = mse_loss(model(x), y)
+            losses.append(loss.detach())
+            fabric.backward(loss / accumulate)
+        if stepping:
+            if clip_norm is not None:
+                fabric.clip_gradients(model, opt, max_norm=clip_norm)
+            if clip_value is not None:
+                fabric.clip_gradients(model, opt, clip_val=clip_value)
+            opt.step()
+            opt.zero_grad()
+    return means(losses), full_state(fabric.strategy)

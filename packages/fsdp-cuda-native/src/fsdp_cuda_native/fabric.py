@@ -1,0 +1,113 @@
+"""``strategy="fsdp_native"`` for Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.precision import Precision
+from torch import nn
+
+from fsdp_core.lightning.fabric import ShardedFabricStrategy
+from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_cuda_native.backend import NativeBackend
+from fsdp_cuda_native.migration import take_fsdp_options
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+
+__all__ = ["NativeFSDPStrategy"]
+
+
+class NativeFSDPStrategy(ShardedFabricStrategy):
+    """Shards modules with torch's ``FullyShardedDataParallel`` under Fabric, on CUDA or on the CPU.
+
+    ``Fabric(strategy="fsdp_native")`` is this class with its defaults.
+
+    Args:
+        accelerator: As in Lightning.
+        parallel_devices: As in Lightning.
+        cluster_environment: As in Lightning.
+        checkpoint_io: As in Lightning; for ``state_dict_type="full"`` only.
+        precision: As in Lightning; ``Fabric(precision="bf16-mixed")`` is the usual way.
+        process_group_backend: As in :func:`torch.distributed.init_process_group`; chosen by device when ``None``.
+        cpu_offload: Whether shards, gradients and optimizer state live in host memory: a bool, or torch's
+            :class:`~torch.distributed.fsdp.CPUOffload`.
+        backward_prefetch: When the next unit is gathered in the backward pass: torch's enum, or ``"BACKWARD_PRE"``,
+            ``"BACKWARD_POST"``; ``None``: when it is needed.
+        mixed_precision: A :class:`~torch.distributed.fsdp.MixedPrecision`, which wins over ``precision``.
+        activation_checkpointing: A class of modules that recompute their activations in the backward pass, or a list
+            of classes.
+        auto_wrap_policy: Which submodules are gathered and freed together: a set of classes, a function
+            ``module -> bool`` or one of torch's policies, ``"auto"`` for the blocks repeated in ``ModuleList`` s,
+            or ``None`` for the root alone.
+        activation_checkpointing_policy: As ``activation_checkpointing``, a set of classes or a function
+            ``module -> bool``.
+        sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation, which keeps accumulated
+            gradients sharded, for more communication.
+        state_dict_type: ``"sharded"`` for checkpoint folders that every rank writes its part of, ``"full"`` for one
+            file gathered on rank 0.
+        timeout: How long a collective may wait for its peers; torch's default when ``None``.
+        **kwargs: Options of :class:`~torch.distributed.fsdp.FullyShardedDataParallel`: ``sharding_strategy``,
+            ``use_orig_params``, ``ignored_modules``, ``ignored_states``, ``process_group``, ``device_mesh``,
+            ``param_init_fn``, ``forward_prefetch``, ``limit_all_gathers``.
+
+    Raises:
+        UnsupportedCapabilityError: An option is unknown, or contradicts another.
+
+    Example:
+        >>> strategy = NativeFSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
+        >>> strategy.backend.sharding_strategy
+        <ShardingStrategy.SHARD_GRAD_OP: 2>
+    """
+
+    backend: NativeBackend
+    #: The name that users type.
+    called: ClassVar[str] = "fsdp_native"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        cpu_offload: bool | CPUOffload | None = False,
+        backward_prefetch: BackwardPrefetch | str | None = "BACKWARD_PRE",
+        mixed_precision: MixedPrecision | None = None,
+        activation_checkpointing: type[nn.Module] | Iterable[type[nn.Module]] | None = None,
+        *,
+        auto_wrap_policy: WrapPolicy | None = "auto",
+        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
+        sync_each_batch: bool = False,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        timeout: timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            NativeBackend(
+                auto_wrap_policy=auto_wrap_policy,
+                activation_checkpointing_policy=activation_checkpointing_policy,
+                activation_checkpointing=activation_checkpointing,
+                cpu_offload=cpu_offload,
+                backward_prefetch=backward_prefetch,
+                mixed_precision=mixed_precision,
+                sync_each_batch=sync_each_batch,
+                **take_fsdp_options(self.called, type(self), kwargs),
+            ),
+            strategy_name=self.called,
+            runtime=ProcessGroupRuntime(process_group_backend),
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            state_dict_type=state_dict_type,
+            timeout=timeout,
+        )

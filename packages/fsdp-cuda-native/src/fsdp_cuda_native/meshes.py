@@ -1,0 +1,93 @@
+"""Over which ranks parameters are sharded, and over which they are replicated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.runtime import Runtime
+from fsdp_cuda_native.options import HYBRID
+
+__all__ = ["ranks_to_shard_over"]
+
+
+def ranks_to_shard_over(
+    strategy: ShardingStrategy, process_group: Any, mesh: Any, policy_is_given: bool, runtime: Runtime
+) -> dict[str, Any]:
+    """What to tell ``FullyShardedDataParallel`` about ranks: a mesh, or a process group, or nothing for all ranks.
+
+    Args:
+        strategy: Whether there are replicas at all.
+        process_group: As given: for hybrid sharding a pair, the ranks to shard over and those to replicate over.
+        mesh: As given: a mesh or its shape, for hybrid sharding ``(replicas, ranks of each)``.
+        policy_is_given: Whether the user wrote an ``auto_wrap_policy``; then hybrid sharding may choose the ranks of
+            one host to shard over, as torch does.
+        runtime: All ranks.
+
+    Raises:
+        UnsupportedCapabilityError: The mesh does not fit the sharding strategy or the ranks.
+    """
+    hybrid = strategy in HYBRID
+    if process_group is not None:
+        if hybrid and not (isinstance(process_group, tuple) and len(process_group) == 2):
+            raise UnsupportedCapabilityError(
+                f"process_group={process_group!r} is one group, and {strategy.name} needs two.\n"
+                "Write process_group=(ranks to shard over, ranks to replicate over), or "
+                "device_mesh=(replicas, ranks of each)."
+            )
+        return {"process_group": process_group}
+    if hybrid and mesh is None:
+        if not policy_is_given:
+            raise UnsupportedCapabilityError(
+                f"sharding_strategy={strategy.name.strip('_')!r} needs to know which ranks to shard over.\n"
+                f"Write device_mesh=(replicas, ranks of each), such as (2, {max(1, runtime.world_size // 2)}), "
+                "or a process_group pair; or auto_wrap_policy={MyBlock}, to shard over the ranks of each host."
+            )
+        mesh = _by_host(runtime)
+    if mesh is None:
+        return {}
+    shape = tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else tuple(mesh)
+    if hybrid:
+        _check_hybrid(shape, strategy, runtime)
+    elif len(shape) != 1:
+        raise UnsupportedCapabilityError(
+            f"device_mesh of shape {shape} has {len(shape)} axes, and {strategy.name} shards over one.\n"
+            "Write sharding_strategy='HYBRID_SHARD', or leave device_mesh out."
+        )
+    elif shape != (runtime.world_size,):
+        raise UnsupportedCapabilityError(
+            f"device_mesh of shape {shape} is not that of {runtime.world_size} ranks, and {strategy.name} shards over "
+            f"all of them.\nLeave device_mesh out, or write device_mesh=({runtime.world_size},)."
+        )
+    if isinstance(mesh, DeviceMesh):
+        return {"device_mesh": mesh}
+    names = ("replicate", "shard") if hybrid else ("shard",)
+    return {"device_mesh": init_device_mesh(runtime.device.type, shape, mesh_dim_names=names)}
+
+
+def _check_hybrid(shape: tuple[int, ...], strategy: ShardingStrategy, runtime: Runtime) -> None:
+    if len(shape) != 2 or shape[0] * shape[1] != runtime.world_size:
+        raise UnsupportedCapabilityError(
+            f"device_mesh of shape {shape} is no division of {runtime.world_size} ranks into replicas that shard.\n"
+            "Write device_mesh=(replicas, ranks of each), the two multiplying to the number of ranks."
+        )
+    if shape[1] == 1 and runtime.world_size > 1:
+        # torch would fall back to NO_SHARD within each group of one, and never average over the replicas
+        raise UnsupportedCapabilityError(
+            f"device_mesh={shape} leaves one rank to each replica, so there is nothing for {strategy.name} to shard.\n"
+            "Write sharding_strategy='NO_SHARD', or strategy='ddp'."
+        )
+
+
+def _by_host(runtime: Runtime) -> tuple[int, int]:
+    on_host = runtime.gather_objects(runtime.local_rank)
+    ranks_of_each = max(on_host) + 1
+    if [rank % ranks_of_each for rank in range(runtime.world_size)] != on_host:
+        raise UnsupportedCapabilityError(
+            "hosts have different numbers of ranks, so hybrid sharding can't replicate one host's shards on another.\n"
+            "Write device_mesh=(replicas, ranks of each), or sharding_strategy='FULL_SHARD'."
+        )
+    return runtime.world_size // ranks_of_each, ranks_of_each

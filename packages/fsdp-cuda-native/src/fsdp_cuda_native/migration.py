@@ -1,0 +1,50 @@
+"""What to write in the place of other libraries' options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_core import registry
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.options import refuse_unknown_options
+from fsdp_cuda_native.options import DECIDED, FSDP_OPTIONS
+
+__all__ = ["OTHER_OPTIONS", "take_fsdp_options"]
+
+#: Options of fsdp2's, Lightning's and fairscale's strategies.
+OTHER_OPTIONS: dict[str, str] = {
+    **DECIDED,
+    "reshard_after_forward": "Write sharding_strategy='FULL_SHARD' for True, 'SHARD_GRAD_OP' for False.",
+    "mp_policy": "Write precision='bf16-mixed' to Trainer or Fabric, or give a mixed_precision.",
+    "precision_plugin": "Under Fabric it is called precision.",
+    "precision": "Write precision= to the Trainer; a plugin is called precision_plugin here.",
+    "data_parallel_size": "Leave it out: all ranks shard; tensor parallelism is not part of 'fsdp_native'.",
+    "tensor_parallel_size": "'fsdp_native' has no tensor parallelism.",
+    "save_distributed_checkpoint": "Write state_dict_type='sharded', or 'full'.",
+    "flatten_parameters": "Leave it out: parameters are always flattened. It belongs to 'ddp_fully_sharded'.",
+}
+
+
+def take_fsdp_options(strategy: str, made: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The FSDP options among a constructor's keyword arguments.
+
+    Args:
+        strategy: The name that users type.
+        made: The strategy's class.
+        given: The keyword arguments beyond its named ones.
+
+    Raises:
+        UnsupportedCapabilityError: There is one that neither the strategy nor FSDP1 has.
+    """
+    unknown = {name: value for name, value in given.items() if name not in FSDP_OPTIONS}
+    for name in unknown:
+        if name in DECIDED and name in inspect.signature(FullyShardedDataParallel).parameters:
+            raise UnsupportedCapabilityError(f"strategy {strategy!r} has no option {name!r}. {DECIDED[name]}")
+    declared = [option.name for option in registry.describe(strategy).options]
+    further = tuple(name for name in declared if name not in ("precision", "precision_plugin"))
+    refuse_unknown_options(strategy, made, unknown, OTHER_OPTIONS, further=further)
+    return dict(given)

@@ -1,0 +1,146 @@
+"""FSDP1's options, as users write them and as torch takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from fsdp_core.errors import UnsupportedCapabilityError
+
+__all__ = ["FSDP_OPTIONS", "HYBRID", "check_options", "classes_to_checkpoint", "named_member", "wants_offload"]
+
+#: Options of ``FullyShardedDataParallel`` that are passed on, with their defaults here.
+FSDP_OPTIONS: Mapping[str, Any] = {
+    "sharding_strategy": "FULL_SHARD",
+    "use_orig_params": True,
+    "ignored_modules": None,
+    "ignored_states": None,
+    "process_group": None,
+    "device_mesh": None,
+    "param_init_fn": None,
+    "forward_prefetch": False,
+    "limit_all_gathers": True,
+}
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+#: Options of ``FullyShardedDataParallel`` that the strategy answers for.
+DECIDED: Mapping[str, str] = {
+    "device_id": "Leave it out: Lightning's `devices` says where each rank runs.",
+    "sync_module_states": "Leave it out: rank 0's values always win.",
+}
+
+E = TypeVar("E", ShardingStrategy, BackwardPrefetch)
+
+
+def named_member(option: str, enum: type[E], value: E | str) -> E:
+    """Find a member of one of torch's enums by itself or by its name, in any case.
+
+    Raises:
+        UnsupportedCapabilityError: There is none.
+
+    Example:
+        >>> named_member("sharding_strategy", ShardingStrategy, "shard_grad_op")
+        <ShardingStrategy.SHARD_GRAD_OP: 2>
+    """
+    if isinstance(value, enum):
+        return value
+    names = {member.name.strip("_"): member for member in enum}
+    found = names.get(str(value).upper().strip("_"))
+    if found is None:
+        raise UnsupportedCapabilityError(
+            f"{option}={value!r} is not known to 'fsdp_native'.\nWrite one of: {', '.join(map(repr, names))}."
+        )
+    return found
+
+
+def wants_offload(cpu_offload: bool | CPUOffload | None) -> bool:
+    """Whether shards are to live in host memory; ``None``, the default of other strategies, means that they aren't.
+
+    Raises:
+        UnsupportedCapabilityError: It is neither a bool nor FSDP1's ``CPUOffload``.
+    """
+    if cpu_offload is None:
+        return False
+    if isinstance(cpu_offload, CPUOffload):
+        return bool(cpu_offload.offload_params)
+    if isinstance(cpu_offload, bool):
+        return cpu_offload
+    raise UnsupportedCapabilityError(
+        f"cpu_offload={cpu_offload!r} is not known to 'fsdp_native'.\n"
+        "Write cpu_offload=True, or a torch.distributed.fsdp.CPUOffload; "
+        "FSDP2's CPUOffloadPolicy belongs to 'fsdp2'."
+    )
+
+
+def classes_to_checkpoint(
+    old: type[nn.Module] | Iterable[type[nn.Module]] | None, policy: object
+) -> frozenset[type[nn.Module]] | None:
+    """Read ``activation_checkpointing``, the older spelling of ``activation_checkpointing_policy``.
+
+    Args:
+        old: One class of modules, or several.
+        policy: What the newer option was given.
+
+    Raises:
+        UnsupportedCapabilityError: It is no class, or both spellings are used.
+    """
+    if old is None:
+        return None
+    if policy is not None:
+        raise UnsupportedCapabilityError(
+            "activation_checkpointing and activation_checkpointing_policy are two spellings of one option.\n"
+            "Write activation_checkpointing_policy={MyBlock} alone."
+        )
+    classes = (old,) if isinstance(old, type) else tuple(old) if isinstance(old, Iterable) else (old,)
+    wrong = [one for one in classes if not (isinstance(one, type) and issubclass(one, nn.Module))]
+    if wrong or not classes:
+        raise UnsupportedCapabilityError(
+            f"activation_checkpointing={old!r} is no class of modules.\n"
+            "Write activation_checkpointing=MyBlock, a list of classes, "
+            "or activation_checkpointing_policy with a function."
+        )
+    return frozenset(classes)
+
+
+def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_each_batch: bool, offload: bool) -> None:
+    """Refuse options that contradict each other, or that torch would not understand.
+
+    Args:
+        options: Those of :data:`FSDP_OPTIONS`, the sharding strategy as an enum.
+        mixed_precision: The option of that name.
+        sync_each_batch: Whether every micro-batch is reduced.
+        offload: Whether shards live in host memory.
+
+    Raises:
+        UnsupportedCapabilityError: There are any.
+    """
+    if options["ignored_modules"] is not None and options["ignored_states"] is not None:
+        raise UnsupportedCapabilityError(
+            "ignored_modules and ignored_states are an old and a new spelling of one option.\n"
+            "Write ignored_states alone; it takes modules as well as parameters."
+        )
+    if options["process_group"] is not None and options["device_mesh"] is not None:
+        raise UnsupportedCapabilityError(
+            "process_group and device_mesh both say over which ranks to shard.\nWrite device_mesh alone."
+        )
+    if not isinstance(mixed_precision, MixedPrecision | None):
+        raise UnsupportedCapabilityError(
+            f"mixed_precision={mixed_precision!r} is not known to 'fsdp_native'.\n"
+            "Write precision='bf16-mixed' in its place, or give a torch.distributed.fsdp.MixedPrecision; "
+            "FSDP2's MixedPrecisionPolicy belongs to 'fsdp2'."
+        )
+    if not isinstance(options["device_mesh"], DeviceMesh | tuple | None):
+        raise UnsupportedCapabilityError(
+            f"device_mesh={options['device_mesh']!r} is no mesh.\n"
+            "Write a DeviceMesh, or its shape: device_mesh=(2, 4) makes 2 replicas that shard over 4 ranks each."
+        )
+    if sync_each_batch and offload:
+        raise UnsupportedCapabilityError(
+            "sync_each_batch=True can't be combined with cpu_offload: FSDP1 would replace the gradients of earlier "
+            "micro-batches instead of adding to them.\nLeave out one of the two, or use strategy='fsdp2'."
+        )

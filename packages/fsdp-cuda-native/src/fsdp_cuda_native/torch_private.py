@@ -1,0 +1,324 @@
+"""The private names of torch's FSDP1 that this package uses, each with its reason. Checked on torch 2.9.0 and 2.13.0.
+
+FSDP1 shows nothing of its flat parameters, and nothing of the state of a forward pass, through public names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._runtime_utils import (
+    _post_backward_hook,
+    _post_forward,
+    _post_forward_reshard,
+    _pre_forward,
+    _pre_forward_unshard,
+    _root_pre_forward,
+)
+from torch.distributed.utils import _cast_forward_inputs
+
+__all__ = [
+    "FlatMember",
+    "Pending",
+    "cast_inputs",
+    "flat_members",
+    "follow_requires_grad",
+    "forget_pending",
+    "forget_views",
+    "leave_gradients",
+    "no_reduction",
+    "reset",
+    "reshard",
+    "resume_forward",
+    "shard_group",
+    "suspend_forward",
+    "tied_members",
+    "units_of",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatMember:
+    """A parameter of the user's that is part of a flat one.
+
+    Attributes:
+        owner: The module that holds it, and ``attribute`` its name there.
+        shape: Its shape as written.
+        held: What an optimizer holds for it: the parameter itself, or the flat one.
+        offset: Where this rank's elements of it begin in ``held``'s 1-D data.
+        start: The index of the first of these in the parameter.
+        length: How many they are.
+        local: This rank's 1-D data that ``held`` is, or is a part of, and where in it the elements begin.
+        replica: Which copy of the parameter this is.
+        is_flat: Whether ``held`` is 1-D; without sharding a parameter keeps its shape.
+    """
+
+    owner: nn.Module
+    attribute: str
+    shape: tuple[int, ...]
+    held: nn.Parameter
+    offset: int
+    start: int
+    length: int
+    local: tuple[Tensor, int]
+    replica: int
+    is_flat: bool
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A unit that waits for a backward pass, inside a forward pass of the root that is going on.
+
+    Attributes:
+        unit: The unit.
+        node: What will give its flat parameter a gradient; ``None`` for a frozen unit.
+        hook: What reduces that gradient then. FSDP1 takes its own away after the first backward pass.
+    """
+
+    unit: FullyShardedDataParallel
+    node: Any | None
+    hook: Any | None = None
+
+
+def cast_inputs(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast floating-point tensors, however deep in a module's arguments, as a root of FSDP1's does."""
+    cast: tuple[Any, Any] = _cast_forward_inputs(dtype, *args, **kwargs)
+    return cast
+
+
+def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParallel]:
+    """The units of a root that hold parameters, itself among them."""
+    return (unit for unit in FullyShardedDataParallel.fsdp_modules(root) if _handle(unit) is not None)
+
+
+def _handle(unit: FullyShardedDataParallel) -> Any:
+    return unit._handle
+
+
+def shard_group(root: FullyShardedDataParallel) -> Any:
+    """The ranks that together hold the parameters once."""
+    return root.process_group
+
+
+def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
+    """The parameters that a unit has flattened. It must be sharded at the moment, not gathered.
+
+    Yields:
+        Tied parameters once, under the first of their names.
+    """
+    handle = _handle(unit)
+    flat = handle.flat_param
+    between = getattr(unit, "_inter_node_pg", None)
+    if not handle.uses_sharded_strategy:
+        replica = shard_group(unit).rank()
+    else:
+        replica = between.rank() if between is not None else 0
+    infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+    for index, (place, shape, info) in enumerate(infos):
+        offset, length, start = info.offset_in_shard or 0, info.numel_in_shard or 0, info.intra_param_start_idx or 0
+        yield FlatMember(
+            owner=place.module,
+            attribute=place.param_name,
+            shape=tuple(shape),
+            held=flat._params[index] if handle._use_orig_params else flat,
+            offset=0 if handle._use_orig_params else offset,
+            start=start,
+            length=length,
+            local=(flat._local_shard, offset),
+            replica=replica,
+            is_flat=handle.uses_sharded_strategy or not handle._use_orig_params,
+        )
+
+
+def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """The further places of tied parameters of a unit: module and name, and those of the first place."""
+    for info in _handle(unit).flat_param._shared_param_infos:
+        yield info.module, info.param_name, info.prim_module, info.prim_param_name
+
+
+def reshard(unit: FullyShardedDataParallel) -> None:
+    """Free a unit's gathered parameters, if there are any.
+
+    After a forward pass without a backward pass the root keeps them, and would use them again after a step.
+    """
+    handle = _handle(unit)
+    flat = handle.flat_param
+    place = flat._param_infos[0]
+    at_rest = (
+        (handle.needs_unshard() if handle.uses_sharded_strategy else True)
+        and flat.data_ptr() == flat._local_shard.data_ptr()
+        and not handle._skipped_use_sharded_views
+        # without sharding, what a forward pass uses are other views of the same memory
+        and (not handle._use_orig_params or getattr(place.module, place.param_name) is flat._params[0])
+    )
+    if not at_rest:
+        handle._training_state = HandleTrainingState.IDLE
+        handle.reshard(handle.uses_sharded_strategy)
+        handle.post_reshard()
+        handle._prefetched = False
+
+
+def forget_views(unit: FullyShardedDataParallel) -> None:
+    """Let go of views of the gathered flat parameter, unless a backward pass is still to use them.
+
+    They hold it through autograd, where Python's garbage collector doesn't look: no model would ever be freed.
+    """
+    handle = _handle(unit)
+    if handle._needs_pre_backward_unshard:
+        return
+    flat = handle.flat_param
+    if flat._tensors is not None:
+        flat._tensors[:] = [None] * len(flat._tensors)
+    if not handle._use_orig_params:
+        places = [(i.module, i.param_name) for i in (*flat._param_infos, *flat._shared_param_infos)]
+        for module, name in places:
+            view = module.__dict__.get(name)
+            if view is not None:
+                module.__dict__[name] = view.data
+
+
+def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending: list[Pending]) -> None:
+    """End the root's part in a forward pass that goes on, as if the root had returned ``loss``.
+
+    Args:
+        root: The root.
+        loss: What the backward pass starts from, if one is to come.
+        pending: The units that wait for a backward pass; those that do now are added.
+    """
+    for unit in units_of(root):
+        handle = _handle(unit)
+        handle._reset_flat_param_grad_info_if_needed()
+        _forget_unfit_hooks(handle.flat_param)
+        hooks: tuple[Any, ...] = getattr(handle.flat_param, "_post_backward_hook_state", ())
+        node = hooks[0] if len(hooks) == 2 else None
+        known = any(one.unit is unit and one.node is node for one in pending)
+        if not known and (node is not None or handle._needs_pre_backward_unshard):
+            pending.append(Pending(unit=unit, node=node))
+    if root.training_state == TrainingState.FORWARD_BACKWARD:
+        leave_gradients(root)
+        _post_forward(root, _handle(root), _post_forward_reshard, root, None, loss)
+
+
+def _forget_unfit_hooks(flat: Any) -> None:
+    """Forget the hooks of a flat parameter that was frozen or unfrozen since its forward pass."""
+    if len(getattr(flat, "_post_backward_hook_state", ())) != 1 + flat.requires_grad:
+        _forget_hooks(flat)
+
+
+def _forget_hooks(flat: Any) -> None:
+    if hasattr(flat, "_post_backward_hook_state"):
+        flat._post_backward_hook_state[-1].remove()
+        del flat._post_backward_hook_state
+
+
+def resume_forward(root: FullyShardedDataParallel, pending: list[Pending]) -> None:
+    """Begin the root's part in a forward pass anew, with the parameters' current values.
+
+    Args:
+        root: The root.
+        pending: The units that another backward pass may still come to.
+    """
+    for unit in units_of(root):
+        reshard(unit)  # a unit gathered ahead of a backward pass that did without it would be taken for changed
+        flat = _handle(unit).flat_param
+        if not flat.requires_grad and hasattr(flat, "_saved_grad_shard"):
+            # set aside for the backward pass, and not taken back by a unit that was frozen meanwhile
+            flat.grad = flat._saved_grad_shard
+            del flat._saved_grad_shard
+    if _handle(root) is not None:
+        _forget_hooks(_handle(root).flat_param)
+    _root_pre_forward(root, root, (), {})
+    _pre_forward(root, _handle(root), _pre_forward_unshard, root, (), {})
+    for one in pending:
+        if one.unit is not root:
+            _handle(one.unit)._needs_pre_backward_unshard = True
+        if one.node is not None and one.hook is None:
+            one.hook = one.node.register_hook(partial(_post_backward_hook, one.unit, _handle(one.unit)))
+
+
+def leave_gradients(root: FullyShardedDataParallel) -> None:
+    """Let the end of a forward pass leave gradients alone, which it would show again after ``zero_grad()`` in it."""
+    if _handle(root) is not None:
+        _handle(root)._training_state = HandleTrainingState.IDLE
+
+
+@contextmanager
+def no_reduction(root: FullyShardedDataParallel) -> Iterator[None]:
+    """As ``root.no_sync()``, which refuses a backward pass inside the root's forward pass."""
+    units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+    before = [unit._sync_gradients for unit in units]
+    for unit in units:
+        unit._sync_gradients = False
+    try:
+        yield
+    finally:
+        for unit, synced in zip(units, before, strict=True):
+            unit._sync_gradients = synced
+
+
+def forget_pending(root: FullyShardedDataParallel, pending: list[Pending]) -> None:
+    """Let no unit wait for a backward pass any more.
+
+    The next forward pass would take what they wait at for its own, and under mixed precision it is something else.
+    """
+    for unit in units_of(root):
+        _forget_hooks(_handle(unit).flat_param)
+        _handle(unit)._needs_pre_backward_unshard = False
+    for one in pending:
+        if one.hook is not None:
+            one.hook.remove()
+
+
+def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
+    """Let flat parameters require gradients if one of theirs does.
+
+    Returns:
+        Whether the root's gathered parameters, which follow their flat one when they are gathered, have to be again.
+    """
+    for unit in units_of(root):
+        _handle(unit)._reset_flat_param_grad_info_if_needed()
+        _forget_unfit_hooks(_handle(unit).flat_param)
+    if _handle(root) is None:
+        return False
+    flat = _handle(root).flat_param
+    place = flat._param_infos[0]
+    gathered: bool = getattr(place.module, place.param_name).requires_grad
+    return gathered != bool(flat.requires_grad)
+
+
+def reset(root: FullyShardedDataParallel) -> None:
+    """Make every unit idle and sharded, whatever an exception has interrupted; half-computed gradients are dropped."""
+    state: Any = root
+    state._post_backward_callback_queued = False
+    if state._is_root:
+        state._exec_order_data.next_iter()
+    units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+    for unit in units:
+        unit.training_state = TrainingState.IDLE
+        unit._sync_gradients = True
+        handle = _handle(unit)
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        _forget_hooks(flat)
+        if hasattr(flat, "_saved_grad_shard"):
+            del flat._saved_grad_shard
+        flat._post_backward_called = False
+        flat.grad = None
+        for parameter in flat._params or ():
+            parameter.grad = None
+        handle._ran_pre_backward_hook = False
+        handle._needs_pre_backward_unshard = False
+        handle._post_forward_index = None
+        handle._training_state = HandleTrainingState.IDLE
+        reshard(unit)
+        with torch.no_grad():
+            handle._reset_flat_param_grad_info_if_needed()

@@ -1,0 +1,50 @@
+"""Putting a wrapper where a module was, and new parameters where the user's were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+__all__ = ["called_for", "put_in_place", "renew_parameters"]
+
+
+def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
+    """What inside ``root`` is called for ``module``: the module, or what :func:`torch.compile` has made of it.
+
+    The compiled one calls the module it was made from, and would go around a wrapper that took that one's place.
+    """
+    compiled = [parent for parent in root.modules() if parent._modules.get("_orig_mod") is module]
+    return called_for(root, compiled[0]) if compiled else module
+
+
+def put_in_place(root: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
+    """Let every parent inside ``root`` hold ``wrapper``, which holds ``module``, in the place of ``module``."""
+    parents = [
+        (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child is module
+    ]
+    for parent, name in parents:
+        if parent is not wrapper:
+            parent._modules[name] = wrapper
+
+
+def renew_parameters(modules: Iterable[nn.Module], whole: Sequence[nn.Parameter]) -> None:
+    """Give modules new parameters in the place of those that they own, with the same data and attributes.
+
+    FSDP1 would turn the old ones into shards where they are. An optimizer that has stepped over them would then go on
+    with state of their old shapes; over the new ones it has to be re-pointed, and is refused if it has stepped.
+
+    Args:
+        modules: The modules, each taken without its children.
+        whole: Parameters that stay what they are.
+    """
+    renewed: dict[int, nn.Parameter] = {id(p): p for p in whole}
+    for module in modules:
+        for name, old in list(module.named_parameters(recurse=False)):
+            if id(old) not in renewed:
+                new = nn.Parameter(old.data, requires_grad=old.requires_grad)
+                new.__dict__.update(old.__dict__)
+                renewed[id(old)] = renewed[id(new)] = new
+                # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
+                old.data = old.data.new_empty(()).expand(old.shape)
+            module._parameters[name] = renewed[id(old)]

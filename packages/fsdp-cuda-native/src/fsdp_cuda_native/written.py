@@ -1,0 +1,138 @@
+"""A module as the user wrote it, while FSDP1 has wrapped its units and flattened its parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_core.fqn import clean_name
+from fsdp_core.parts import FlatRange, Layout, Part
+from fsdp_cuda_native.torch_private import FlatMember, flat_members, tied_members, units_of
+
+__all__ = ["layout_of", "local_parts", "note_order", "stand_ins", "unwrapped"]
+
+#: In which order modules were written to hold their parameters; FSDP1 takes them away and puts them back.
+_ORDERS: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+_FLAT = "_flat_param"
+
+
+def note_order(modules: Iterable[nn.Module]) -> None:
+    """Note in which order modules hold their parameters, before FSDP1 flattens them."""
+    for module in modules:
+        if module._parameters:
+            _ORDERS[module] = tuple(module._parameters)
+
+
+def named_members(root: FullyShardedDataParallel) -> Iterator[tuple[str, FlatMember]]:
+    """The flattened parameters by the user's names."""
+    names: dict[nn.Module, str] = {}
+    for name, module in root.module.named_modules():
+        names.setdefault(module, clean_name(name))
+    for unit in units_of(root):
+        for member in flat_members(unit):
+            prefix = names[member.owner]
+            yield (f"{prefix}.{member.attribute}" if prefix else member.attribute), member
+
+
+def layout_of(root: FullyShardedDataParallel) -> Layout:
+    """What each parameter that an optimizer may hold has of the user's. The root must not be gathered."""
+    parts: dict[nn.Parameter, tuple[Part, ...]] = {}
+    for name, member in named_members(root):
+        run = FlatRange(
+            offset=member.offset,
+            start=member.start,
+            length=member.length,
+            replica=member.replica,
+        )
+        part = Part(name=name, shape=member.shape, range=run if member.is_flat else None)
+        parts[member.held] = (*parts.get(member.held, ()), part)
+    for name, parameter in root.module.named_parameters():
+        if parameter not in parts:  # kept whole
+            parts[parameter] = (Part(name=clean_name(name), shape=tuple(parameter.shape)),)
+    return parts
+
+
+def local_parts(root: FullyShardedDataParallel) -> Iterator[tuple[str, Part, torch.Tensor]]:
+    """This rank's elements of each flattened parameter: its name, where they lie, and the tensor they lie in."""
+    for name, member in named_members(root):
+        flat, offset = member.local
+        run = FlatRange(offset=offset, start=member.start, length=member.length, replica=member.replica)
+        yield name, Part(name=name, shape=member.shape, range=run), flat
+
+
+@contextmanager
+def unwrapped(module: nn.Module) -> Iterator[None]:
+    """A context in which the units of ``module`` are the user's own modules again, and not FSDP1's wrappers."""
+    taken: list[tuple[nn.Module, str, FullyShardedDataParallel]] = []
+    for parent in list(module.modules()):
+        if isinstance(parent, FullyShardedDataParallel):
+            continue
+        for name, child in parent._modules.items():
+            if isinstance(child, FullyShardedDataParallel):
+                taken.append((parent, name, child))
+    for parent, name, child in taken:
+        parent._modules[name] = child.module
+    try:
+        yield
+    finally:
+        for parent, name, child in taken:
+            parent._modules[name] = child
+
+
+@contextmanager
+def stand_ins(root: FullyShardedDataParallel) -> Iterator[dict[str, nn.Parameter]]:
+    """A context in which every flattened parameter is stood for by one of its own shape, which takes no memory.
+
+    What is frozen or unfrozen meanwhile is afterwards.
+
+    Yields:
+        The stand-ins by the user's names.
+    """
+    by_name: dict[str, nn.Parameter] = {}
+    by_place: dict[tuple[int, str], nn.Parameter] = {}
+    held: dict[str, nn.Parameter] = {}
+    before: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+
+    def put(owner: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
+        by_place[id(owner), attribute] = parameter
+        if not any(owner is one for one, _ in before):
+            before.append((owner, dict(owner._parameters)))
+
+    for name, member in named_members(root):
+        data = torch.zeros((), dtype=member.held.dtype, device=member.held.device).expand(member.shape)
+        by_name[name] = nn.Parameter(data, requires_grad=member.held.requires_grad)
+        held[name] = member.held
+        put(member.owner, member.attribute, by_name[name])
+    for unit in units_of(root):
+        for owner, attribute, first, first_attribute in tied_members(unit):
+            put(owner, attribute, by_place[id(first), first_attribute])
+        if not any(unit.module is one for one, _ in before):
+            before.append((unit.module, dict(unit.module._parameters)))
+    hidden: list[tuple[nn.Module, str, object]] = []
+    for owner, parameters in before:
+        owner._parameters.clear()
+        for name in dict.fromkeys((*_ORDERS.get(owner, ()), *parameters)):
+            if (id(owner), name) in by_place:
+                owner._parameters[name] = by_place[id(owner), name]
+                if name in owner.__dict__:
+                    hidden.append((owner, name, owner.__dict__.pop(name)))
+            elif name != _FLAT and name in parameters:
+                owner._parameters[name] = parameters[name]
+    frozen = {name: stand_in.requires_grad for name, stand_in in by_name.items()}
+    try:
+        yield by_name
+    finally:
+        for owner, parameters in before:
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
+        for owner, name, value in hidden:
+            owner.__dict__[name] = value
+        for name, stand_in in by_name.items():
+            if stand_in.requires_grad != frozen[name]:
+                held[name].requires_grad_(stand_in.requires_grad)

@@ -1,0 +1,400 @@
+"""Manual optimization: backward passes and steps inside one forward pass of the root, in any order."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.loops import losses_of
+from fsdp_core.testing.training import Lit, loader, means, new_trainer
+from fsdp_core.wrapping import describe_policy
+
+FLAT: dict[str, Any] = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
+
+
+def shown(value: Any) -> str:
+    """How pytest shows a parameter of a test."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}={describe_policy(option)}" for key, option in value.items())
+    return str(value)
+
+
+class Gan(Lit):
+    """A net, a critic in units of its own, a parameter of the root, and an optimizer for each of the two.
+
+    Args:
+        mode: ``"one by one"``: each loss is computed, and its optimizer stepped, before the next;
+            ``"both"``: both are computed, then taken back, then stepped; ``"closure"``: the optimizer asks for one.
+    """
+
+    def __init__(self, mode: str = "one by one") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.mode = mode
+        torch.manual_seed(3)
+        self.critic = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.gate = nn.Parameter(torch.ones(FEATURES))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        modes = {"one by one": self.one_by_one, "zeroed last": self.one_by_one, "both": self.both}
+        losses = modes.get(self.mode, self.closure)(*batch)
+        self.losses += [loss.detach() for loss in losses]
+
+    def one_by_one(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.optimizers()
+        last = self.mode == "zeroed last"
+        with nullcontext() if last else self.toggled_optimizer(first):
+            loss = mse_loss(self.net(x * self.gate), y) + self.critic(self.net(x)).mean()
+            if not last:
+                first.zero_grad()
+            self.manual_backward(loss)
+            first.step()
+            if last:
+                first.zero_grad()
+        with nullcontext() if last else self.toggled_optimizer(second):
+            critic_loss = (self.critic(self.net(x).detach() * self.gate) ** 2).mean()
+            if not last:
+                second.zero_grad()
+            self.manual_backward(critic_loss)
+            self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            second.step()
+            if last:
+                second.zero_grad()
+        return loss, critic_loss
+
+    def both(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.optimizers()
+        output = self.net(x * self.gate)
+        loss = mse_loss(output, y)
+        critic_loss = (self.critic(output.detach()) ** 2).mean() + (self.critic(y) ** 2).mean()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(critic_loss)
+        self.manual_backward(loss)
+        first.step()
+        second.step()
+        return loss, critic_loss
+
+    def closure(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.optimizers()
+        seen = []
+
+        def compute() -> Tensor:
+            first.zero_grad()
+            loss = mse_loss(self.net(x * self.gate), y)
+            self.manual_backward(loss)
+            seen.append(loss)
+            return loss
+
+        first.step(closure=compute)
+        critic_loss = (self.critic(self.net(x).detach()) ** 2).mean()
+        second.zero_grad()
+        self.manual_backward(critic_loss)
+        second.step()
+        return seen[-1], critic_loss
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD([*self.net.parameters(), self.gate], lr=0.05, momentum=0.9),
+            torch.optim.Adam(self.critic.parameters(), lr=0.01, eps=1e-3),
+        ]
+
+
+MODES = ["one by one", "zeroed last", "both", "closure"]
+
+
+def play(mode: str, tmp: str, world_size: int, options: dict[str, Any], precision: Any = None) -> Trained:
+    module = Gan(mode)
+    loop: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":  # a scale from which no step overflows, so that none is left out
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        loop = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+    run = new_trainer(tmp, "fsdp_native", world_size, options, **loop)
+    run.fit(module, loader(3, world_size), loader(1, world_size))
+    return means(module.losses), full_state(run.strategy)
+
+
+def plain_play(mode: str, tmp_path: Path) -> Trained:
+    module = Gan(mode)
+    new_trainer(tmp_path, "auto").fit(module, loader(3, 1))
+    return losses_of(module), module.state_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"auto_wrap_policy": None},
+        {"auto_wrap_policy": {Block, nn.Linear}},
+        FLAT,
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"sharding_strategy": "NO_SHARD"},
+        {**FLAT, "sharding_strategy": "NO_SHARD"},
+        {"backward_prefetch": None},
+    ],
+    ids=shown,
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_and_weights_equal_plain(ranks: RankPool, tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
+    assert_played(ranks.run(2, play, mode, str(tmp_path), 2, options), plain_play(mode, tmp_path))
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (1, FLAT), (3, {})], ids=shown)
+@pytest.mark.parametrize("mode", MODES)
+def test_other_numbers_of_ranks(
+    ranks: RankPool, tmp_path: Path, mode: str, world_size: int, options: dict[str, Any]
+) -> None:
+    assert_played(ranks.run(world_size, play, mode, str(tmp_path), world_size, options), plain_play(mode, tmp_path))
+
+
+def refused_prefetch(tmp: str) -> str:
+    return refusal(UnsupportedCapabilityError, lambda: play("both", tmp, 2, {"forward_prefetch": True}))
+
+
+def test_forward_prefetch_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """It would use units that were gathered before a step."""
+    for told in ranks.run(2, refused_prefetch, str(tmp_path)):
+        assert_says(told, "forward_prefetch=True", "manual optimization", "Leave forward_prefetch out")
+
+
+@pytest.mark.parametrize("mode", ["one by one", "both"])
+def test_replicas(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+    assert_played(ranks.run(4, play, mode, str(tmp_path), 4, options), plain_play(mode, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "options"),
+    [
+        *((mode, precision, {}) for mode in MODES for precision in ("bf16-mixed", "16-mixed")),
+        ("both", "bf16-mixed", FLAT),
+        ("both", "bf16-mixed", {"sharding_strategy": "NO_SHARD"}),
+        ("one by one", "16-mixed", FLAT),
+    ],
+    ids=shown,
+)
+def test_half_precision(ranks: RankPool, tmp_path: Path, mode: str, precision: str, options: dict[str, Any]) -> None:
+    got = ranks.run(2, play, mode, str(tmp_path), 2, options, precision)
+    assert_played(got, plain_play(mode, tmp_path), HALF_TOLERANCE)
+
+
+def assert_played(got: list[Trained], want: Trained, tolerance: float = FP32_TOLERANCE) -> None:
+    """Also that everything has moved that moves in one process, by about as much."""
+    start = Gan().state_dict()
+    for losses, state in got:
+        assert losses == pytest.approx(want[0], rel=tolerance, abs=tolerance)
+        assert state.keys() == want[1].keys()
+        for name, tensor in want[1].items():
+            moved = (tensor - start[name]).abs().max().item()
+            if tolerance == FP32_TOLERANCE:
+                torch.testing.assert_close(state[name], tensor, atol=tolerance, rtol=tolerance, msg=name)
+            elif moved > 1e-3:
+                step = (state[name] - start[name] - (tensor - start[name])).abs().max().item()
+                assert step < 0.3 * moved, f"{name} moved otherwise, by {step} of {moved}"
+
+
+# -- a unit that is used more than once --------------------------------------------------------------------------------
+
+
+class BlocksTwice(Lit):
+    """Every block is called twice in a row, and the first one a third time."""
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__("momentum")
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        hidden = self.net.inp(x)
+        for block in self.net.blocks:
+            hidden = block(block(hidden))
+        loss = mse_loss(hidden, y) + mse_loss(self.net.blocks[0](y), x)
+        self.losses.append(loss.detach())
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+
+def blocks_twice(tmp: str, automatic: bool, options: dict[str, Any], precision: Any) -> list[float]:
+    module = BlocksTwice(automatic)
+    new_trainer(tmp, "fsdp_native", 2, options, precision=precision).fit(module, loader(3, 2))
+    return means(module.losses)
+
+
+@pytest.mark.parametrize(
+    ("automatic", "precision", "options"),
+    [
+        *((automatic, precision, {}) for automatic in (True, False) for precision in (None, "bf16-mixed", "16-mixed")),
+        (True, None, {"activation_checkpointing": Block}),
+        (True, None, FLAT),
+        (False, None, {"activation_checkpointing": Block}),
+        (False, None, FLAT),
+        (False, None, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        (False, None, {"sharding_strategy": "NO_SHARD"}),
+    ],
+    ids=shown,
+)
+def test_a_block_used_twice_in_one_forward(
+    ranks: RankPool, tmp_path: Path, automatic: bool, precision: Any, options: dict[str, Any]
+) -> None:
+    plain = BlocksTwice(automatic)
+    new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
+    tolerance = FP32_TOLERANCE if precision is None else HALF_TOLERANCE
+    for losses in ranks.run(2, blocks_twice, str(tmp_path), automatic, options, precision):
+        assert losses == pytest.approx(losses_of(plain), rel=tolerance)
+
+
+# -- gradients kept from step to step ----------------------------------------------------------------------------------
+
+
+class Accumulating(Lit):
+    """Steps after every third batch; gradients of the others are reduced at once, or with those of the third."""
+
+    def __init__(self, blocked: bool, per_step: int = 1) -> None:
+        super().__init__("momentum")
+        self.automatic_optimization = False
+        self.blocked = blocked
+        self.per_step = per_step
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        stepping = batch_idx % 3 == 2
+        blocking: Any = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        for part in range(self.per_step):
+            last = stepping and part == self.per_step - 1
+            with blocking() if self.blocked and not last else nullcontext():
+                loss = mse_loss(self.net(batch[0]), batch[1])
+                self.manual_backward(loss / 3 / self.per_step)
+        self.losses.append(loss.detach())
+        if stepping:
+            self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accumulate(tmp: str, blocked: bool, per_step: int, options: dict[str, Any], precision: Any) -> Trained:
+    module = Accumulating(blocked, per_step)
+    run = new_trainer(tmp, "fsdp_native", 2, options, precision=precision)
+    run.fit(module, loader(6, 2))
+    state = full_state(run.strategy)
+    return means(module.losses), {name.removeprefix("net."): tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("per_step", "options", "precision"),
+    [
+        (1, {}, None),
+        (1, FLAT, None),
+        (1, {"sharding_strategy": "SHARD_GRAD_OP"}, None),
+        (1, {"sharding_strategy": "NO_SHARD"}, None),
+        (1, {"sync_each_batch": True}, None),
+        (1, {}, "bf16-mixed"),
+        (2, {}, None),
+    ],
+    ids=shown,
+)
+@pytest.mark.parametrize("blocked", [False, True], ids=["reduced at once", "reduced together"])
+def test_accumulating_by_hand(
+    ranks: RankPool, tmp_path: Path, blocked: bool, per_step: int, options: dict[str, Any], precision: Any
+) -> None:
+    """Over several training steps, and over several backward passes in each."""
+    want_losses, want = oracle.train_plain(6, oracle.momentum, accumulate=3, clip_norm=0.2)
+    tolerance = FP32_TOLERANCE if precision is None else HALF_TOLERANCE
+    for losses, state in ranks.run(2, accumulate, str(tmp_path), blocked, per_step, options, precision):
+        assert losses == pytest.approx(want_losses, rel=tolerance)
+        for name, tensor in want.items():
+            torch.testing.assert_close(state[name], tensor, atol=tolerance, rtol=tolerance, msg=name)
+
+
+# -- after an exception ------------------------------------------------------------------------------------------------
+
+
+class Interrupted(RuntimeError):
+    """What the user's code raises."""
+
+
+class RaisesGoingBack(torch.autograd.Function):
+    """Raises in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise Interrupted
+
+
+class Failing(Gan):
+    """Fails in the second batch, at a place of choice; the first optimizer may have stepped by then."""
+
+    place: str | None
+
+    def __init__(self, mode: str, place: str) -> None:
+        super().__init__(mode)
+        self.place = place
+        self.calls = 0
+        self.critic.register_forward_pre_hook(lambda *_: self.fail("in the forward"))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.late = batch_idx == 1
+        super().training_step(batch, batch_idx)
+
+    def fail(self, here: str) -> None:
+        if self.place == here and self.late:
+            raise Interrupted
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.place == "in the backward" and self.late:
+            # behind the critic and the last block, which have had their gradients by then
+            loss = loss + mse_loss(self.net.blocks[2](RaisesGoingBack.apply(self.gate[None] + 0)), self.gate[None])
+        super().manual_backward(loss, *args, **kwargs)
+        self.fail("after the backward")
+
+
+def fit_again(mode: str, place: str, tmp: str, options: dict[str, Any] | None) -> Trained:
+    """Fit until it fails, then again with the same module, which doesn't fail any more."""
+    strategy, world_size = ("auto", 1) if options is None else ("fsdp_native", 2)
+    module = Failing(mode, place)
+    with pytest.raises(Interrupted):
+        new_trainer(tmp, strategy, world_size, options).fit(module, loader(2, world_size))
+    module.place = None
+    module.losses.clear()
+    run = new_trainer(tmp, strategy, world_size, options)
+    run.fit(module, loader(3, world_size))
+    return means(module.losses), module.state_dict() if options is None else full_state(run.strategy)
+
+
+PLACES = ["in the forward", "in the backward", "after the backward"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "place", "options"),
+    [
+        *((mode, place, {}) for mode in MODES for place in PLACES),
+        *(("one by one", place, FLAT) for place in PLACES),
+        *(("both", place, {"sharding_strategy": "NO_SHARD"}) for place in PLACES),
+    ],
+    ids=shown,
+)
+def test_fit_again_after_an_exception(
+    ranks: RankPool, tmp_path: Path, mode: str, place: str, options: dict[str, Any]
+) -> None:
+    want = fit_again(mode, place, str(tmp_path), None)
+    assert_played(ranks.run(2, fit_again, mode, place, str(tmp_path), options), want)

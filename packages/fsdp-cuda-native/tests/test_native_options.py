@@ -1,0 +1,488 @@
+"""Options of FSDP1's strategies: which of them can't be, what is said of these, and what the others do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.nn.functional import mse_loss
+
+import fsdp_core
+from fsdp_core.errors import OptimizerMismatchError, UnsupportedCapabilityError
+from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE, Block, train_plain
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import root_of
+from fsdp_core.testing.suite.bad_options import BOTH, unfit_options
+from fsdp_core.testing.suite.loops import losses_of
+from fsdp_core.testing.suite.numbers import assert_same
+from fsdp_core.testing.suite.precision import seen_by_a_block
+from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
+from fsdp_core.wrapping import describe_policy
+from fsdp_cuda_native import DDPFullyShardedStrategy
+
+NAMES = ["fsdp_native", "fsdp_native_full_shard_offload", "ddp_fully_sharded"]
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+
+
+def shown(value: Any) -> str:
+    """How pytest shows a parameter of a test."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}={describe_policy(option)}" for key, option in value.items())
+    return "" if isinstance(value, list) else str(value)
+
+
+# -- refused by the constructor ----------------------------------------------------------------------------------------
+
+#: Options, and what is said of them.
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    # of the other backend
+    (
+        {"reshard_after_forward": False},
+        ["'fsdp_native'", "'reshard_after_forward'", "fsdp2", "sharding_strategy='FULL_SHARD'", "'SHARD_GRAD_OP'"],
+    ),
+    ({"mp_policy": MixedPrecisionPolicy()}, ["'mp_policy'", "fsdp2", "precision='bf16-mixed'", "mixed_precision"]),
+    (
+        {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        ["mixed_precision=MixedPrecisionPolicy(", "precision='bf16-mixed'", "fsdp.MixedPrecision", "'fsdp2'"],
+    ),
+    (
+        {"cpu_offload": CPUOffloadPolicy()},
+        ["cpu_offload=CPUOffloadPolicy(", "cpu_offload=True", "fsdp.CPUOffload", "'fsdp2'"],
+    ),
+    ({"tensor_parallel_size": 2}, ["'tensor_parallel_size'", "no tensor parallelism"]),
+    ({"flatten_parameters": True}, ["'flatten_parameters'", "'ddp_fully_sharded'"]),
+    # two spellings
+    (
+        {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
+        ["activation_checkpointing and activation_checkpointing_policy", "two spellings", "{MyBlock} alone"],
+    ),
+    (
+        {"ignored_modules": [nn.Linear(2, 2)], "ignored_states": [nn.Parameter(torch.ones(2))]},
+        ["ignored_modules and ignored_states", "an old and a new spelling", "Write ignored_states alone"],
+    ),
+    ({"process_group": object(), "device_mesh": (2,)}, ["process_group and device_mesh", "Write device_mesh alone"]),
+    # of torch, but not for users to decide
+    ({"device_id": 0}, ["'device_id'", "Leave it out", "devices"]),
+    ({"sync_module_states": True}, ["'sync_module_states'", "Leave it out", "rank 0's values always win"]),
+    # of nobody
+    ({"shardng_strategy": "NO_SHARD"}, ["'shardng_strategy'", "Did you mean 'sharding_strategy'?", "fsdp describe"]),
+    ({"use_orig_param": True}, ["'use_orig_param'", "Did you mean 'use_orig_params'?"]),
+    ({"cpu_ofload": True}, ["'cpu_ofload'", "Did you mean 'cpu_offload'?"]),
+    # values
+    ({"sharding_strategy": "FULL"}, ["sharding_strategy='FULL'", "'FULL_SHARD', 'SHARD_GRAD_OP', 'NO_SHARD'"]),
+    ({"sharding_strategy": None}, ["sharding_strategy=None", "'FULL_SHARD'", "'HYBRID_SHARD_ZERO2'"]),
+    ({"backward_prefetch": "PRE"}, ["backward_prefetch='PRE'", "'BACKWARD_PRE', 'BACKWARD_POST'"]),
+    ({"cpu_offload": "yes"}, ["cpu_offload='yes'", "cpu_offload=True"]),
+    ({"mixed_precision": "bf16"}, ["mixed_precision='bf16'", "precision='bf16-mixed'"]),
+    ({"activation_checkpointing": "Block"}, ["activation_checkpointing='Block'", "=MyBlock, a list of classes"]),
+    ({"activation_checkpointing": [Block, "Block"]}, ["activation_checkpointing=[", "=MyBlock, a list of classes"]),
+    ({"activation_checkpointing": []}, ["activation_checkpointing=[]", "=MyBlock, a list of classes"]),
+    ({"activation_checkpointing": Block()}, ["activation_checkpointing=Block(", "=MyBlock, a list of classes"]),
+    ({"activation_checkpointing": int}, ["is no class of modules", "=MyBlock, a list of classes"]),
+    ({"device_mesh": 4}, ["device_mesh=4 is no mesh", "device_mesh=(2, 4)"]),
+    ({"device_mesh": "2x2"}, ["device_mesh='2x2' is no mesh", "device_mesh=(2, 4)"]),
+    # what FSDP1 can't do
+    ({"sync_each_batch": True, "cpu_offload": True}, ["sync_each_batch=True", "cpu_offload", "strategy='fsdp2'"]),
+]
+
+
+@BOTH
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=shown)
+def test_option_that_is_refused(front_end: FrontEnd, options: dict[str, Any], words: list[str]) -> None:
+    made = fsdp_core.resolve("fsdp_native", front_end)
+    assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
+
+
+@pytest.mark.parametrize(
+    ("front_end", "options", "words"),
+    [
+        ("trainer", {"precision": "bf16"}, ["'precision'", "precision= to the Trainer", "precision_plugin"]),
+        ("fabric", {"precision_plugin": None}, ["'precision_plugin'", "Under Fabric it is called precision"]),
+    ],
+)
+def test_option_of_the_other_front_end(front_end: FrontEnd, options: dict[str, Any], words: list[str]) -> None:
+    made = fsdp_core.resolve("fsdp_native", front_end)
+    assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"reshard_after_forward": False, "sharding_strategy": "FULL_SHARD"},
+            ["reshard_after_forward and sharding_strategy", "old and a new spelling", "Write sharding_strategy alone"],
+        ),
+        (
+            {"min_num_params": 1e8, "auto_wrap_policy": {Block}},
+            ["min_num_params and auto_wrap_policy", "old and a new spelling", "Write auto_wrap_policy alone"],
+        ),
+        (
+            {"compute_dtype": torch.float16, "mixed_precision": BF16},
+            ["compute_dtype and mixed_precision", "old and a new spelling", "Write mixed_precision alone"],
+        ),
+        ({"flatten_parameters": False}, ["flatten_parameters=False", "only fairscale had", "strategy='fsdp2'"]),
+        ({"move_grads_to_cpu": True}, ["move_grads_to_cpu=True", "only fairscale had", "cpu_offload=True"]),
+        ({"move_grads_to_cpu": False}, ["move_grads_to_cpu=False", "only fairscale had", "leave it out"]),
+        ({"bucket_cap_mb": 200}, ["bucket_cap_mb=200", "only fairscale had", "Leave it out"]),
+        ({"state_dict_to_cpu": False}, ["state_dict_to_cpu=False", "only fairscale had", "Leave it out"]),
+        (
+            {"reshard_after_foward": False},
+            ["'ddp_fully_sharded'", "'reshard_after_foward'", "Did you mean 'reshard_after_forward'?"],
+        ),
+        ({"shardng_strategy": "NO_SHARD"}, ["'ddp_fully_sharded'", "Did you mean 'sharding_strategy'?"]),
+        ({"cpu_ofload": True}, ["'ddp_fully_sharded'", "Did you mean 'cpu_offload'?", "auto_wrap_policy"]),
+        ({"cpu_offload": True, "sync_each_batch": True}, ["sync_each_batch=True", "cpu_offload"]),
+        (
+            {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
+            ["two spellings", "activation_checkpointing_policy={MyBlock} alone"],
+        ),
+    ],
+    ids=shown,
+)
+@BOTH
+def test_option_of_fairscale_that_is_refused(front_end: FrontEnd, options: dict[str, Any], words: list[str]) -> None:
+    made = fsdp_core.resolve("ddp_fully_sharded", front_end)
+    assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
+
+
+# -- refused when the ranks are known ----------------------------------------------------------------------------------
+
+
+def own_group() -> Any:
+    """Every rank in a group of one."""
+    dist.init_process_group("gloo")
+    return [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+
+
+def smaller_mesh() -> Any:
+    dist.init_process_group("gloo")
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+
+
+HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
+
+#: Options that don't fit two ranks, made on each of them, and what is said.
+UNFIT: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
+    "hybrid without a mesh": (
+        lambda: HYBRID,
+        ["'HYBRID_SHARD'", "which ranks to shard over", "device_mesh=", "(2, 1)", "process_group pair", "{MyBlock}"],
+    ),
+    "zero2 without a mesh": (
+        lambda: {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "auto_wrap_policy": None},
+        ["'HYBRID_SHARD_ZERO2'", "which ranks to shard over", "device_mesh="],
+    ),
+    "hybrid over one group": (
+        lambda: {**HYBRID, "process_group": own_group()},
+        ["is one group", "HYBRID_SHARD needs two", "process_group=(ranks to shard over", "device_mesh="],
+    ),
+    "hybrid over more ranks": (lambda: {**HYBRID, "device_mesh": (2, 2)}, ["(2, 2)", "2 ranks", "multiplying"]),
+    "hybrid over fewer ranks": (lambda: {**HYBRID, "device_mesh": (1, 1)}, ["(1, 1)", "2 ranks", "multiplying"]),
+    "hybrid over one axis": (lambda: {**HYBRID, "device_mesh": (2,)}, ["(2,)", "replicas", "multiplying"]),
+    "hybrid over three axes": (lambda: {**HYBRID, "device_mesh": (1, 2, 1)}, ["(1, 2, 1)", "multiplying"]),
+    "hybrid with nothing to shard": (
+        lambda: {**HYBRID, "device_mesh": (2, 1)},
+        ["device_mesh=(2, 1)", "one rank to each replica", "'NO_SHARD'", "strategy='ddp'"],
+    ),
+    "full shard over two axes": (
+        lambda: {"device_mesh": (1, 2)},
+        ["(1, 2) has 2 axes", "FULL_SHARD shards over one", "'HYBRID_SHARD'", "leave device_mesh out"],
+    ),
+    "full shard over more ranks": (lambda: {"device_mesh": (3,)}, ["(3,)", "2 ranks"]),
+    "full shard over fewer ranks": (lambda: {"device_mesh": (1,)}, ["(1,)", "2 ranks"]),
+    "full shard over a mesh of fewer ranks": (lambda: {"device_mesh": smaller_mesh()}, ["(1,)", "2 ranks"]),
+    "full shard over groups of one": (lambda: {"process_group": own_group()}, ["process_group", "2 ranks"]),
+    "no shard over groups of one": (
+        lambda: {"sharding_strategy": "NO_SHARD", "process_group": own_group()},
+        ["process_group", "2 ranks"],
+    ),
+    "full shard over a pair of groups": (
+        lambda: {"process_group": (own_group(), dist.group.WORLD)},
+        ["process_group", "FULL_SHARD"],
+    ),
+}
+
+
+def unfit(case: str) -> str:
+    options = UNFIT[case][0]()
+    net = oracle.new_net()
+    return refusal(UnsupportedCapabilityError, lambda: new_fabric("fsdp_native", 2, options).setup(net))
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_option_that_does_not_fit_the_ranks(ranks: RankPool, case: str) -> None:
+    for told in ranks.run(2, unfit, case):
+        assert_says(told, *UNFIT[case][1])
+
+
+def unfit_under_trainer(tmp: str) -> tuple[str, bool]:
+    return unfit_options("fsdp_native", tmp, "trainer", HYBRID, UnsupportedCapabilityError)
+
+
+def test_module_is_as_it_was_after_a_refusal(ranks: RankPool, tmp_path: Path) -> None:
+    ((told, as_it_was),) = ranks.run(1, unfit_under_trainer, str(tmp_path))
+    assert_says(told, "which ranks to shard over")
+    assert as_it_was
+
+
+class ByShape(Lit):
+    """An optimizer that treats matrices otherwise than vectors."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim == 2 and p.requires_grad]
+        return getattr(torch.optim, self.optimizer_name)(matrices, lr=0.05)
+
+
+def by_shape(tmp: str, optimizer: str, world_size: int, options: dict[str, Any]) -> tuple[str, list[float]]:
+    """What is said, and the losses if it is none."""
+    module = ByShape(optimizer)
+    run = new_trainer(tmp, "fsdp_native", world_size, options)
+    told = refusal(OptimizerMismatchError, lambda: run.fit(module, loader(3, world_size)))
+    return told, means(module.losses)
+
+
+@pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
+def test_optimizer_that_looks_at_shapes(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
+    """Over shards it is refused; where every rank holds the parameters whole it trains."""
+    for told, losses in ranks.run(2, by_shape, str(tmp_path), optimizer, 2, {}):
+        assert_says(told, optimizer, "shape", "1-D shards", "strategy='fsdp2'", "another optimizer")
+        assert not losses
+    plain = ByShape(optimizer)
+    new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
+    whole = ranks.run(2, by_shape, str(tmp_path), optimizer, 2, {"sharding_strategy": "NO_SHARD"})
+    for _, losses in [*whole, *ranks.run(1, by_shape, str(tmp_path), optimizer, 1, {})]:
+        assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+
+
+def adafactor_under_fabric() -> str:
+    fabric = new_fabric("fsdp_native")
+    net = oracle.new_net()
+    return refusal(OptimizerMismatchError, lambda: fabric.setup(net, torch.optim.Adafactor(net.parameters())))
+
+
+def test_optimizer_that_looks_at_shapes_under_fabric(ranks: RankPool) -> None:
+    for told in ranks.run(2, adafactor_under_fabric):
+        assert_says(told, "Adafactor", "strategy='fsdp2'")
+
+
+# -- a torch without FSDP1 ---------------------------------------------------------------------------------------------
+
+RESOLVE = """
+import fsdp_core
+from fsdp_cuda_native.plugin import why_not_here
+print(why_not_here())
+for front_end in ("trainer", "fabric"):
+    try:
+        fsdp_core.resolve("fsdp_native", front_end)
+    except fsdp_core.StrategyUnavailableError as error:
+        print(error)
+"""
+
+
+def beside_a_bare_torch(tmp_path: Path, *command: str) -> str:
+    """Run Python where ``torch`` is a package of that name without FSDP1."""
+    bare = tmp_path / "site" / "torch" / "distributed" / "fsdp"
+    bare.mkdir(parents=True)
+    for folder in (bare, bare.parent, bare.parent.parent):
+        (folder / "__init__.py").write_text("")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_torch_without_fsdp1_is_listed(tmp_path: Path) -> None:
+    command = ("-c", "from fsdp_core.cli import main; main()", "list", "--json")
+    rows = {row["name"]: row for row in json.loads(beside_a_bare_torch(tmp_path, *command))["strategies"]}
+    for name in NAMES:
+        assert rows[name]["status"] == "unavailable"
+        assert_says(
+            rows[name]["reason"], "no longer ships FullyShardedDataParallel", "'fsdp2'", "pip install fsdp-fsdp2"
+        )
+    assert rows["fsdp2"]["status"] == "available"
+
+
+def test_a_torch_without_fsdp1_is_refused(tmp_path: Path) -> None:
+    probe, *told = beside_a_bare_torch(tmp_path, "-c", RESOLVE).strip().split("\n")
+    assert_says(probe, "no longer ships FullyShardedDataParallel", "'fsdp2'", "pip install fsdp-fsdp2")
+    assert len([line for line in told if "'fsdp_native'" in line and "can't run here" in line]) == 2
+
+
+# -- what can be -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("ddp_fully_sharded", {"cpu_offload": True, "activation_checkpointing": Block}),
+        ("ddp_fully_sharded", {"reshard_after_forward": False, "min_num_params": 50}),
+        ("ddp_fully_sharded", {"flatten_parameters": True, "bucket_cap_mb": 25, "fp32_reduce_scatter": True}),
+        ("fsdp_native", {"cpu_offload": CPUOffload(offload_params=True)}),
+        ("fsdp_native", {"cpu_offload": CPUOffload(offload_params=False), "sync_each_batch": True}),
+        ("fsdp_native", {"activation_checkpointing": [Block, nn.LayerNorm]}),
+        ("fsdp_native", {"mixed_precision": MixedPrecision()}),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else value,
+)
+def test_option_that_leaves_numbers_alone(
+    ranks: RankPool, tmp_path: Path, strategy: str, options: dict[str, Any]
+) -> None:
+    got = ranks.run(2, fit, strategy, str(tmp_path), 2, 3, "momentum", options)
+    if strategy == "ddp_fully_sharded":
+        got += ranks.run(2, fabric_fit, strategy, 2, 3, "momentum", options)
+    assert_same(got, train_plain(3, oracle.momentum))
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_names_under_both_front_ends(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    """By name alone; ``options=None`` gives Lightning the string."""
+    want = train_plain(3, oracle.momentum)
+    assert_same(ranks.run(2, fit, strategy, str(tmp_path), 2, 3, "momentum"), want)
+    assert_same(ranks.run(2, fabric_fit, strategy, 2, 3, "momentum"), want)
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_names_are_strategies_with_their_presets(strategy: str) -> None:
+    quiet: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "strategy": strategy}
+    for made in (pl.Trainer(logger=False, enable_checkpointing=False, **quiet).strategy, Fabric(**quiet).strategy):
+        used: Any = made
+        assert used.backend.cpu_offload is (strategy == "fsdp_native_full_shard_offload")
+        assert used.backend.sharding_strategy is ShardingStrategy.FULL_SHARD
+        assert used.backend.use_orig_params is True
+    trainers: Any = fsdp_core.resolve(strategy, "trainer")(cpu_offload=True)
+    assert isinstance(trainers, DDPFullyShardedStrategy) is (strategy == "ddp_fully_sharded")
+
+
+def fit_in_precision(strategy: str, tmp: str, precision: Any) -> tuple[list[float], str, bool]:
+    module = Lit("momentum")
+    run = new_trainer(tmp, strategy, 2, precision=precision)
+    run.fit(module, loader(3, 2))
+    plugin: Any = run.precision_plugin
+    return means(module.losses), str(run.precision), plugin.scaler is not None
+
+
+@pytest.mark.parametrize(
+    ("precision", "meant"), [(16, "16-mixed"), ("16", "16-mixed"), ("bf16", "bf16-mixed"), (32, "32-true")]
+)
+def test_precision_in_old_words(ranks: RankPool, tmp_path: Path, precision: Any, meant: str) -> None:
+    want, _ = train_plain(3, oracle.momentum)
+    for losses, name, scaled in ranks.run(2, fit_in_precision, "ddp_fully_sharded", str(tmp_path), precision):
+        assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
+        assert (name, scaled) == (meant, meant == "16-mixed")
+
+
+def fabric_in_old_words() -> list[float]:
+    fabric = new_fabric("ddp_fully_sharded", 2, {"activation_checkpointing": Block}, precision=16)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    losses = []
+    for x, y in fabric.setup_dataloaders(loader(3, 2)):
+        loss = mse_loss(model(x), y)
+        losses.append(loss.detach())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return means(losses)
+
+
+def test_precision_in_old_words_under_fabric(ranks: RankPool) -> None:
+    want, _ = train_plain(3, oracle.momentum)
+    for losses in ranks.run(2, fabric_in_old_words):
+        assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("fsdp_native", {"mixed_precision": BF16}),
+        ("ddp_fully_sharded", {"compute_dtype": torch.bfloat16}),
+        ("ddp_fully_sharded", {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}),
+    ],
+    ids=shown,
+)
+def test_computation_in_half_precision(ranks: RankPool, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
+    """It wins over the precision string, which is left at its default here."""
+    want, _ = train_plain(3, oracle.sgd)
+    for got in ranks.run(2, seen_by_a_block, strategy, str(tmp_path), None, options):
+        assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
+        assert (got["shards"], got["grads"]) == ({torch.float32}, {torch.float32})
+        assert (got["weight"], got["input"]) == (torch.bfloat16, torch.bfloat16)
+
+
+def recomputed(tmp: str, strategy: str, options: dict[str, Any]) -> int:
+    """How often the layers of blocks are called in one step."""
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    module = Lit("sgd")
+    for block in module.net.blocks:
+        block.up.register_forward_hook(count)
+    new_trainer(tmp, strategy, 2, options).fit(module, loader(1, 2))
+    return calls
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_native", "ddp_fully_sharded"])
+@pytest.mark.parametrize(
+    ("classes", "calls"), [(None, 3), (Block, 6), ([Block], 6), ((nn.LayerNorm, Block), 6), (nn.LayerNorm, 3)]
+)
+def test_classes_that_recompute(ranks: RankPool, tmp_path: Path, strategy: str, classes: Any, calls: int) -> None:
+    """Three blocks: each runs once forward, and once more in the backward pass if it recomputes."""
+    options = {"activation_checkpointing": classes}
+    assert ranks.run(2, recomputed, str(tmp_path), strategy, options) == [calls] * 2
+
+
+def fill_with_ones(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+def built_empty() -> tuple[list[float], bool]:
+    fabric = new_fabric("fsdp_native", 2, {"param_init_fn": fill_with_ones, "auto_wrap_policy": {nn.Linear}})
+    with fabric.init_module(empty_init=True):
+        net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6))
+    was_empty = all(p.is_meta for p in net.parameters())
+    model = fabric.setup_module(net)
+    optimizer = fabric.setup_optimizers(oracle.sgd(model))
+    losses = []
+    for x, y in oracle.global_batches(2):
+        loss = mse_loss(model(x), y)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(p.is_meta for p in root_of(fabric.strategy).parameters())
+    return losses, was_empty
+
+
+def test_param_init_fn(ranks: RankPool) -> None:
+    net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6))
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    want, _ = train_plain(2, oracle.sgd, net=net)
+    for losses, was_empty in ranks.run(2, built_empty):
+        assert was_empty
+        assert losses == pytest.approx(want, abs=FP32_TOLERANCE)

@@ -1,0 +1,135 @@
+"""A checkpoint of one backend goes on under another, on other numbers of ranks, as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fsdp_core.testing import RankPool
+from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, train_plain
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+STEPS = 3
+
+State = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
+
+#: Each way from a strategy and its options to another.
+WAYS = [
+    ("fsdp_native", {}, "fsdp2", {}),
+    ("fsdp2", {}, "fsdp_native", {}),
+    ("fsdp_native", {"sharding_strategy": "NO_SHARD"}, "fsdp2", {"reshard_after_forward": False}),
+    ("fsdp2", {"auto_wrap_policy": None}, "fsdp_native", {"sharding_strategy": "SHARD_GRAD_OP"}),
+    ("fsdp_native", {"state_dict_type": "full"}, "fsdp2", {}),
+    ("fsdp2", {"state_dict_type": "full"}, "fsdp_native", {}),
+]
+RANKS = [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3), (3, 4)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool() as pool:
+        yield pool
+
+
+class TwoEpochs(Lit):
+    """Sees the oracle's batches in its order: the first half in the first epoch, the second in the second."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__("adamw_groups")
+        self.world_size = world_size
+
+    def train_dataloader(self) -> Any:
+        whole = loader(2 * STEPS, self.world_size)
+        first = self.trainer.current_epoch * STEPS
+        batches: Any = [batch for i, batch in enumerate(whole) if first <= i < first + STEPS]
+        return DataLoader(batches, batch_size=None)
+
+
+def train(
+    strategy: str, options: dict[str, Any], world_size: int, tmp: str, epochs: int, load: str | None, save: str | None
+) -> tuple[list[float], State]:
+    module = TwoEpochs(world_size)
+    run = new_trainer(
+        tmp,
+        strategy,
+        world_size,
+        options,
+        max_epochs=epochs,
+        reload_dataloaders_every_n_epochs=1,
+        use_distributed_sampler=False,
+    )
+    run.fit(module, ckpt_path=load)
+    if save is not None:
+        run.save_checkpoint(save)
+    return means(module.losses), (full_state(run.strategy), full_optimizer_state(run.strategy, run.optimizers[0]))
+
+
+def train_by_fabric(
+    strategy: str, options: dict[str, Any], world_size: int, steps: tuple[int, int], load: str | None, save: str | None
+) -> tuple[list[float], State]:
+    fabric = new_fabric(strategy, world_size, options)
+    module = Lit("adamw_groups")
+    model, optimizer = fabric.setup(module.net, adamw_groups(module.net))
+    state = {"model": model, "optimizer": optimizer, "at": 0}
+    if load is not None:
+        fabric.load(load, state)
+        assert state["at"] == steps[0]
+    losses = []
+    for i, (x, y) in enumerate(loader(2 * STEPS, world_size)):
+        if steps[0] <= i < steps[1]:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            losses.append(loss.detach())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    if save is not None:
+        fabric.save(save, {**state, "at": steps[1]})
+    return means(losses), (full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer))
+
+
+def assert_bit_equal(got: State, want: State) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.keys() == theirs.keys()
+    for name, tensor in want[0].items():
+        assert torch.equal(got[0][name], tensor), name
+    for name, values in want[1].items():
+        assert got[1][name].keys() == values.keys()
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(got[1][name][key]), torch.as_tensor(value)), f"{key} of {name}"
+
+
+@pytest.mark.parametrize(("way", "worlds"), list(zip(WAYS, RANKS, strict=True)), ids=str)
+def test_training_goes_on_under_another_strategy(ranks: RankPool, tmp_path: Path, way: Any, worlds: Any) -> None:
+    (first, options, second, other_options), (before, after) = way, worlds
+    path, again = str(tmp_path / "first"), str(tmp_path / "second")
+    want_losses, want_state = train_plain(2 * STEPS, adamw_groups)
+    saved = ranks.run(before, train, first, options, before, str(tmp_path), 1, None, path)
+    for losses, _ in saved:
+        assert losses == pytest.approx(want_losses[:STEPS], abs=FP32_TOLERANCE)
+    # one epoch is all there is to train, so that what was loaded is what is looked at and saved again
+    for _, state in ranks.run(after, train, second, other_options, after, str(tmp_path), 1, path, again):
+        assert_bit_equal(state, saved[0][1])
+    for _, state in ranks.run(before, train, first, options, before, str(tmp_path), 1, again, None):
+        assert_bit_equal(state, saved[0][1])
+    for losses, (state, _) in ranks.run(after, train, second, other_options, after, str(tmp_path), 2, path, None):
+        assert losses == pytest.approx(want_losses[STEPS:], abs=FP32_TOLERANCE)
+        for name, tensor in want_state.items():
+            torch.testing.assert_close(state[f"net.{name}"], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize(("first", "second"), [("fsdp_native", "fsdp2"), ("fsdp2", "fsdp_native")])
+def test_a_fabric_loop_goes_on_under_another_strategy(ranks: RankPool, tmp_path: Path, first: str, second: str) -> None:
+    path = str(tmp_path / "saved")
+    want_losses, _ = train_plain(2 * STEPS, adamw_groups)
+    saved = ranks.run(2, train_by_fabric, first, {}, 2, (0, STEPS), None, path)
+    for _, state in ranks.run(3, train_by_fabric, second, {}, 3, (STEPS, STEPS), path, None):
+        assert_bit_equal(state, saved[0][1])
+    for losses, _ in ranks.run(3, train_by_fabric, second, {}, 3, (STEPS, 2 * STEPS), path, None):
+        assert losses == pytest.approx(want_losses[STEPS:], abs=FP32_TOLERANCE)
