@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fsdp_core import resolve
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, train_plain
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
@@ -133,3 +137,19 @@ def test_a_fabric_loop_goes_on_under_another_strategy(ranks: RankPool, tmp_path:
         assert_bit_equal(state, saved[0][1])
     for losses, _ in ranks.run(3, train_by_fabric, second, {}, 3, (STEPS, 2 * STEPS), path, None):
         assert losses == pytest.approx(want_losses[STEPS:], abs=FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "option", "other"),
+    [
+        ("fsdp_native", "reshard_after_forward", "fsdp2"),
+        ("fsdp_native", "mp_policy", "fsdp2"),
+        ("fsdp2", "sharding_strategy", "fsdp_native"),
+        ("fsdp2", "mixed_precision", "fsdp_native"),
+    ],
+)
+@pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+def test_option_of_the_other_backend(front_end: FrontEnd, strategy: str, option: str, other: str) -> None:
+    """Whoever changes the name of the strategy and leaves an option is told whose it is."""
+    made = resolve(strategy, front_end)
+    assert_says(refusal(UnsupportedCapabilityError, lambda: made(**{option: None})), f"{strategy!r}", option, other)

@@ -59,9 +59,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     # of the other backend
     (
         {"reshard_after_forward": False},
-        ["'fsdp_native'", "'reshard_after_forward'", "fsdp2", "sharding_strategy='FULL_SHARD'", "'SHARD_GRAD_OP'"],
+        ["'fsdp_native'", "'reshard_after_forward'", "sharding_strategy='FULL_SHARD'", "'SHARD_GRAD_OP'"],
     ),
-    ({"mp_policy": MixedPrecisionPolicy()}, ["'mp_policy'", "fsdp2", "precision='bf16-mixed'", "mixed_precision"]),
+    ({"mp_policy": MixedPrecisionPolicy()}, ["'mp_policy'", "precision='bf16-mixed'", "mixed_precision"]),
     (
         {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
         ["mixed_precision=MixedPrecisionPolicy(", "precision='bf16-mixed'", "fsdp.MixedPrecision", "'fsdp2'"],
@@ -196,6 +196,14 @@ UNFIT: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
         lambda: {**HYBRID, "process_group": own_group()},
         ["is one group", "HYBRID_SHARD needs two", "process_group=(ranks to shard over", "device_mesh="],
     ),
+    "hybrid over a pair of groups of one": (
+        lambda: {**HYBRID, "process_group": (own_group(),) * 2},
+        ["a group of 1, a group of 1", "2 ranks", "multiplying", "device_mesh="],
+    ),
+    "hybrid over groups with nothing to shard": (
+        lambda: {**HYBRID, "process_group": (own_group(), dist.group.WORLD)},
+        ["a group of 1, a group of 2", "HYBRID_SHARD shards", "first more than 1"],
+    ),
     "hybrid over more ranks": (lambda: {**HYBRID, "device_mesh": (2, 2)}, ["(2, 2)", "2 ranks", "multiplying"]),
     "hybrid over fewer ranks": (lambda: {**HYBRID, "device_mesh": (1, 1)}, ["(1, 1)", "2 ranks", "multiplying"]),
     "hybrid over one axis": (lambda: {**HYBRID, "device_mesh": (2,)}, ["(2,)", "replicas", "multiplying"]),
@@ -211,14 +219,17 @@ UNFIT: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "full shard over more ranks": (lambda: {"device_mesh": (3,)}, ["(3,)", "2 ranks"]),
     "full shard over fewer ranks": (lambda: {"device_mesh": (1,)}, ["(1,)", "2 ranks"]),
     "full shard over a mesh of fewer ranks": (lambda: {"device_mesh": smaller_mesh()}, ["(1,)", "2 ranks"]),
-    "full shard over groups of one": (lambda: {"process_group": own_group()}, ["process_group", "2 ranks"]),
+    "full shard over groups of one": (
+        lambda: {"process_group": own_group()},
+        ["process_group", "all 2 ranks", "Leave process_group out"],
+    ),
     "no shard over groups of one": (
         lambda: {"sharding_strategy": "NO_SHARD", "process_group": own_group()},
-        ["process_group", "2 ranks"],
+        ["process_group", "all 2 ranks", "Leave process_group out"],
     ),
     "full shard over a pair of groups": (
         lambda: {"process_group": (own_group(), dist.group.WORLD)},
-        ["process_group", "FULL_SHARD"],
+        ["process_group", "FULL_SHARD", "all 2 ranks", "'HYBRID_SHARD'"],
     ),
 }
 
@@ -319,7 +330,6 @@ def test_a_torch_without_fsdp1_is_listed(tmp_path: Path) -> None:
         assert_says(
             rows[name]["reason"], "no longer ships FullyShardedDataParallel", "'fsdp2'", "pip install fsdp-fsdp2"
         )
-    assert rows["fsdp2"]["status"] == "available"
 
 
 def test_a_torch_without_fsdp1_is_refused(tmp_path: Path) -> None:

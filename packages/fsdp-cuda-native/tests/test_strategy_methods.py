@@ -28,10 +28,8 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import wrap as torch_wrap
 
 from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.marking import marked
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -280,17 +278,6 @@ def test_setup_and_setup_optimizers(ranks: RankPool, tmp_path: Path) -> None:
         assert live
         assert again
         assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp_native", "ddp_fully_sharded", "fsdp2"])
-def test_model_sharded_context(tmp_path: Path, strategy: str) -> None:
-    """In it, torch's wrap chooses units; outside of it, it does nothing."""
-    used: Any = new_trainer(tmp_path, strategy).strategy
-    with used.model_sharded_context():
-        inside = torch_wrap(nn.Linear(2, 2))
-    outside = torch_wrap(nn.Linear(2, 2))
-    assert type(inside) is type(outside) is nn.Linear
-    assert marked(nn.Sequential(inside, outside)) == [inside]
 
 
 # -- what is left behind -----------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from fsdp_core.backend import Backend
 from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import OptimizerMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import clean_name
-from fsdp_core.marking import options_of
 from fsdp_core.materialize import place
 from fsdp_core.parts import Layout
 from fsdp_core.precision import ShardPrecision
@@ -39,7 +38,7 @@ from fsdp_core.wrapping import (
 from fsdp_cuda_native import torch_private
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
-from fsdp_cuda_native.unit_checks import UNIT_OPTIONS, check_unit
+from fsdp_cuda_native.unit_checks import check_unit, unit_options
 from fsdp_cuda_native.wrappers import called_for, put_in_place, renew_parameters
 from fsdp_cuda_native.written import layout_of, local_parts, note_order, stand_ins, unwrapped
 
@@ -325,7 +324,7 @@ class NativeBackend(Backend):
                     "limit_all_gathers": self.options["limit_all_gathers"],
                     "use_orig_params": self.use_orig_params,
                     "ignored_states": list(whole) or None,
-                    **{name: value for name, value in options_of(unit).items() if name in UNIT_OPTIONS},
+                    **unit_options("", unit),
                 },
             )
 
@@ -380,9 +379,4 @@ def _check_not_wrapped(module: nn.Module) -> None:
                 "Write fsdp_core.wrap(module) in the place of FullyShardedDataParallel(module, ...), or leave both out "
                 "and give the strategy auto_wrap_policy={MyBlock}."
             )
-        unknown = [option for option in options_of(submodule) if option not in UNIT_OPTIONS]
-        if unknown:
-            raise UnsupportedCapabilityError(
-                f"wrap({name}, {unknown[0]}=...): 'fsdp_native' takes {unknown[0]} for the whole model.\n"
-                f"Give it to the strategy. A unit of its own can have: {', '.join(UNIT_OPTIONS)}."
-            )
+        unit_options(name, submodule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -28,16 +29,11 @@ def ranks_to_shard_over(
         runtime: All ranks.
 
     Raises:
-        UnsupportedCapabilityError: The mesh does not fit the sharding strategy or the ranks.
+        UnsupportedCapabilityError: The mesh or the groups do not fit the sharding strategy or the ranks.
     """
     hybrid = strategy in HYBRID
     if process_group is not None:
-        if hybrid and not (isinstance(process_group, tuple) and len(process_group) == 2):
-            raise UnsupportedCapabilityError(
-                f"process_group={process_group!r} is one group, and {strategy.name} needs two.\n"
-                "Write process_group=(ranks to shard over, ranks to replicate over), or "
-                "device_mesh=(replicas, ranks of each)."
-            )
+        _check_groups(process_group, strategy, runtime)
         return {"process_group": process_group}
     if hybrid and mesh is None:
         if not policy_is_given:
@@ -66,6 +62,34 @@ def ranks_to_shard_over(
         return {"device_mesh": mesh}
     names = ("replicate", "shard") if hybrid else ("shard",)
     return {"device_mesh": init_device_mesh(runtime.device.type, shape, mesh_dim_names=names)}
+
+
+def _check_groups(process_group: Any, strategy: ShardingStrategy, runtime: Runtime) -> None:
+    pair = process_group if isinstance(process_group, tuple) else (process_group,)
+    if strategy not in HYBRID:
+        if len(pair) != 1 or dist.get_world_size(pair[0]) != runtime.world_size:
+            # torch would train each group by itself, and never average over the others
+            raise UnsupportedCapabilityError(
+                f"process_group={process_group!r} is not one group of all {runtime.world_size} ranks, over which "
+                f"{strategy.name} shards and averages.\n"
+                "Leave process_group out, or write sharding_strategy='HYBRID_SHARD' with "
+                "process_group=(ranks to shard over, ranks to replicate over)."
+            )
+        return
+    if len(pair) != 2:
+        raise UnsupportedCapabilityError(
+            f"process_group={process_group!r} is one group, and {strategy.name} needs two.\n"
+            "Write process_group=(ranks to shard over, ranks to replicate over), or "
+            "device_mesh=(replicas, ranks of each)."
+        )
+    shards, replicas = (dist.get_world_size(group) for group in pair)
+    if shards * replicas != runtime.world_size or (shards == 1 and runtime.world_size > 1):
+        raise UnsupportedCapabilityError(
+            f"process_group=(a group of {shards}, a group of {replicas}) is no division of {runtime.world_size} ranks "
+            f"into replicas that {strategy.name} shards.\n"
+            "Write process_group=(ranks to shard over, ranks to replicate over), the two sizes multiplying to the "
+            "number of ranks and the first more than 1; or device_mesh=(replicas, ranks of each)."
+        )
 
 
 def _check_hybrid(shape: tuple[int, ...], strategy: ShardingStrategy, runtime: Runtime) -> None:

@@ -11,7 +11,15 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from fsdp_core.errors import UnsupportedCapabilityError
 
-__all__ = ["FSDP_OPTIONS", "HYBRID", "check_options", "classes_to_checkpoint", "named_member", "wants_offload"]
+__all__ = [
+    "FSDP_OPTIONS",
+    "HYBRID",
+    "check_mixed_precision",
+    "check_options",
+    "classes_to_checkpoint",
+    "named_member",
+    "wants_offload",
+]
 
 #: Options of ``FullyShardedDataParallel`` that are passed on, with their defaults here.
 FSDP_OPTIONS: Mapping[str, Any] = {
@@ -107,6 +115,20 @@ def classes_to_checkpoint(
     return frozenset(classes)
 
 
+def check_mixed_precision(mixed_precision: object) -> None:
+    """Refuse what is neither FSDP1's ``MixedPrecision`` nor ``None``.
+
+    Raises:
+        UnsupportedCapabilityError: It is.
+    """
+    if not isinstance(mixed_precision, MixedPrecision | None):
+        raise UnsupportedCapabilityError(
+            f"mixed_precision={mixed_precision!r} is not known to 'fsdp_native'.\n"
+            "Write precision='bf16-mixed' in its place, or give a torch.distributed.fsdp.MixedPrecision; "
+            "FSDP2's MixedPrecisionPolicy belongs to 'fsdp2'."
+        )
+
+
 def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_each_batch: bool, offload: bool) -> None:
     """Refuse options that contradict each other, or that torch would not understand.
 
@@ -128,12 +150,7 @@ def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_e
         raise UnsupportedCapabilityError(
             "process_group and device_mesh both say over which ranks to shard.\nWrite device_mesh alone."
         )
-    if not isinstance(mixed_precision, MixedPrecision | None):
-        raise UnsupportedCapabilityError(
-            f"mixed_precision={mixed_precision!r} is not known to 'fsdp_native'.\n"
-            "Write precision='bf16-mixed' in its place, or give a torch.distributed.fsdp.MixedPrecision; "
-            "FSDP2's MixedPrecisionPolicy belongs to 'fsdp2'."
-        )
+    check_mixed_precision(mixed_precision)
     if not isinstance(options["device_mesh"], DeviceMesh | tuple | None):
         raise UnsupportedCapabilityError(
             f"device_mesh={options['device_mesh']!r} is no mesh.\n"

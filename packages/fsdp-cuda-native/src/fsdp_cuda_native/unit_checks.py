@@ -1,17 +1,44 @@
-"""What one flat parameter can't be made of, found before FSDP1 tries."""
+"""What a unit can't be made of, and what ``wrap`` can't ask of it, found before FSDP1 tries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch
 
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.marking import options_of
+from fsdp_cuda_native.options import check_mixed_precision, named_member
 
-__all__ = ["UNIT_OPTIONS", "check_unit"]
+__all__ = ["check_unit", "unit_options"]
 
-#: Options that torch's ``wrap`` may give to one unit.
-UNIT_OPTIONS = ("mixed_precision", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
+#: Options that ``wrap`` may give to one unit. FSDP1 wants the others to be the same in all units.
+UNIT_OPTIONS = ("mixed_precision", "backward_prefetch", "forward_prefetch")
+
+
+def unit_options(name: str, module: nn.Module) -> dict[str, Any]:
+    """What ``wrap`` was told about one module, as ``FullyShardedDataParallel`` takes it.
+
+    Args:
+        name: The module's name, for messages.
+        module: The module; one that is not wrapped has no options.
+
+    Raises:
+        UnsupportedCapabilityError: It is no option of a unit, or has no such value.
+    """
+    options = dict(options_of(module))
+    unknown = [option for option in options if option not in UNIT_OPTIONS]
+    if unknown:
+        raise UnsupportedCapabilityError(
+            f"wrap({name}, {unknown[0]}=...): 'fsdp_native' takes {unknown[0]} for the whole model.\n"
+            f"Give it to the strategy. A unit of its own can have: {', '.join(UNIT_OPTIONS)}."
+        )
+    check_mixed_precision(options.get("mixed_precision"))
+    if options.get("backward_prefetch") is not None:
+        options["backward_prefetch"] = named_member("backward_prefetch", BackwardPrefetch, options["backward_prefetch"])
+    return options
 
 
 def check_unit(

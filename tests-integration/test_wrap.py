@@ -1,8 +1,8 @@
-"""Units chosen by hand: torch's wrap, ours, and what neither can be used for."""
+"""Units chosen by hand, under all strategies: torch's wrap, ours, and what neither can be used for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,19 @@ from torch.nn.functional import mse_loss
 from fsdp_core import wrap
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import clean_name
+from fsdp_core.marking import marked
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, root_of
 from fsdp_core.testing.suite.numbers import assert_same
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool() as pool:
+        yield pool
 
 
 def units_of(root: nn.Module) -> dict[str, Any]:
@@ -78,6 +85,17 @@ class OursInInit(Lit):
 
 
 MODULES: list[type[Lit]] = [InLegacyHook, InConfigureModel, OursInConfigureModel, OursInInit]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_native", "ddp_fully_sharded", "fsdp2"])
+def test_model_sharded_context(tmp_path: Path, strategy: str) -> None:
+    """In it, torch's wrap chooses units; outside of it, it does nothing."""
+    used: Any = new_trainer(tmp_path, strategy).strategy
+    with used.model_sharded_context():
+        inside = torch_wrap(nn.Linear(2, 2))
+    outside = torch_wrap(nn.Linear(2, 2))
+    assert type(inside) is type(outside) is nn.Linear
+    assert marked(nn.Sequential(inside, outside)) == [inside]
 
 
 def fit_and_validate(
