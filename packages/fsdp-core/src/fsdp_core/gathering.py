@@ -42,6 +42,7 @@ def _from_chunks(value: ChunkedTensor, runtime: Runtime) -> Tensor:
     flat = torch.zeros(longest, dtype=value.dtype, device=runtime.device)
     at = 0
     for chunk in value.chunks:
+        assert isinstance(chunk.data, Tensor)  # what a rank holds of a model is in memory
         flat[at : at + chunk.data.numel()] = chunk.data.reshape(-1)
         at += chunk.data.numel()
     gathered = runtime.all_gather(flat.view(torch.uint8)).view(value.dtype)

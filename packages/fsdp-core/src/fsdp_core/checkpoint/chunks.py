@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_core.checkpoint.sources import TensorSource
+
 __all__ = ["Chunk", "ChunkedTensor", "chunked"]
 
 
@@ -17,11 +19,12 @@ class Chunk:
 
     Attributes:
         offsets: Where the box begins in the larger tensor, one number per dimension; ``()`` for a 0-dim tensor.
-        data: The box itself, at its own shape. On loading, it is written in place.
+        data: The box itself, at its own shape; for saving it may be a source, which is read when it is written. On
+            loading, it is a tensor that is written in place.
     """
 
     offsets: tuple[int, ...]
-    data: Tensor
+    data: Tensor | TensorSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +58,13 @@ class ChunkedTensor:
                 )
 
 
-def chunked(tensor: Tensor | ChunkedTensor, *, rank: int = 0) -> ChunkedTensor:
+def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> ChunkedTensor:
     """Describe what this rank holds of ``tensor``.
 
     Args:
         tensor: A :class:`~torch.distributed.tensor.DTensor` (its own mesh and placements say which box is here; its
-            local tensor may live on another device than the mesh, as under CPU offload), a plain tensor (taken to be
-            the same on every rank), or what is chunked already.
+            local tensor may live on another device than the mesh, as under CPU offload), a plain tensor or a source
+            (taken to be the same on every rank), or what is chunked already.
         rank: This rank. A plain tensor on rank *n* is its *n*-th copy.
 
     Returns:
@@ -81,8 +84,8 @@ def chunked(tensor: Tensor | ChunkedTensor, *, rank: int = 0) -> ChunkedTensor:
     if isinstance(tensor, DTensor):
         return _of_dtensor(tensor)
     shape = tuple(tensor.shape)
-    chunk = Chunk(offsets=(0,) * len(shape), data=tensor.detach())
-    return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(chunk,) if tensor.numel() else (), replica=rank)
+    chunk = Chunk(offsets=(0,) * len(shape), data=tensor.detach() if isinstance(tensor, Tensor) else tensor)
+    return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=() if 0 in shape else (chunk,), replica=rank)
 
 
 def _of_dtensor(tensor: DTensor) -> ChunkedTensor:

@@ -56,6 +56,7 @@ def fill(target: ChunkedTensor | Tensor, source: SavedTensor | Tensor, *, cast: 
             if isinstance(source, SavedTensor):
                 source.read_into(chunk)
             else:
+                assert isinstance(chunk.data, Tensor)
                 box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
                 chunk.data.copy_(source.detach()[box])
 

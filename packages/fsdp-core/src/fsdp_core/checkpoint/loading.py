@@ -69,6 +69,7 @@ class SavedTensor:
         Raises:
             CheckpointMismatchError: The box does not lie inside this tensor.
         """
+        assert isinstance(chunk.data, Tensor)
         box = tuple(chunk.data.shape)
         if not len(box) == len(chunk.offsets) == len(self.shape) or any(
             offset < 0 or offset + length > size

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.chunks import ChunkedTensor
 from fsdp_core.checkpoint.dtypes import dtype_name
+from fsdp_core.checkpoint.sources import TensorSource
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 
 __all__ = ["Keys", "TensorLeaf", "decode", "encode"]
 
 Keys = tuple[str, ...]
-TensorLeaf = Tensor | ChunkedTensor
+TensorLeaf = Tensor | ChunkedTensor | TensorSource
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "bool": bool, "dict": dict, "float": float, "int": int, "list": list, "set": set, "str": str, "tuple": tuple
@@ -87,7 +88,7 @@ class _Encoder:
                 return self._container(value, keys)
             finally:
                 self._inside.discard(id(value))
-        if isinstance(value, (Tensor, ChunkedTensor)):
+        if isinstance(value, (Tensor, ChunkedTensor, TensorSource)):
             try:
                 return self.on_tensor(keys, value)
             except (CheckpointValueError, ValueError) as error:
@@ -129,7 +130,7 @@ class _Encoder:
         return [[self._key(key, keys), self.encode(item, (*keys, str(key)))] for key, item in value.items()]
 
     def _key(self, key: Any, keys: Keys) -> Any:
-        if isinstance(key, (Tensor, ChunkedTensor)):
+        if isinstance(key, (Tensor, ChunkedTensor, TensorSource)):
             return self._refuse(keys, "a tensor can't be a key or a member of a set; use tensor.item() or its name")
         return self.encode(key, (*keys, str(key)))
 

@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor
 
 from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
+from fsdp_core.checkpoint.sources import TensorSource, blocks_of
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 
 __all__ = ["STAGING_BYTES", "FileTensor", "parse_header", "read_box", "write_safetensors"]
@@ -46,7 +47,7 @@ class FileTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor | TensorSource]) -> tuple[int, str]:
     """Write ``tensors`` into ``stream`` as one safetensors file.
 
     Tensors may be on any device, strided in any way and share memory: each is written as it looks. What is not a
@@ -54,7 +55,7 @@ def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[
 
     Args:
         stream: A binary stream opened for writing.
-        tensors: The tensors by the name that they get in the file.
+        tensors: The tensors by the name that they get in the file. Sources are read :data:`STAGING_BYTES` at a time.
 
     Returns:
         The number of bytes written, and their checksum (xxh3, 64 bits, as 16 hexadecimal digits).
@@ -67,11 +68,11 @@ def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[
             raise CheckpointValueError(f"can't save {name!r}: {reason}")
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Widest dtypes first, so that every tensor begins at a multiple of its own item size.
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     end = 0
     for name in names:
         tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {
             "dtype": SAFETENSORS_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -92,7 +93,7 @@ def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[
     return size, digest.hexdigest()
 
 
-def unsavable(tensor: Tensor) -> str | None:
+def unsavable(tensor: Tensor | TensorSource) -> str | None:
     """Say why ``tensor`` can't be written, and what to do instead; ``None`` where it can.
 
     Example:
@@ -101,6 +102,9 @@ def unsavable(tensor: Tensor) -> str | None:
         >>> unsavable(torch.zeros(3, dtype=torch.complex128))
         'safetensors has no dtype complex128; save torch.view_as_real(tensor) instead'
     """
+    if not isinstance(tensor, Tensor):
+        known = tensor.dtype in SAFETENSORS_NAMES
+        return None if known else f"safetensors has no dtype {dtype_name(tensor.dtype)}; convert it"
     if tensor.is_meta:
         return "it is on the meta device and holds no data; materialise it first"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -113,11 +117,12 @@ def unsavable(tensor: Tensor) -> str | None:
     return None
 
 
-def _pieces(header: bytes, tensors: Sequence[Tensor]) -> Iterator[Any]:
+def _pieces(header: bytes, tensors: Sequence[Tensor | TensorSource]) -> Iterator[Any]:
     yield len(header).to_bytes(8, "little")
     yield header
     for tensor in tensors:
-        for block in _blocks(tensor.detach()):
+        blocks = _blocks(tensor.detach()) if isinstance(tensor, Tensor) else blocks_of(tensor, STAGING_BYTES)
+        for block in blocks:
             yield _memory(block)
 
 

@@ -25,6 +25,7 @@ from fsdp_core.checkpoint.merging import Index, chunk_name, file_name, merge
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.recognition import holds_manifest, is_ours, read_manifest
 from fsdp_core.checkpoint.safetensors_file import write_safetensors
+from fsdp_core.checkpoint.sources import TensorSource
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import Runtime
 
@@ -162,7 +163,7 @@ def _inspect(path: StrPath, *, overwrite: bool) -> _Target:
 
 
 def _write_chunks(folder: Folder, save_id: str, plan: Plan, rank: int) -> Index:
-    contents: dict[str, dict[str, Tensor]] = {}
+    contents: dict[str, dict[str, Tensor | TensorSource]] = {}
     index = Index(tensors=[], files={})
     for key, tensor in plan.stored.items():
         boxes: list[Box] = []
@@ -178,7 +179,7 @@ def _write_chunks(folder: Folder, save_id: str, plan: Plan, rank: int) -> Index:
     return index
 
 
-def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor]) -> FileEntry:
+def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor | TensorSource]) -> FileEntry:
     with torch.no_grad(), folder.writing(name) as stream:
         size, digest = write_safetensors(stream, tensors)
     return FileEntry(size=size, checksum=f"xxh3:{digest}")
