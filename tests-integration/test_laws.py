@@ -138,7 +138,8 @@ def test_files_are_named_for_what_they_hold(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=shown)
 def test_nothing_is_unpickled(path: Path) -> None:
-    assert not within(imported(path), "pickle", "dill", "cloudpickle", "marshal", "shelve")
+    writing = {"pickle.Pickler"}  # a pickle may be written, for those who read one
+    assert not within(imported(path) - writing, "pickle", "dill", "cloudpickle", "marshal", "shelve")
     for node in statements(path, types=False, nested=True):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("torch.load"):
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}

@@ -155,21 +155,19 @@ class TestOldCheckpoints:
         checkpoint = ran(half_of(one))[1] / "run.ckpt"
         assert going_on(name, checkpoint, ran) == same(ran(old_fsdp())[0][3:])
 
-    def test_folder_of_fsdp_made_one_file(self, ran: Ran) -> None:
-        folder = ran(half_of(old_fsdp()))[1]
-        (command,) = blocks(CHECKPOINTS, "console")
-        module, *arguments = command.removeprefix("$ python -m ").replace("old.ckpt", "run.ckpt").split()
-        tool = f"import runpy, sys\nsys.argv = {['', *arguments]}\nrunpy.run_module({module!r}, run_name='__main__')"
-        finished = run_script(tool, folder)
-        assert finished.returncode == 0, finished.stdout
-        assert going_on("fsdp_native", folder / "run.ckpt.consolidated", ran) == same(ran(old_fsdp())[0][3:])
-
-    def test_folder_of_model_parallel_made_one_file(self, ran: Ran) -> None:
-        folder = ran(half_of(OLD[MODEL_PARALLEL]))[1]
-        (recipe,) = [block for block in blocks(CHECKPOINTS) if "dcp_to_torch_save" in block]
-        finished = run_script(recipe.replace('"old.ckpt', '"run.ckpt'), folder)
-        assert finished.returncode == 0, finished.stdout
-        assert going_on("fsdp2", folder / "old-full.ckpt", ran) == same(ran(OLD[MODEL_PARALLEL])[0][3:])
+    @pytest.mark.parametrize("name", ["fsdp_native", "fsdp2"])
+    @pytest.mark.parametrize("old", [old_fsdp(), OLD[MODEL_PARALLEL]], ids=["fsdp", "model_parallel"])
+    def test_imported_folder(self, name: str, old: str, ran: Ran) -> None:
+        folder = ran(half_of(old))[1]
+        if not (folder / "new.ckpt").exists():
+            (command,) = blocks(CHECKPOINTS, "console")
+            arguments = command.removeprefix("$ fsdp ").replace("old.ckpt", "run.ckpt").split()
+            finished = run_script(
+                f"import sys\nsys.argv[1:] = {arguments}\nfrom fsdp_core.cli import main\nmain()", folder
+            )
+            assert finished.returncode == 0, finished.stdout
+            verify(folder / "new.ckpt")
+        assert going_on(name, folder / "new.ckpt", ran) == same(ran(old)[0][3:])
 
     @pytest.mark.parametrize("old", [old_fsdp(), OLD[MODEL_PARALLEL]], ids=["fsdp", "model_parallel"])
     def test_folders_are_refused(self, old: str, ran: Ran, tmp_path: Path) -> None:
@@ -177,7 +175,7 @@ class TestOldCheckpoints:
         (tmp_path / "parts.py").write_text(PARTS, encoding="utf-8")
         finished = run_script(resumed(NEW[DDP], checkpoint), tmp_path)
         assert finished.returncode != 0
-        assert "It looks like one of torch.distributed.checkpoint" in finished.stdout
+        assert f"`fsdp checkpoint import {checkpoint} NEW`" in finished.stdout
 
 
 class TestTables:

@@ -17,22 +17,22 @@ from device import ACCELERATOR, PROCESS_GROUP, RANKS, prepare_thread
 __all__ = ["be_a_rank", "run_on_ranks"]
 
 
-def run_on_ranks(script: str, *arguments: object, time_limit: float) -> dict[str, Any]:
+def run_on_ranks(script: str, *arguments: object, time_limit: float, ranks: int = RANKS) -> dict[str, Any]:
     """Start ``script`` under ``torchrun`` and read what its rank 0 writes to ``--out``.
-
-    One rank for each GPU of this machine; two on a machine without, with one thread each.
 
     Args:
         script: The name of a file beside this one.
         arguments: Further words of the command line.
         time_limit: Seconds after which all of them are ended.
+        ranks: How many; by default one for each GPU of this machine, and two on a machine without. On the CPU each
+            has one thread.
 
     Raises:
         RuntimeError: A rank failed, or the time was up.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         words = [*launcher, Path(__file__).with_name(script), *arguments, "--out", out]
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
         if ACCELERATOR == "cpu":

@@ -14,8 +14,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +31,7 @@ from startup import fsdp_list, import_torch
 import fsdp_core
 
 ROOT = Path(__file__).parents[2]
+WHAT = ("training", "checkpoints", "start-up")
 PACKAGES = ("fsdp-core", "fsdp-fsdp2", "fsdp-cuda-native", "torch", "lightning")
 
 
@@ -88,6 +92,59 @@ def strategy_rows(time: dict[str, Any], memory: dict[str, Any] | None) -> Iterat
             )
 
 
+def checkpoints(strategy: str, *, quick: bool) -> dict[str, Any]:
+    """Save, load, load on three ranks what two have saved, and consolidate."""
+    folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=ROOT / "build"))
+    words = ("--strategy", strategy, "--folder", folder, "--turns", 3 if quick else 9, *(["--small"] if quick else []))
+    try:
+        result = {"on two ranks": run_on_ranks("checkpoint_time.py", *words, time_limit=1200, ranks=2)}
+        if ACCELERATOR == "cpu" or RANKS > 2:
+            more = run_on_ranks("checkpoint_time.py", *words, "--reshard", time_limit=1200, ranks=3)
+            result["on three ranks"] = more
+        result["consolidate"] = consolidate(folder / "ours", folder / "whole.safetensors")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def consolidate(source: Path, target: Path) -> dict[str, Any]:
+    """How much memory the command takes at its peak, beside a Python that only imports torch."""
+    command = [str(Path(sys.executable).with_name("fsdp")), "checkpoint", "consolidate", str(source), str(target)]
+    peaks = {}
+    for name, words in (("command", command), ("import torch", [sys.executable, "-c", "import torch"])):
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError(f"{' '.join(words)} ended with status {status}")
+        peaks[name] = 1024 * used.ru_maxrss
+    return {"bytes": target.stat().st_size, "peak memory": peaks}
+
+
+def checkpoint_rows(of: dict[str, Any]) -> Iterator[Row]:
+    """Saving and loading, beside torch's own."""
+    two, whole = of["on two ranks"], of["consolidate"]
+    three = of.get("on three ranks", {"ratios": {}, "medians": {}})
+    bars = dict(zip((*two["ratios"], *three["ratios"]), (1.10, 1.10, 0.15, 1.50), strict=False))
+    for part in (two, three):
+        for pair, ratio in part["ratios"].items():
+            seconds = " / ".join(f"{part['medians'][name]:.2f}" for name in pair.split(" ÷ "))
+            detail = f"95 % in {ratio['from']:.3f} to {ratio['to']:.3f}; {seconds} s"
+            yield Row(pair, f"{ratio['ratio']:.3f}", f"≤ {bars[pair]:.2f}", met(ratio["ratio"] <= bars[pair]), detail)
+    for name, ratio in two["extra memory ÷ (shard + staging)"].items():
+        bar = 1.2 if name in ("save", "load") else None
+        detail = f"{two['extra memory'][name] / 2**20:.0f} MiB beside a shard of {two['shard'] / 2**20:.0f} MiB"
+        yield Row(
+            f"extra memory ÷ (shard + staging): {name}",
+            f"{ratio:.3f}",
+            f"≤ {bar}" if bar else "",
+            met(ratio <= bar) if bar else "",
+            detail,
+        )
+    peak, alone = (whole["peak memory"][name] / 1e9 for name in ("command", "import torch"))
+    detail = f"import torch alone {alone:.3f} GB; writes {whole['bytes'] / 1e9:.2f} GB"
+    yield Row("peak memory of `consolidate`", f"{peak:.3f} GB", "≤ 0.25 GB", met(peak <= 0.25), detail)
+
+
 def startup_rows(listing: dict[str, Any], importing: dict[str, Any]) -> Iterator[Row]:
     """What is paid before anything trains."""
     alone = f"at most {listing['seconds at most']:.3f} s; python alone {listing['seconds for python -c pass']:.3f} s"
@@ -114,6 +171,7 @@ def main() -> None:
     parser.add_argument(
         "--strategy", nargs="+", choices=STRATEGIES, default=installed, help="by default: all that are installed"
     )
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="by default: everything")
     parser.add_argument("--turns", type=int, default=100, help="turns of the comparison by time")
     parser.add_argument("--runs", type=int, default=20, help="fresh interpreters for each start-up figure")
     parser.add_argument("--quick", action="store_true", help="5 turns, 3 runs")
@@ -123,10 +181,14 @@ def main() -> None:
     if args.quick:
         args.turns, args.runs = 5, 3
 
-    result: dict[str, Any] = {"machine": machine(), "strategies": {}}
-    result["fsdp list"] = fsdp_list(args.runs)
-    result["import torch"] = import_torch(args.runs)
-    for strategy in args.strategy:
+    result: dict[str, Any] = {"machine": machine(), "strategies": {}, "checkpoints": {}}
+    if "start-up" in args.what:
+        result["fsdp list"] = fsdp_list(args.runs)
+        result["import torch"] = import_torch(args.runs)
+    (ROOT / "build").mkdir(exist_ok=True)
+    for strategy in args.strategy if "checkpoints" in args.what else ():
+        result["checkpoints"][strategy] = checkpoints(strategy, quick=args.quick)
+    for strategy in args.strategy if "training" in args.what else ():
         of = ("--strategy", strategy)
         result["strategies"][strategy] = {
             # One rank holds everything whole.
@@ -136,9 +198,13 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1))
 
-    rows = [row for of in result["strategies"].values() for row in strategy_rows(**of)]
     print(f"\n{RANKS} ranks on {ACCELERATOR}, {PROCESS_GROUP}\n")
-    print_table([*rows, *startup_rows(result["fsdp list"], result["import torch"])])
+    rows = [row for of in result["strategies"].values() for row in strategy_rows(**of)]
+    for strategy, of in result["checkpoints"].items():
+        rows += [row._replace(figure=f"{strategy}: {row.figure}") for row in checkpoint_rows(of)]
+    if "start-up" in args.what:
+        rows += startup_rows(result["fsdp list"], result["import torch"])
+    print_table(rows)
     print("\n" + ", ".join(f"{key} {value}" for key, value in result["machine"].items()))
     print(f"all figures: {args.out}")
 

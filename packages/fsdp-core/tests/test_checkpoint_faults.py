@@ -1,58 +1,32 @@
-"""Damaged, foreign and hostile folders: named before any weight changes, and nothing outside of them is read."""
+"""Damaged and foreign folders: each fault is found and named on every rank before any weight changes."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import random
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import xxhash
 
-from fsdp_core.checkpoint import is_checkpoint, load, load_state_dict, read_manifest, save, verify
-from fsdp_core.checkpoint.manifest import Manifest
+import fault_ranks
+from damaged_folders import STATE, chunk_of, flip, model_file, refused, reseal, rewrite, save_small, state_file
+from fsdp_core.checkpoint import is_checkpoint, load, load_state_dict, read_manifest, verify
+from fsdp_core.checkpoint.manifest import FileEntry, Manifest
+from fsdp_core.checkpoint.verify import share_of
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
-from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.testing.ranks import RankPool
 
-STATE: dict[str, Any] = {
-    "model": {"w": torch.arange(6.0).reshape(3, 2), "b": torch.ones(3)},
-    "callbacks": {"best": torch.tensor(0.5), "seen": 3},
-}
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "run" / "a.ckpt"
-    save(path, STATE, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
-    return path
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest as somebody would who knows the format, its checksum included."""
-    content = json.loads((folder / "manifest.json").read_text())
-    change(content)
-    content.pop("checksum")
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    content["checksum"] = "xxh3:" + xxhash.xxh3_64_hexdigest(canonical)
-    (folder / "manifest.json").write_text(json.dumps(content))
-
-
-def chunk_of(content: dict[str, Any], key: str = "model/w") -> dict[str, Any]:
-    found: dict[str, Any] = content["tensors"][key]["chunks"][0]
-    return found
-
-
-def model_file(folder: Path) -> Path:
-    (path,) = (folder / "model").iterdir()
-    return path
-
-
-def state_file(folder: Path) -> Path:
-    (path,) = folder.glob("state-*.json")
-    return path
+    return save_small(tmp_path / "run" / "a.ckpt")
 
 
 def test_the_manifest_is_readable_and_comes_back(folder: Path) -> None:
@@ -65,64 +39,6 @@ def test_the_manifest_is_readable_and_comes_back(folder: Path) -> None:
     assert content["tensors"]["model/w"]["dtype"] == "float32"
     assert max(map(len, text.splitlines())) < 250
     assert content["versions"]["torch"] == str(torch.__version__)
-
-
-def refused(folder: Path, message: str, error: type[Exception] = CheckpointFormatError) -> None:
-    with pytest.raises(error, match=message):
-        load(folder)
-
-
-HOSTILE_NAMES = [
-    "../outside.safetensors",
-    "model/../../outside.safetensors",
-    "/etc/passwd",
-    "model//x.safetensors",
-    "./x.safetensors",
-    "..",
-    "",
-    "model\\..\\..\\x",
-    "C:/x",
-    "file:///etc/passwd",
-    "x\x00.safetensors",
-    "manifest.json",
-]
-
-
-@pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_a_file_name_must_stay_inside(folder: Path, name: str) -> None:
-    def change(content: dict[str, Any]) -> None:
-        content["files"][name] = {"size": 1, "checksum": "xxh3:" + "0" * 16}
-        chunk_of(content)["file"] = name
-
-    rewrite(folder, change)
-    refused(folder, "does not stay inside the checkpoint")
-    with pytest.raises(CheckpointFormatError, match="does not stay inside the checkpoint"):
-        verify(folder)
-
-
-@pytest.mark.parametrize("name", HOSTILE_NAMES[:3])
-@pytest.mark.parametrize("field", ["json", "tensors"])
-def test_the_state_files_must_stay_inside(folder: Path, name: str, field: str) -> None:
-    rewrite(folder, lambda content: content["state"].update({field: name}))
-    refused(folder, "the state lies in .*, which is not among the files")
-
-
-@pytest.mark.parametrize("link", ["file", "folder"])
-def test_a_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path, link: str) -> None:
-    secret = tmp_path / "secret"
-    inner = folder / "model" if link == "folder" else model_file(folder)
-    inner.rename(secret)
-    inner.symlink_to(secret)
-    refused(folder, f"is a link to {secret}.*, outside of the checkpoint. Nothing was read from it")
-    with pytest.raises(CheckpointFormatError, match="outside of the checkpoint"):
-        verify(folder)
-
-
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path) -> None:
-    path = model_file(folder)
-    path.unlink()
-    os.mkfifo(path)
-    refused(folder, f"model/{path.name} is missing")
 
 
 @pytest.mark.parametrize(
@@ -149,12 +65,6 @@ def test_a_missing_or_cut_file_is_named(
         load_state_dict(folder)
 
 
-def flip(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 0x10
-    path.write_bytes(bytes(data))
-
-
 def test_every_flipped_byte_is_found_and_its_file_named(folder: Path) -> None:
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         before = path.read_bytes()
@@ -163,24 +73,62 @@ def test_every_flipped_byte_is_found_and_its_file_named(folder: Path) -> None:
             with pytest.raises(CheckpointFormatError, match=path.name.replace(".", r"\.")):
                 verify(folder)
             with pytest.raises(CheckpointFormatError):
-                load(folder, verify=True)
+                load(folder)
             path.write_bytes(before)
     verify(folder)
 
 
-def test_a_flipped_byte_in_the_plain_data_is_found_by_every_load(folder: Path) -> None:
+def test_without_verification_only_the_plain_data_is_compared(folder: Path) -> None:
+    weights = model_file(folder)
+    flip(weights, weights.stat().st_size - 1)
+    load(folder, verify=False)
+    load_state_dict(folder, verify=False)
+    with pytest.raises(CheckpointFormatError, match=f"{weights.name} has the checksum"):
+        load_state_dict(folder)
     path = state_file(folder)
     path.write_bytes(path.read_bytes().replace(b'"seen": 3', b'"seen": 4'))
-    refused(folder, f"{path.name}: its checksum is .*: it was changed")
+    with pytest.raises(CheckpointFormatError, match=f"{path.name} has the checksum"):
+        load(folder, verify=False)
 
 
-def test_swapped_shards_are_found(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
+def test_the_tensors_of_plain_data_are_verified_in_any_case(folder: Path) -> None:
+    (path,) = folder.glob("state-*.safetensors")
+    flip(path, -1)
+    for read in (load, load_state_dict):
+        with pytest.raises(CheckpointFormatError, match=f"{path.name} has the checksum"):
+            read(folder, verify=False)
+    with pytest.raises(CheckpointFormatError, match=f"{path.name} has the checksum"):
+        load_state_dict(folder, "callbacks")
+
+
+def test_a_models_weights_are_read_although_the_optimizers_are_damaged(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, fault_ranks.save_fresh, tmp_path / "c", timeout=60)
+    moments = next((tmp_path / "c" / "optimizer").iterdir())
+    flip(moments, moments.stat().st_size - 1)
+    assert load_state_dict(tmp_path / "c")["scale"].eq(100.0).all()
+    refused(tmp_path / "c", f"optimizer/{moments.name} has the checksum")
+    weights = next((tmp_path / "c" / "model").iterdir())
+    flip(weights, weights.stat().st_size - 1)
+    with pytest.raises(CheckpointFormatError, match=f"model/{weights.name} has the checksum"):
+        load_state_dict(tmp_path / "c")
+
+
+def test_at_most_twenty_files_are_named(pool: RankPool, tmp_path: Path) -> None:
+    path = save_small(tmp_path / "c")
+    rewrite(
+        path, lambda c: c["files"].update({f"x{i}": {"size": 1, "checksum": "xxh3:" + "0" * 16} for i in range(30)})
+    )
+    with pytest.raises(CheckpointFormatError) as error:
+        load(path)
+    assert str(error.value).count("is missing") == 20
+    assert "… and 10 more" in str(error.value)
+
+
+def test_another_checkpoints_file_of_the_same_layout_is_found(folder: Path, tmp_path: Path) -> None:
     state = {"model": {"w": STATE["model"]["w"] + 1, "b": torch.ones(3)}, "callbacks": STATE["callbacks"]}
-    save(other, state, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
+    other = save_small(tmp_path / "other", state)
     model_file(folder).write_bytes(model_file(other).read_bytes())
-    with pytest.raises(CheckpointFormatError, match=r"has the checksum xxh3:.* instead of xxh3:"):
-        load(folder, verify=True)
+    refused(folder, r"has the checksum xxh3:.* instead of xxh3:")
 
 
 def test_verify_tells_how_far_it_is(folder: Path) -> None:
@@ -208,17 +156,27 @@ def test_verify_tells_how_far_it_is(folder: Path) -> None:
         (lambda c: c["tensors"]["model/w"].update(shape=[3, -2]), "tensor 'model/w': no tensor has the shape"),
         (lambda c: c["tensors"]["model/w"].update(shape=[3, 2**62]), "tensor 'model/w': no tensor has the shape"),
         (lambda c: c["tensors"]["model/w"].update(shape=[1] * 5000), "tensor 'model/w': no tensor has the shape"),
-        (lambda c: c["tensors"]["model/w"].update(shape="32"), "tensor 'model/w': '3' is no whole number"),
+        (lambda c: c["tensors"]["model/w"].update(shape="32"), "tensor 'model/w': '32' is no list"),
         (lambda c: c["tensors"]["model/w"].update(dtype="object"), "tensor 'model/w': 'object' is no dtype"),
         (lambda c: c["tensors"]["model/w"].update(chunks=[]), "tensor 'model/w': nothing covers"),
         (lambda c: c["tensors"]["model/w"]["chunks"].append(chunk_of(c)), "tensor 'model/w': two chunks cover"),
         (lambda c: chunk_of(c).update(offsets=[1, 0]), "tensor 'model/w': .* does not lie inside"),
         (lambda c: chunk_of(c).update(file="model/other"), "lies in 'model/other', which is not among the files"),
-        (lambda c: chunk_of(c).update(key="model/b"), r"should be 'model/b' in .*, but the file holds \(3,\) float32"),
-        (lambda c: chunk_of(c).update(key="model/x"), "should be 'model/x' in .*, but the file holds nothing by that"),
-        (lambda c: c["tensors"]["model/w"].update(dtype="int32"), "but the file holds .* float32"),
+        (lambda c: chunk_of(c).update(key="model/b"), r"'model/w' as 'model/b', of .*, but it holds \(3,\) float32"),
+        (
+            lambda c: chunk_of(c).update(key="model/x"),
+            "should hold .* 'model/w' as 'model/x', .* it holds nothing by that",
+        ),
+        (lambda c: c["tensors"]["model/w"].update(shape=[3, float("nan")]), "no whole number"),
+        (
+            lambda c: c["files"].update({chunk_of(c)["file"]: {"size": float("nan"), "checksum": "xxh3:"}}),
+            "no whole number",
+        ),
+        (lambda c: chunk_of(c).update(lengths=[float("inf"), 2]), "no whole number"),
+        (lambda c: chunk_of(c).update(offsets=[True, 0]), "no whole number"),
+        (lambda c: c["tensors"]["model/w"].update(dtype="int32"), "of shape .* and int32, but it holds .* float32"),
     ],
-    ids=range(25),
+    ids=range(29),
 )
 def test_a_manifest_that_does_not_fit_is_refused(
     folder: Path, change: Callable[[dict[str, Any]], object], message: str
@@ -242,27 +200,6 @@ def test_a_manifest_that_does_not_fit_is_refused(
 def test_a_manifest_that_is_no_manifest_is_refused(folder: Path, content: bytes, message: str) -> None:
     (folder / "manifest.json").write_bytes(content)
     refused(folder, message)
-
-
-def test_a_huge_header_is_refused_without_reading_it(folder: Path) -> None:
-    path = model_file(folder)
-    data = (2**62).to_bytes(8, "little") + path.read_bytes()[8:]
-    path.write_bytes(data)
-    refused(folder, "is no safetensors file: a header of 4611686018427387904 bytes does not fit")
-
-
-@pytest.mark.parametrize(
-    "content",
-    ['{"model": {"$saved": "model/nothing"}}', '{"x": {"$tensor": "../x"}}', '{"x": {"$saved": ["a"]}}', "[1]",
-     '{"x": {"$import": "os"}}', "[" * 100_000, '{"x": {"$tensor": {"$dict": []}}}', '{"$tuple": [1, 2]}'],
-    ids=range(8),
-)  # fmt: skip
-def test_plain_data_that_does_not_fit_is_refused(folder: Path, content: str) -> None:
-    path = state_file(folder)
-    path.write_text(content)
-    entry = {"size": len(content), "checksum": "xxh3:" + xxhash.xxh3_64_hexdigest(content.encode())}
-    rewrite(folder, lambda manifest: manifest["files"].update({path.name: entry}))
-    refused(folder, "state")
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path, folder: Path) -> None:
@@ -292,3 +229,201 @@ def test_a_file_that_shrinks_after_the_load_began_is_an_error(folder: Path) -> N
     os.truncate(path, path.stat().st_size - 12)
     with pytest.raises(CheckpointFormatError, match="it was changed since the load began"):
         bias.full()
+
+
+# -- on ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def good(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "good.ckpt"
+    pool.run(2, fault_ranks.save_fresh, path, timeout=60)
+    return path
+
+
+@pytest.fixture
+def damaged(good: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    shutil.copytree(good, tmp_path / "damaged.ckpt")
+    return tmp_path / "damaged.ckpt"
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (path,) = folder.glob(pattern)
+    return path
+
+
+def exchange(one: Path, other: Path) -> None:
+    one_bytes = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(one_bytes)
+
+
+def exchange_chunks(folder: Path) -> None:
+    """Exchange the bytes of two chunks of one shape in a file."""
+    path = only(folder, "model/*-rank-00001.*")
+    data, size = path.read_bytes(), fault_ranks.ROWS // 2 * 4 * 4
+    start = 8 + int.from_bytes(data[:8], "little")  # w and v come first
+    one, other, rest = data[start : start + size], data[start + size : start + 2 * size], data[start + 2 * size :]
+    path.write_bytes(data[:start] + other + one + rest)
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    """Edit the manifest, but not its checksum."""
+    text = (folder / "manifest.json").read_text()
+    assert old in text
+    (folder / "manifest.json").write_text(text.replace(old, new, 1))
+
+
+def exchange_entries(content: dict[str, Any]) -> None:
+    """Let two chunks of a manifest change places."""
+    one, other = content["tensors"]["model/w"]["chunks"]
+    one["file"], other["file"] = other["file"], one["file"]
+
+
+def drop_chunk(content: dict[str, Any]) -> None:
+    content["tensors"]["model/w"]["chunks"].pop()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def cut_and_reseal(folder: Path) -> None:
+    for path in folder.glob("model/*"):
+        cut(path)
+        reseal(folder, path)
+
+
+def on_file(pattern: str, damage: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: damage(only(folder, pattern))
+
+
+FILES = ["manifest.json", "model/*-rank-00000.*", "model/*-rank-00001.*", "optimizer/*-rank-00001.*", "state-*.json",
+         "state-*.safetensors"]  # fmt: skip
+
+#: What is done to a good folder, and what every rank says of it.
+FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    **{
+        f"a flipped byte of {name}": (
+            on_file(name, lambda path: flip(path, -2)),
+            ["manifest.json"] if name == "manifest.json" else [name.split("*")[0], "has the checksum", "instead of"],
+        )
+        for name in FILES
+    },
+    **{
+        f"{name} cut": (
+            on_file(name, cut),
+            ["manifest.json"] if name == "manifest.json" else [name.split("*")[0], "bytes instead of"],
+        )
+        for name in FILES
+    },
+    **{
+        f"no {name}": (
+            on_file(name, Path.unlink),
+            ["no complete checkpoint"] if name == "manifest.json" else [name.split("*")[0], "is missing"],
+        )
+        for name in FILES
+    },
+    "a flipped byte of a header": (
+        lambda folder: flip(only(folder, "model/*-rank-00001.*"), 20),
+        ["-rank-00001.safetensors has the checksum"],
+    ),
+    "two ranks' files exchanged": (
+        lambda folder: exchange(*folder.glob("model/*")),
+        ["-rank-00000.safetensors has the checksum", "-rank-00001.safetensors has the checksum"],
+    ),
+    "model and optimizer exchanged": (
+        lambda folder: exchange(only(folder, "model/*-rank-00000.*"), only(folder, "optimizer/*-rank-00000.*")),
+        ["model/", "optimizer/", "-rank-00000.safetensors has"],
+    ),
+    "two chunks exchanged": (exchange_chunks, ["-rank-00001.safetensors has the checksum"]),
+    "two chunks exchanged in the manifest": (
+        lambda folder: rewrite(folder, exchange_entries),
+        ["should hold a chunk of 'model/w' as 'model/w@0,0'", "but it holds nothing by that name"],
+    ),
+    "a manifest edited": (lambda folder: edit(folder, '"offsets": [6, 0]', '"offsets": [5, 0]'),
+                          ["it was changed"]),
+    "a hole": (lambda folder: rewrite(folder, drop_chunk), ["'model/w'", "nothing covers [6:12, 0:4]"]),
+    "an overlap": (
+        lambda folder: rewrite(folder, lambda c: c["tensors"]["model/w"]["chunks"].append(chunk_of(c))),
+        ["'model/w'", "two chunks cover [0:6, 0:4]"],
+    ),
+    "a newer version": (
+        lambda folder: rewrite(folder, lambda c: c.update(format_version=2)),
+        ["format version 2", "pip install --upgrade fsdp-core"],
+    ),
+    "files that are no safetensors": (
+        cut_and_reseal,
+        ["-rank-00000.safetensors", "-rank-00001.safetensors", "is no safetensors file"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_rank_names_the_fault_and_nothing_has_changed(pool: RankPool, damaged: Path, fault: str) -> None:
+    damage, words = FAULTS[fault]
+    damage(damaged)
+    (message, changed), other = pool.run(2, fault_ranks.restore, [damaged], timeout=60)
+    assert other == (message, changed)
+    assert not changed
+    assert message.startswith("CheckpointFormatError: ")
+    for word in words:
+        assert word in message
+    assert any(remedy in message for remedy in ("load an earlier", "Load an earlier", "pip install", "manifest.json"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_whole_checkpoint_is_restored(pool: RankPool, good: Path, ranks: int) -> None:
+    assert pool.run(ranks, fault_ranks.restore, [good], timeout=60) == [("", True)] * ranks
+
+
+def test_a_rank_that_sees_no_checkpoint_is_named(pool: RankPool, good: Path, tmp_path: Path) -> None:
+    results = pool.run(2, fault_ranks.restore, [good, tmp_path / "nothing"], timeout=60)
+    for message, changed in results:
+        assert not changed
+        assert f"no checkpoint at {tmp_path / 'nothing'}" in message
+        assert "(on rank 1 of 2, while loading" in message
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(pool: RankPool, good: Path, tmp_path: Path) -> None:
+    pool.run(2, fault_ranks.save_fresh, tmp_path / "other", timeout=60)
+    results = pool.run(2, fault_ranks.restore, [good, tmp_path / "other"], timeout=60)
+    for message, changed in results:
+        assert not changed
+        assert "the ranks read different checkpoints" in message
+
+
+def test_the_ranks_divide_the_files() -> None:
+    choice = random.Random(5)
+    for _ in range(200):
+        ranks, writers = choice.randint(1, 9), choice.randint(1, 12)
+        files = {
+            f"{part}/0123456789ab-rank-{rank:05d}.safetensors": FileEntry(
+                size=choice.choice([0, 8, choice.randint(0, 10**9)]), checksum="xxh3:" + "0" * 16
+            )
+            for part in ("model", "optimizer")
+            for rank in range(writers)
+        }
+        shares = [share_of(files, rank, ranks) for rank in range(ranks)]
+        assert sorted(name for share in shares for name in share) == sorted(files)
+        sizes = [sum(files[name].size for name in share) for share in shares]
+        largest = max(entry.size for entry in files.values())
+        assert max(sizes) <= sum(sizes) / ranks + largest
+
+
+def test_a_rank_of_the_same_layout_examines_what_it_reads() -> None:
+    files = {
+        f"{part}/0123456789ab-rank-{rank:05d}.safetensors": FileEntry(size=size + rank % 2, checksum="xxh3:" + "0" * 16)
+        for part, size in (("model", 1000), ("optimizer", 2000))
+        for rank in range(8)
+    }
+    for rank in range(8):
+        assert all(f"-rank-{rank:05d}" in name for name in share_of(files, rank, 8))
+        assert len(share_of(files, rank, 8)) == 2

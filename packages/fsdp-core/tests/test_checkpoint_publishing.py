@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -251,30 +250,6 @@ def test_a_file_in_the_way_is_never_lost(tmp_path: Path, name: str, at: int, mon
     save_state(path, 3.0)
     assert value_of(path) == 3.0
     assert not list(tmp_path.glob("*.partial"))
-
-
-def _save_forever(path: Path) -> None:
-    torch.set_num_threads(1)
-    value = 1.0
-    while True:
-        save_state(path, value)
-        value += 1
-
-
-def test_a_killed_process_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    save_state(path, 0.5)
-    context = multiprocessing.get_context("fork")
-    for delay in (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3):
-        process = context.Process(target=_save_forever, args=(path,), daemon=True)
-        process.start()
-        process.join(timeout=delay)
-        process.kill()
-        process.join()
-        assert value_of(path) >= 0.5
-    save_state(path, 0.25)
-    assert value_of(path) == 0.25
-    assert is_tidy(path)
 
 
 @pytest.mark.parametrize("make", [save_state, lambda path, _: Path(path).write_bytes(b"x"), lambda *_: None])

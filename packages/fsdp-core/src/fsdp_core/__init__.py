@@ -1,7 +1,8 @@
 """Sharded training by name: what strategies there are, and what every backend of them shares.
 
 Importing this package costs next to nothing: each public name below is imported when it is first used, and only
-:class:`Backend`, :class:`Runtime`, :func:`load_state_dict` and :func:`wrap` import torch.
+:class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :func:`load_state_dict` and
+:func:`wrap` import torch.
 
 Example:
     >>> import fsdp_core
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # instead of `from typing import`: this file is on the way of every `import torch`
 if TYPE_CHECKING:
+    from fsdp_core.accumulated_gradients import AccumulatedGradients
     from fsdp_core.backend import Backend
     from fsdp_core.checkpoint import load_state_dict
     from fsdp_core.errors import (
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     )
     from fsdp_core.hookspecs import hookimpl
     from fsdp_core.marking import wrap
+    from fsdp_core.random_state import RandomState
     from fsdp_core.registry import describe, resolve, strategies
     from fsdp_core.runtime import Runtime
     from fsdp_core.strategy_info import Capability, Option, StrategyInfo
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AccumulatedGradients",
     "Backend",
     "BrokenStrategyError",
     "Capability",
@@ -57,6 +61,7 @@ __all__ = [
     "FSDPError",
     "OptimizerMismatchError",
     "Option",
+    "RandomState",
     "Runtime",
     "ShardingError",
     "StrategyInfo",
@@ -75,9 +80,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AccumulatedGradients": "accumulated_gradients",
     "Backend": "backend",
     "Capability": "strategy_info",
     "Option": "strategy_info",
+    "RandomState": "random_state",
     "Runtime": "runtime",
     "StrategyInfo": "strategy_info",
     "describe": "registry",

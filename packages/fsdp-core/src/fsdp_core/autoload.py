@@ -101,13 +101,18 @@ _being_entered: set[str] = set()
 
 
 def _enter_names(name: str, module: ModuleType) -> None:
-    """Enter our names in ``module``'s registry; a fault of ours must not break the import of Lightning."""
+    """Enter our names in ``module``'s registry, and have our folders opened where Lightning opens files.
+
+    A fault of ours must not break the import of Lightning.
+    """
     if name in _being_entered:  # importing fsdp_core.lightning calls install() again
         return
     _being_entered.add(name)
     try:
         from fsdp_core.lightning.names import enter
+        from fsdp_core.lightning.opening import install_opening
 
+        install_opening(module)
         enter(module)
     except Exception as error:
         warn(

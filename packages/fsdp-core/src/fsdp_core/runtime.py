@@ -6,12 +6,15 @@ import atexit
 import os
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fsdp_core.errors import UnsupportedCapabilityError
 
 __all__ = ["ProcessGroupRuntime", "Runtime"]
 
@@ -107,6 +110,34 @@ class Runtime(ABC):
     def barrier(self) -> None:
         """Return on no rank before every rank has called."""
 
+    def device_random_state(self) -> Any:
+        """Where the random-number generator of :attr:`device` is: a small tensor or plain data.
+
+        Returns:
+            ``None`` on the CPU, whose generator is the process's own.
+        """
+        if self.device.type == "cpu":
+            return None
+        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def set_device_random_state(self, state: Any) -> None:
+        """Set the generator of :attr:`device` to where :meth:`device_random_state` found it."""
+        torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+    def side_channel(self) -> Runtime:
+        """The same ranks, over a way of their own: its collectives may be called by another thread than this one's.
+
+        Every rank must call it, on the thread that calls this runtime's collectives, and :meth:`stop` what it gets
+        when no thread uses it any more.
+
+        Raises:
+            UnsupportedCapabilityError: The ranks of this runtime have no second way to talk.
+        """
+        raise UnsupportedCapabilityError(
+            f"{type(self).__name__} gives a second thread no way to talk to other ranks, which async_save=True needs.\n"
+            "Leave async_save out."
+        )
+
 
 class ProcessGroupRuntime(Runtime):
     """One process per rank, meeting in torch's default process group: NCCL on CUDA, gloo on CPU.
@@ -131,6 +162,9 @@ class ProcessGroupRuntime(Runtime):
     def __init__(self, backend: str | None = None) -> None:
         self.backend = backend
         self._owns_group = False
+        self._timeout: timedelta | None = None
+        #: The process group of the collectives; the default one when ``None``.
+        self._group: Any = None
 
     def start(
         self,
@@ -144,6 +178,7 @@ class ProcessGroupRuntime(Runtime):
         timeout: timedelta | None = None,
     ) -> None:
         self.rank, self.local_rank, self.world_size, self.device = rank, local_rank, world_size, device
+        self._timeout = timeout
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if dist.is_initialized():
@@ -170,9 +205,13 @@ class ProcessGroupRuntime(Runtime):
     def _alone(self) -> bool:
         return not dist.is_initialized()
 
+    def side_channel(self) -> Runtime:
+        return _SideChannel(self, self._timeout)
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "mean", group: Any | None = None) -> Tensor:
         from torch.distributed.tensor import DTensor
 
+        group = group or self._group
         if isinstance(tensor, DTensor):
             return tensor.full_tensor()  # it is of all ranks already
         if self._alone:
@@ -188,6 +227,7 @@ class ProcessGroupRuntime(Runtime):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         from torch.distributed.tensor import DTensor
 
+        group = group or self._group
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if self._alone:
@@ -205,20 +245,41 @@ class ProcessGroupRuntime(Runtime):
         if self._alone:
             return obj
         box = [obj]
-        dist.broadcast_object_list(box, src)
+        dist.broadcast_object_list(box, src, group=self._group)
         return box[0]
 
     def gather_objects(self, obj: Any) -> list[Any]:
         if self._alone:
             return [obj]
-        box: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(box, obj)
+        box: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(box, obj, group=self._group)
         return box
 
     def barrier(self) -> None:
         if self._alone:
             return
         if self.device.type == "cuda":
-            dist.barrier(device_ids=[self.device.index or 0])
+            dist.barrier(group=self._group, device_ids=[self.device.index or 0])
         else:
-            dist.barrier()
+            dist.barrier(group=self._group)
+
+
+class _SideChannel(ProcessGroupRuntime):
+    """The ranks of a runtime over a gloo group of their own, for the CPU alone."""
+
+    def __init__(self, main: ProcessGroupRuntime, timeout: timedelta | None) -> None:
+        super().__init__("gloo")
+        self.rank, self.local_rank, self.world_size = main.rank, main.local_rank, main.world_size
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def _alone(self) -> bool:
+        return self._group is None
+
+    def stop(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            with suppress(ValueError):  # it is gone already, with all other groups
+                dist.destroy_process_group(self._group)
+                time.sleep(_SECONDS_FOR_THREADS)  # as above
+        self._group = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,20 @@ from torch.distributed.fsdp import FlatParameter
 
 # The base of every batch norm, SyncBatchNorm included; there is no public one.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils.data import DataLoader
 
 __all__ = [
     "BatchNorm",
+    "batches_given",
     "foreach_mul_",
     "foreach_norm",
     "hooks_on",
+    "is_exhausted",
     "is_flattened",
+    "iterates_as_torch",
     "make_scaler_sharded",
     "queue_backward_callback",
+    "watch_iterators",
 ]
 
 
@@ -92,3 +98,36 @@ def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[
 
     instance: Any = scaler
     instance._unscale_grads_ = unscale
+
+
+def iterates_as_torch(loader: DataLoader[Any]) -> bool:
+    """Whether a loader makes its iterators with ``_get_iterator``, and these give batches in the sampler's order."""
+    makes = getattr(type(loader).__iter__, "__module__", "")
+    return makes.startswith(("torch.utils.data.", "torchdata.")) and getattr(loader, "in_order", True)
+
+
+def watch_iterators(loader: DataLoader[Any], told: Callable[[Any], None]) -> None:
+    """Call ``told`` with each iterator that a loader makes. A plain ``DataLoader`` keeps no reference to them."""
+    place = weakref.ref(loader)
+
+    def make_and_tell() -> Any:
+        own: Any = place()
+        iterator = type(own)._get_iterator(own)
+        told(iterator)
+        return iterator
+
+    instance: Any = loader
+    instance._get_iterator = make_and_tell
+
+
+def batches_given(iterator: Any) -> int:
+    """How many batches a loader's iterator has given; what its workers have prepared ahead does not count.
+
+    No public name counts them on this side of the workers.
+    """
+    return int(iterator._num_yielded)
+
+
+def is_exhausted(iterator: Any) -> bool:
+    """Whether an iterator of torchdata's has told that there is no more batch; torch's own don't keep it."""
+    return bool(getattr(iterator, "_finished", False))

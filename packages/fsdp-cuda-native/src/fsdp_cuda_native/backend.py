@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -20,9 +20,11 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_core.backend import Backend
+from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import OptimizerMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import clean_name
+from fsdp_core.gradients import HeldGradients
 from fsdp_core.materialize import place
 from fsdp_core.parts import Layout
 from fsdp_core.precision import ShardPrecision
@@ -36,11 +38,12 @@ from fsdp_core.wrapping import (
     select_units,
 )
 from fsdp_cuda_native import torch_private
+from fsdp_cuda_native.flat_gradients import held_by_units, restore_to_units
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
 from fsdp_cuda_native.unit_checks import check_unit, unit_options
 from fsdp_cuda_native.wrappers import called_for, put_in_place, renew_parameters
-from fsdp_cuda_native.written import layout_of, local_parts, note_order, stand_ins, unwrapped
+from fsdp_cuda_native.written import layout_of, local_parts, named_members, note_order, stand_ins, unwrapped
 
 __all__ = ["NativeBackend"]
 
@@ -276,6 +279,37 @@ class NativeBackend(Backend):
         parts = {name: part.of(flat) for name, part, flat in local_parts(root)}
         first = self.aliases(root)
         return {name: parts.get(first.get(name, name), value) for name, value in state.items()}
+
+    def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(module, optimizer)
+        if not self.use_orig_params:
+            # flat parameters come unit by unit; who loads the state by number has the module's own order
+            root = _root_of(module)
+            with self.as_written(root):
+                named = root.module.named_parameters(remove_duplicate=False)
+                order = {clean_name(name): number for number, (name, _) in enumerate(named)}
+            for group in state["param_groups"]:
+                group["params"].sort(key=order.__getitem__)
+        return state
+
+    def accumulated_gradients(self, module: nn.Module) -> HeldGradients:
+        root = _root_of(module)
+        self.reshard(root)
+        held, flattened = held_by_units(root, self.runtime), {name for name, _ in named_members(root)}
+        for parameter, (part, *_) in self.layout(root).items():
+            if part.name not in flattened and parameter.grad is not None:  # kept whole
+                held.own[part.name] = parameter.grad
+        return held
+
+    def restore_gradients(
+        self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
+    ) -> None:
+        root = _root_of(module)
+        self.reshard(root)
+        flattened = {name for name, _ in named_members(root)}
+        whole = {name: read for name, read in own.items() if name not in flattened}
+        super().restore_gradients(root, whole, {n: grad for n, grad in reduced.items() if n not in flattened})
+        restore_to_units(root, own, reduced)
 
     # -- what is handed to torch -----------------------------------------------------------------------------------
 

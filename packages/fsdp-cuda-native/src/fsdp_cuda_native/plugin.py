@@ -39,6 +39,11 @@ _SHARED = (
         help="As in torch.distributed.init_process_group; None: NCCL with gloo on CUDA, gloo on the CPU.",
     ),
     Option(name="timeout", default=None, help="How long a collective waits for its peers, a timedelta."),
+    Option(
+        name="async_save",
+        default=False,
+        help="Write checkpoints behind training: a save returns when this rank's part is copied to host memory.",
+    ),
     Option(name="accelerator", default=None, help="A Lightning Accelerator; None: Lightning chooses."),
     Option(name="parallel_devices", default=None, help="The devices of this host; None: Lightning chooses."),
     Option(name="cluster_environment", default=None, help="A Lightning ClusterEnvironment; None: Lightning chooses."),

@@ -5,7 +5,7 @@ FSDP1 shows nothing of its flat parameters, and nothing of the state of a forwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,19 +29,25 @@ __all__ = [
     "FlatMember",
     "Pending",
     "cast_inputs",
+    "drop_gradients",
     "flat_members",
     "follow_requires_grad",
     "forget_pending",
     "forget_views",
     "leave_gradients",
+    "no_gradient",
     "no_reduction",
+    "reduced_gradient",
     "reset",
     "reshard",
     "resume_forward",
+    "set_reduced_gradient",
+    "set_unreduced_gradients",
     "shard_group",
     "suspend_forward",
     "tied_members",
     "units_of",
+    "unreduced_gradients",
 ]
 
 
@@ -50,6 +56,7 @@ class FlatMember:
     """A parameter of the user's that is part of a flat one.
 
     Attributes:
+        unit: The unit that has flattened it.
         owner: The module that holds it, and ``attribute`` its name there.
         shape: Its shape as written.
         held: What an optimizer holds for it: the parameter itself, or the flat one.
@@ -61,6 +68,7 @@ class FlatMember:
         is_flat: Whether ``held`` is 1-D; without sharding a parameter keeps its shape.
     """
 
+    unit: FullyShardedDataParallel
     owner: nn.Module
     attribute: str
     shape: tuple[int, ...]
@@ -125,6 +133,7 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
     for index, (place, shape, info) in enumerate(infos):
         offset, length, start = info.offset_in_shard or 0, info.numel_in_shard or 0, info.intra_param_start_idx or 0
         yield FlatMember(
+            unit=unit,
             owner=place.module,
             attribute=place.param_name,
             shape=tuple(shape),
@@ -294,6 +303,97 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
     return gathered != bool(flat.requires_grad)
 
 
+def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:
+    """The gradients that a unit has accumulated without reducing them, by the module and the name of the parameter.
+
+    Without sharding nothing tells them from reduced ones, and nothing has to: reduced again, those stay what they are.
+    """
+    handle = _handle(unit)
+    handle._reset_flat_param_grad_info_if_needed()
+    flat = handle.flat_param
+    if flat.grad is None or flat.grad.shape != flat._unpadded_unsharded_size:
+        return {}
+    views = handle._get_unflat_views(flat.grad)
+    return {(info.module, info.param_name): view for info, view in zip(flat._param_infos, views, strict=True)}
+
+
+def set_unreduced_gradients(
+    unit: FullyShardedDataParallel, gradients: Mapping[tuple[nn.Module, str], Callable[[], Tensor]]
+) -> None:
+    """Let a unit go on from gradients that :func:`unreduced_gradients` has found.
+
+    Args:
+        unit: The unit. What :func:`set_reduced_gradient` has set is added to by the next reduction.
+        gradients: Functions that read a gradient, by the module and the name of the parameter; of others it is zero.
+    """
+    handle = _handle(unit)
+    flat = handle.flat_param
+    dtype = handle._fwd_bwd_param_dtype
+    grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
+    for info, view in zip(flat._param_infos, handle._get_unflat_views(grad), strict=True):
+        read = gradients.get((info.module, info.param_name))
+        if read is not None:
+            view.copy_(read())
+    if not handle.uses_sharded_strategy:
+        if flat.grad is not None:
+            grad += flat.grad
+    elif flat.grad is not None:
+        flat._saved_grad_shard = flat.grad.data
+    data = flat.data
+    flat.data = grad  # the size that a gradient may have
+    flat.grad = grad
+    flat.data = data
+    if handle._use_orig_params:
+        handle._use_unsharded_grad_views()
+
+
+def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
+    """This rank's elements of the gradient that a unit has accumulated by reductions, laid out as its shard.
+
+    Returns:
+        ``None`` if there is none, and on a rank that holds no element of a trainable parameter of the unit.
+    """
+    handle = _handle(unit)
+    handle._reset_flat_param_grad_info_if_needed()
+    flat = handle.flat_param
+    if not handle.uses_sharded_strategy:
+        return None
+    if hasattr(flat, "_saved_grad_shard"):
+        return flat._saved_grad_shard  # type: ignore[no-any-return]
+    if flat.grad is not None and flat.grad.shape == flat._sharded_size:
+        return flat.grad  # type: ignore[no-any-return]
+    return None
+
+
+def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
+    """Let a unit go on from what :func:`reduced_gradient` has found."""
+    handle = _handle(unit)
+    flat = handle.flat_param
+    flat.grad = grad
+    if not handle._use_orig_params:
+        return
+    if handle.uses_sharded_strategy:
+        flat._is_grad_none_mask = [False] * len(flat._params)
+        handle._use_sharded_grad_views()
+    else:
+        handle._use_unsharded_grad_views()
+
+
+def no_gradient(unit: FullyShardedDataParallel) -> Tensor:
+    """A gradient of zeros, laid out as a unit's shard."""
+    return torch.zeros_like(_handle(unit).flat_param._local_shard)
+
+
+def drop_gradients(unit: FullyShardedDataParallel) -> None:
+    """Forget every gradient of a unit."""
+    flat = _handle(unit).flat_param
+    flat.grad = None
+    if hasattr(flat, "_saved_grad_shard"):
+        del flat._saved_grad_shard
+    for parameter in flat._params or ():
+        parameter.grad = None
+
+
 def reset(root: FullyShardedDataParallel) -> None:
     """Make every unit idle and sharded, whatever an exception has interrupted; half-computed gradients are dropped."""
     state: Any = root
@@ -309,12 +409,8 @@ def reset(root: FullyShardedDataParallel) -> None:
             continue
         flat = handle.flat_param
         _forget_hooks(flat)
-        if hasattr(flat, "_saved_grad_shard"):
-            del flat._saved_grad_shard
         flat._post_backward_called = False
-        flat.grad = None
-        for parameter in flat._params or ():
-            parameter.grad = None
+        drop_gradients(unit)
         handle._ran_pre_backward_hook = False
         handle._needs_pre_backward_unshard = False
         handle._post_forward_index = None

@@ -53,6 +53,8 @@ class DDPFullyShardedNativeStrategy(ShardedTrainerStrategy):
         state_dict_type: ``"sharded"`` for checkpoint folders that every rank writes its part of, ``"full"`` for one
             file gathered on rank 0.
         timeout: How long a collective may wait for its peers; torch's default when ``None``.
+        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
+            training.
         **kwargs: Options of :class:`~torch.distributed.fsdp.FullyShardedDataParallel`: ``sharding_strategy``,
             ``use_orig_params``, ``ignored_modules``, ``ignored_states``, ``process_group``, ``device_mesh``,
             ``param_init_fn``, ``forward_prefetch``, ``limit_all_gathers``.
@@ -88,6 +90,7 @@ class DDPFullyShardedNativeStrategy(ShardedTrainerStrategy):
         sync_each_batch: bool = False,
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
+        async_save: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -110,4 +113,5 @@ class DDPFullyShardedNativeStrategy(ShardedTrainerStrategy):
             precision_plugin=precision_plugin,
             state_dict_type=state_dict_type,
             timeout=timeout,
+            async_save=async_save,
         )

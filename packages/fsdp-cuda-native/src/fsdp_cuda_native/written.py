@@ -14,7 +14,7 @@ from fsdp_core.fqn import clean_name
 from fsdp_core.parts import FlatRange, Layout, Part
 from fsdp_cuda_native.torch_private import FlatMember, flat_members, tied_members, units_of
 
-__all__ = ["layout_of", "local_parts", "note_order", "stand_ins", "unwrapped"]
+__all__ = ["layout_of", "local_part", "local_parts", "named_members", "note_order", "stand_ins", "unwrapped"]
 
 #: In which order modules were written to hold their parameters; FSDP1 takes them away and puts them back.
 _ORDERS: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
@@ -61,9 +61,13 @@ def layout_of(root: FullyShardedDataParallel) -> Layout:
 def local_parts(root: FullyShardedDataParallel) -> Iterator[tuple[str, Part, torch.Tensor]]:
     """This rank's elements of each flattened parameter: its name, where they lie, and the tensor they lie in."""
     for name, member in named_members(root):
-        flat, offset = member.local
-        run = FlatRange(offset=offset, start=member.start, length=member.length, replica=member.replica)
-        yield name, Part(name=name, shape=member.shape, range=run), flat
+        yield name, local_part(name, member), member.local[0]
+
+
+def local_part(name: str, member: FlatMember) -> Part:
+    """Where this rank's elements of a flattened parameter lie in its unit's shard."""
+    run = FlatRange(offset=member.local[1], start=member.start, length=member.length, replica=member.replica)
+    return Part(name=name, shape=member.shape, range=run)
 
 
 @contextmanager

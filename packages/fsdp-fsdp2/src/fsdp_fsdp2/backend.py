@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,9 +18,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.backend import Backend
+from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.gradients import HeldGradients
 from fsdp_core.marking import options_of
 from fsdp_core.materialize import place
 from fsdp_core.precision import ShardPrecision
@@ -32,7 +35,12 @@ from fsdp_core.wrapping import (
     describe_policy,
     select_units,
 )
-from fsdp_fsdp2.torch_private import finish_backward, take_unfrozen
+from fsdp_fsdp2.torch_private import (
+    finish_backward,
+    set_unreduced_gradients,
+    take_unfrozen,
+    unreduced_gradients,
+)
 
 __all__ = ["FSDP2Backend"]
 
@@ -186,6 +194,27 @@ class FSDP2Backend(Backend):
             reset()
         else:
             self._interrupted.add(module)
+
+    def accumulated_gradients(self, module: nn.Module) -> HeldGradients:
+        self.reshard(module)  # gathered parameters have gradients too, those that are found below
+        held = super().accumulated_gradients(module)
+        layout = self.layout(module)
+        for unit in self._units[module]:
+            held.own.update((layout[shard][0].name, grad) for shard, grad in unreduced_gradients(unit))
+        return held
+
+    def restore_gradients(
+        self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
+    ) -> None:
+        self.reshard(module)
+        layout = self.layout(module)
+        shards: dict[str, nn.Parameter] = {part.name: p for p, (part,) in layout.items() if isinstance(p, DTensor)}
+        at_parameters = {name: read for name, read in own.items() if name not in shards}
+        super().restore_gradients(module, at_parameters, reduced)
+        unreduced = {shards[name]: read for name, read in own.items() if name in shards}
+        for unit in module.modules():  # in one order on every rank, for each is gathered
+            if isinstance(unit, FSDPModule):
+                set_unreduced_gradients(_fsdp(module), unit, unreduced)
 
     def _check_not_interrupted(self, module: nn.Module) -> None:
         if module in self._interrupted:

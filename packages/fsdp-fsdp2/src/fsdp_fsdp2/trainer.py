@@ -49,6 +49,8 @@ class FSDP2Strategy(ShardedTrainerStrategy):
             file gathered on rank 0.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; chosen by device when ``None``.
         timeout: How long a collective may wait for its peers; torch's default when ``None``.
+        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
+            training.
 
     Example:
         >>> strategy = FSDP2Strategy(cpu_offload=True, state_dict_type="full")
@@ -75,6 +77,7 @@ class FSDP2Strategy(ShardedTrainerStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        async_save: bool = False,
         **unknown: Never,
     ) -> None:
         refuse_unknown_options("fsdp2", FSDP2Strategy, unknown, FSDP1_OPTIONS)
@@ -96,4 +99,5 @@ class FSDP2Strategy(ShardedTrainerStrategy):
             precision_plugin=precision_plugin,
             state_dict_type=state_dict_type,
             timeout=timeout,
+            async_save=async_save,
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core.checkpoint.sources import TensorSource
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Chunk", "ChunkedTensor", "chunked"]
 
@@ -79,6 +82,8 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
         >>> whole.shape, whole.replica, whole.chunks[0].offsets
         ((4, 2), 1, (0, 0))
     """
+    from torch.distributed.tensor import DTensor
+
     if isinstance(tensor, ChunkedTensor):
         return tensor
     if isinstance(tensor, DTensor):
@@ -89,6 +94,8 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
 
 
 def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
+    from torch.distributed.tensor import Replicate, Shard
+
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the tensor's mesh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Sequence
 
 __all__ = ["Box", "find_fault"]
@@ -9,13 +11,14 @@ __all__ = ["Box", "find_fault"]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offsets and the lengths of a box, one number of each per dimension."""
 
+_PRIME = 2**127 - 1
+_MOST_STEPS = 200_000
+
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Say where ``boxes`` fail to cover a tensor of ``shape`` exactly.
 
-    The tensor is cut along its first axis wherever a box begins or ends; each slab's cross-section is then covered or
-    not by the boxes that cross it, in the remaining axes. Layouts that meet in practice (one box, boxes along one
-    axis, a grid, flat ranges) take a time near to linear in the number of boxes.
+    The time is linear in the number of boxes, however they lie.
 
     Args:
         shape: The tensor's shape; ``()`` for a 0-dim tensor.
@@ -37,33 +40,82 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
             return f"a chunk at {list(offsets)} of lengths {list(lengths)} has not {len(shape)} dimensions"
         if any(o < 0 or n < 1 or o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
             return f"a chunk at {list(offsets)} of lengths {list(lengths)} does not lie inside the shape {list(shape)}"
-    if not all(shape):
+    if not all(shape) or (len(boxes) == 1 and tuple(boxes[0][1]) == tuple(shape)) or _is_tiled(shape, boxes):
         return None
-    return _walk(tuple(shape), list(boxes), [])
+    try:
+        return _Search().walk(tuple(shape), list(boxes), [])
+    except _TooLongError:
+        return f"its {len(boxes)} chunks leave a hole or overlap"
 
 
-def _walk(shape: tuple[int, ...], boxes: list[Box], slabs: list[tuple[int, int]]) -> str | None:
-    axis = len(slabs)
-    if len(boxes) == 1 and axis < len(shape) and boxes[0][1][axis:] == shape[axis:]:
-        return None
-    if not boxes or axis == len(shape):
-        if len(boxes) == 1:
+def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes' indicator functions add up to the whole tensor's.
+
+    Give every coordinate of every axis a random weight; a box then weighs the product of its extents, and weights add
+    up as the functions do. Both sides are polynomials in the weights, equal for all weights only if the functions are
+    (a box's corners are its monomials), and for unequal ones equal by chance with a probability of
+    ``len(shape) / _PRIME``: the Schwartz-Zippel lemma.
+    """
+    weights: list[dict[int, int]] = [{} for _ in shape]
+
+    def extent(axis: int, begin: int, end: int) -> int:
+        table = weights[axis]
+        for at in (begin, end):
+            if at not in table:
+                table[at] = secrets.randbelow(_PRIME)
+        return table[end] - table[begin]
+
+    def weight(offsets: Sequence[int], lengths: Sequence[int]) -> int:
+        product = 1
+        for axis, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
+            product = product * extent(axis, begin, begin + length) % _PRIME
+        return product
+
+    elements = sum(math.prod(lengths) for _, lengths in boxes)
+    return elements == math.prod(shape) and (
+        (sum(weight(*box) for box in boxes) - weight([0] * len(shape), shape)) % _PRIME == 0
+    )
+
+
+class _TooLongError(Exception):
+    """The search has taken too many steps."""
+
+
+class _Search:
+    """Finds the first hole or overlap, which takes long where many boxes begin and end side by side.
+
+    The tensor is cut along its first axis wherever a box begins or ends; each slab's cross-section is then covered or
+    not by the boxes that cross it, in the remaining axes.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def walk(self, shape: tuple[int, ...], boxes: list[Box], slabs: list[tuple[int, int]]) -> str | None:
+        self._steps += 1 + len(boxes)
+        if self._steps > _MOST_STEPS:
+            raise _TooLongError
+        axis = len(slabs)
+        if len(boxes) == 1 and axis < len(shape) and boxes[0][1][axis:] == shape[axis:]:
             return None
-        place = ", ".join(f"{a}:{b}" for a, b in [*slabs, *((0, size) for size in shape[axis:])])
-        return f"{'two chunks cover' if boxes else 'nothing covers'} [{place}]"
-    boxes.sort(key=lambda box: box[0][axis])
-    active: list[Box] = []
-    at, following = 0, 0
-    while at < shape[axis]:
-        while following < len(boxes) and boxes[following][0][axis] == at:
-            active.append(boxes[following])
-            following += 1
-        until = min((o[axis] + n[axis] for o, n in active), default=shape[axis])
-        if following < len(boxes):
-            until = min(until, boxes[following][0][axis])
-        fault = _walk(shape, list(active), [*slabs, (at, until)])
-        if fault is not None:
-            return fault
-        active = [box for box in active if box[0][axis] + box[1][axis] > until]
-        at = until
-    return None
+        if not boxes or axis == len(shape):
+            if len(boxes) == 1:
+                return None
+            place = ", ".join(f"{a}:{b}" for a, b in [*slabs, *((0, size) for size in shape[axis:])])
+            return f"{'two chunks cover' if boxes else 'nothing covers'} [{place}]"
+        boxes.sort(key=lambda box: box[0][axis])
+        active: list[Box] = []
+        at, following = 0, 0
+        while at < shape[axis]:
+            while following < len(boxes) and boxes[following][0][axis] == at:
+                active.append(boxes[following])
+                following += 1
+            until = min((o[axis] + n[axis] for o, n in active), default=shape[axis])
+            if following < len(boxes):
+                until = min(until, boxes[following][0][axis])
+            fault = self.walk(shape, list(active), [*slabs, (at, until)])
+            if fault is not None:
+                return fault
+            active = [box for box in active if box[0][axis] + box[1][axis] > until]
+            at = until
+        return None

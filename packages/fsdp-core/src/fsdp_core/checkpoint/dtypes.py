@@ -1,30 +1,12 @@
-"""The names that dtypes go by in a manifest and in a safetensors header."""
+"""torch's dtypes, and the names that they go by in a manifest and in a safetensors header."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["DTYPES", "SAFETENSORS_NAMES", "dtype_name"]
+from fsdp_core.checkpoint.dtype_names import STORED_NAMES
 
-SAFETENSORS_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-"""The dtypes that a checkpoint can hold, and their names in a safetensors header."""
+__all__ = ["DTYPES", "SAFETENSORS_NAMES", "dtype_name"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -37,5 +19,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-DTYPES: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in SAFETENSORS_NAMES}
-"""The same dtypes by the name that a manifest gives them."""
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STORED_NAMES}
+"""The dtypes that a checkpoint can hold, by the name that a manifest gives them."""
+
+SAFETENSORS_NAMES: dict[torch.dtype, str] = {DTYPES[name]: stored for name, stored in STORED_NAMES.items()}
+"""The same dtypes, with their names in a safetensors header."""

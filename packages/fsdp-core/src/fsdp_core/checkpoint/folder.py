@@ -10,13 +10,15 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
-from fsdp_core.errors import CheckpointFormatError
+from fsdp_core.errors import CheckpointError, CheckpointFormatError
 
-__all__ = ["Folder", "StrPath", "open_folder"]
+__all__ = ["Folder", "StrPath", "open_folder", "sync_directory"]
 
 StrPath = str | os.PathLike[str]
+
+_PIECE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,10 @@ class Folder:
         """The names of all files in it, at any depth, sorted."""
         if not self.local:
             prefix = self.root.rstrip("/") + "/"
-            return sorted(str(path).removeprefix(prefix) for path in self.fs.find(self.root))
-        found = []
+            found = [str(path).removeprefix(prefix) for path in self.fs.find(self.root)]
+            # A name that ends in a slash is what a web console puts in the place of an empty folder.
+            return sorted(name for name in found if name and not name.endswith("/"))
+        found = list[str]()
         for folder, folders, names in os.walk(self.root):
             # A link to a folder is listed, not followed: what lies behind it is not in here.
             links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
@@ -68,7 +72,11 @@ class Folder:
         """
         path = self.path(name)
         if not self.local:
-            return int(self.fs.size(path)) if self.fs.isfile(path) else None
+            try:
+                entry = self.fs.info(path)
+            except FileNotFoundError:
+                return None
+            return int(entry["size"]) if entry["type"] == "file" else None
         root, real = os.path.realpath(self.root), os.path.realpath(path)
         if os.path.commonpath([root, real]) != root:
             raise CheckpointFormatError(
@@ -90,11 +98,10 @@ class Folder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Open a new file for writing; when the block ends, its bytes are on the disk."""
+        """Open a new file for writing; when the block ends, its bytes are on the disk or in the object store."""
         path = self.path(name)
         if not self.local:
-            self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
-            with self.fs.open(path, "wb") as stream:
+            with _uploading(self.fs, path) as stream:
                 yield stream
             return
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -114,6 +121,7 @@ class Folder:
         """
         if not self.local:
             self.fs.pipe_file(self.path(name), data)
+            self._outdate_listings()
             return
         with self.writing(temporary) as stream:
             stream.write(data)
@@ -126,21 +134,29 @@ class Folder:
         if not self.local:
             return
         for folder, _, _ in os.walk(self.root):
-            _sync_directory(folder)
-        _sync_directory(os.path.dirname(self.root) or ".")
+            sync_directory(folder)
+        sync_directory(os.path.dirname(self.root) or ".")
 
     def remove(self, name: str) -> None:
         """Remove a file; it may be gone already."""
         if self.local:
             with suppress(FileNotFoundError):
                 os.unlink(self.path(name))
-        elif self.fs.exists(self.path(name)):
-            self.fs.rm_file(self.path(name))
+        else:
+            with suppress(FileNotFoundError):
+                self.fs.rm_file(self.path(name))
+            self._outdate_listings()
+
+    def _outdate_listings(self) -> None:
+        """Let the program's other filesystems, such as a ModelCheckpoint's, forget what they have listed here."""
+        for other in list(getattr(type(self.fs), "_cache", {}).values()):
+            other.invalidate_cache(self.root)
 
     def remove_empty(self) -> None:
         """Remove the folders in it that hold nothing, and then the folder itself if it holds nothing."""
         if not self.local:
-            if self.fs.isdir(self.root) and not self.files():
+            is_bucket = "/" not in self.root.strip("/")
+            if not is_bucket and self.fs.isdir(self.root) and not self.files():
                 self.fs.rm(self.root, recursive=True)
             return
         for folder, _, _ in os.walk(self.root, topdown=False):
@@ -168,7 +184,7 @@ class Folder:
             os.rename(aside, other.root)
             raise
         os.unlink(aside)
-        _sync_directory(os.path.dirname(other.root) or ".")
+        sync_directory(os.path.dirname(other.root) or ".")
 
     def interrupted_beside(self) -> list[Folder]:
         """The folders that interrupted saves to this path have left beside it. Local filesystems only."""
@@ -190,6 +206,9 @@ class Folder:
 def open_folder(path: StrPath) -> Folder:
     """The folder at a local path or an fsspec URL; nothing is read or created.
 
+    Raises:
+        CheckpointError: The URL's file system is not known or not installed.
+
     Example:
         >>> open_folder("memory://runs/last").local
         False
@@ -197,11 +216,53 @@ def open_folder(path: StrPath) -> Folder:
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
-    fs, root = fsspec.core.url_to_fs(os.fspath(path))
+    try:
+        # Filesystems remember what they have listed, and so don't see what other ranks have written since.
+        fs, root = fsspec.core.url_to_fs(os.fspath(path), use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(
+            f"can't open {os.fspath(path)}: {error}. Use a local path, or a URL of a file system that is installed "
+            "(fsspec.available_protocols() lists those that fsspec knows)."
+        ) from error
     return Folder(fs=fs, root=str(root).rstrip("/") or "/", local=isinstance(fs, LocalFileSystem))
 
 
-def _sync_directory(path: str) -> None:
+@contextmanager
+def _uploading(fs: Any, path: str) -> Iterator[BinaryIO]:
+    try:
+        stream = fs.open(path, "wb")
+    except FileNotFoundError:
+        # Only some filesystems have folders. Where none are needed, to make one may mean to create a bucket.
+        fs.makedirs(posixpath.dirname(path), exist_ok=True)
+        stream = fs.open(path, "wb")
+    try:
+        yield cast("BinaryIO", _Pieces(stream))
+        stream.close()
+    except BaseException:
+        # Closing would publish what has been written so far as a whole object.
+        with suppress(Exception):
+            stream.discard()
+        with suppress(AttributeError):
+            stream.closed = True
+        raise
+
+
+class _Pieces:
+    """A stream that passes on a few MiB at a time, for the streams of fsspec copy all that they are given at once."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.name = str(getattr(stream, "path", ""))
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_BYTES):
+            self._stream.write(view[start : start + _PIECE_BYTES])
+        return len(view)
+
+
+def sync_directory(path: str) -> None:
+    """Put the names in a local folder on the disk."""
     if os.name != "posix":  # elsewhere a folder can't be opened
         return
     descriptor = os.open(path, os.O_RDONLY)

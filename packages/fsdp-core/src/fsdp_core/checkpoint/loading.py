@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import weakref
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
+from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.chunks import Chunk
-from fsdp_core.checkpoint.dtypes import dtype_name
-from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.manifest import Manifest, StoredTensor
+from fsdp_core.checkpoint.folder import StrPath, open_folder
+from fsdp_core.checkpoint.manifest import StoredTensor
 from fsdp_core.checkpoint.plain_data import decode
+from fsdp_core.checkpoint.plain_json import read_plain
 from fsdp_core.checkpoint.recognition import read_manifest
-from fsdp_core.checkpoint.safetensors_file import FileTensor, parse_header, read_box
-from fsdp_core.checkpoint.verify import verify as verify_files
+from fsdp_core.checkpoint.stored_files import StoredFiles
+from fsdp_core.checkpoint.verify import find_damage, refuse_damage, share_of
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.runtime import Runtime
 
-__all__ = ["SavedTensor", "load"]
+__all__ = ["SavedTensor", "load", "verify_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     _stored: StoredTensor = field(repr=False)
-    _files: _Files = field(repr=False)
+    _files: StoredFiles = field(repr=False)
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Read a box.
@@ -91,98 +90,99 @@ class SavedTensor:
                 self._files.read(part.file, part.key, source, chunk.data.detach()[inside])
 
 
-class _Files:
-    """The safetensors files of a checkpoint: each header parsed once, each file opened when it is first read."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._headers: dict[str, dict[str, FileTensor]] = {}
-        self._open: dict[str, BinaryIO] = {}
-        self._lock = threading.Lock()
-
-    def check(self, name: str, size: int) -> dict[str, FileTensor]:
-        """The header of a file, read and checked once."""
-        if name not in self._headers:
-            self._headers[name] = parse_header(
-                lambda start, end: self._folder.read(name, start, end), size, self._folder.path(name)
-            )
-        return self._headers[name]
-
-    def read(self, name: str, key: str, offsets: tuple[int, ...], out: Tensor) -> None:
-        """Read a box of a tensor in a file into ``out``."""
-
-        def read_into(buffer: memoryview, start: int) -> None:
-            if self._fill(name, buffer, start) != len(buffer):
-                raise CheckpointFormatError(
-                    f"{self._folder.path(name)} ended before byte {start + len(buffer)} while {key!r} was read: "
-                    "it was changed since the load began. Load again, or load an earlier checkpoint."
-                )
-
-        read_box(read_into, self._headers[name][key], offsets, out)
-
-    def _fill(self, name: str, buffer: memoryview, start: int) -> int:
-        if not self._folder.local:
-            data = self._folder.read(name, start, start + len(buffer))
-            buffer[: len(data)] = data
-            return len(data)
-        filled = 0
-        with self._lock:
-            stream = self._stream(name)
-            stream.seek(start)
-            # One read of the operating system gives at most 2 GiB.
-            while filled < len(buffer) and (count := stream.readinto(buffer[filled:])):  # type: ignore[attr-defined]
-                filled += count
-        return filled
-
-    def _stream(self, name: str) -> BinaryIO:
-        if name not in self._open:
-            self._open[name] = open(self._folder.path(name), "rb", buffering=0)  # noqa: SIM115 (closed below)
-            weakref.finalize(self, self._open[name].close)
-        return self._open[name]
-
-
-def load(path: StrPath, *, verify: bool = False) -> dict[str, Any]:
+def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) -> dict[str, Any]:
     """Load a checkpoint folder: the nest that was saved, in which chunked tensors are still in the files.
 
-    Every rank may call this, or one process alone; nothing in it waits for another rank. Nothing is unpickled, and
-    nothing outside of the folder is read. Manifest, plain data, the size and the header of every file are checked
-    before this returns, so a checkpoint with a missing or truncated file is refused before any weight has changed.
+    Every byte is compared with the manifest before this returns, so that a damaged checkpoint is refused before any
+    weight has changed. Nothing is unpickled, and nothing outside of the folder is read.
 
     Args:
         path: A local path or an fsspec URL.
-        verify: Whether to read every byte once to compare the checksums, too.
+        runtime: The ranks, which must then all call this: they divide the files between them, so that each byte is
+            verified once, and what one of them finds is raised on all. Without it, nothing in this waits for another
+            rank: one process may call it alone, and whoever calls it verifies all files.
+        verify: Whether to compare all checksums, which reads every byte once. Otherwise only those of the plain data
+            and of the tensors in it are, and the sizes and headers of the other files.
 
     Returns:
         What was given to :func:`~fsdp_core.checkpoint.save`: a :class:`SavedTensor` where a DTensor, a chunked tensor,
         or a tensor of a model's or an optimizer's state was; plain tensors (on the CPU) and plain data elsewhere.
 
     Raises:
-        CheckpointFormatError: There is no complete checkpoint that this version can read.
+        CheckpointFormatError: There is no complete checkpoint that this version can read, or it is damaged; what is
+            wrong with which file is in the message.
     """
     folder = open_folder(path)
-    manifest = read_manifest(folder)
-    files = _Files(folder)
-    _check_files(folder, manifest, files)
-    if verify:
-        verify_files(path)
+    found: list[Any] = []
+
+    def examine() -> tuple[str, dict[str, str]]:
+        manifest = read_manifest(folder)
+        files = StoredFiles(folder, manifest)
+        found.append(files)
+        mine = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
+        return manifest.save_id, find_damage(files, mine, checksums=verify)
+
+    doing = f"loading {os.fspath(path)}"
+    examined = together(runtime, doing, examine)
+    if len({save_id for save_id, _ in examined}) > 1:
+        raise CheckpointFormatError(
+            f"the ranks read different checkpoints at {folder}: another run is replacing it, or it lies on disks that "
+            "the hosts don't share. Load it when no run saves to it, from a file system that all ranks share."
+        )
+    refuse_damage(folder, {name: fault for _, faults in examined for name, fault in faults.items()})
+    together(runtime, doing, lambda: found.append(_decode(found[0])))
+    nest: dict[str, Any] = found[1]
+    return nest
+
+
+def verify_tensors(nest: Any) -> None:
+    """Compare the checksums of the files that the saved tensors of a nest lie in, and of no others.
+
+    Args:
+        nest: What :func:`load` gave, or a part of it.
+
+    Raises:
+        CheckpointFormatError: They are damaged; the message names the files.
+    """
+    names: dict[StoredFiles, set[str]] = {}
+    _note_files(nest, names)
+    for files, own in names.items():
+        refuse_damage(files.folder, find_damage(files, sorted(own)))
+
+
+def _note_files(nest: Any, names: dict[StoredFiles, set[str]]) -> None:
+    if isinstance(nest, SavedTensor):
+        names.setdefault(nest._files, set()).update(chunk.file for chunk in nest._stored.chunks)
+    elif isinstance(nest, Mapping):
+        for value in nest.values():
+            _note_files(value, names)
+    elif isinstance(nest, list | tuple):
+        for value in nest:
+            _note_files(value, names)
+
+
+def _decode(files: StoredFiles) -> dict[str, Any]:
+    """The plain data with its tensors, and handles on the others."""
+    folder, manifest = files.folder, files.manifest
     tensors = {
         key: SavedTensor(key=key, shape=stored.shape, dtype=stored.dtype, _stored=stored, _files=files)
         for key, stored in manifest.tensors.items()
     }
-    small = {} if manifest.state_tensors is None else files.check(
-        manifest.state_tensors, manifest.files[manifest.state_tensors].size
-    )  # fmt: skip
+    small = {} if manifest.state_tensors is None else dict(files.header(manifest.state_tensors))
 
     def on_tensor(tag: str, name: Any) -> Any:
         if tag == "$saved" and isinstance(name, str) and (key := manifest.aliases.get(name, name)) in tensors:
             return tensors[key]
         if tag == "$tensor" and isinstance(name, str) and name in small and manifest.state_tensors is not None:
-            tensor = torch.empty(small[name].shape, dtype=small[name].dtype)
+            where = small.pop(name)  # once, or a small file could ask for any amount of memory
+            tensor = torch.empty(where.shape, dtype=where.dtype)
             files.read(manifest.state_tensors, name, (0,) * tensor.ndim, tensor)
             return tensor
-        raise CheckpointFormatError(f"{folder.path(manifest.state_file)} points to a tensor {name!r} that isn't there")
+        raise CheckpointFormatError(
+            f"{folder.path(manifest.state_file)} points to a tensor {name!r} that isn't there, or points to it twice"
+        )
 
-    state = _plain(folder, manifest)
+    state = read_plain(files)
     try:
         nest = decode(state, on_tensor)
     except RecursionError as error:
@@ -190,39 +190,3 @@ def load(path: StrPath, *, verify: bool = False) -> dict[str, Any]:
     if not isinstance(nest, dict):
         raise CheckpointFormatError(f"{folder.path(manifest.state_file)} holds no state: {type(nest).__name__}")
     return nest
-
-
-def _check_files(folder: Folder, manifest: Manifest, files: _Files) -> None:
-    faults = []
-    for name, entry in manifest.files.items():
-        size = folder.size(name)
-        if size is None:
-            faults.append(f"{name} is missing")
-        elif size != entry.size:
-            faults.append(f"{name} has {size} bytes instead of {entry.size}")
-    if faults:
-        shown = "".join(f"\n  {fault}" for fault in faults[:20])
-        more = f"\n  … and {len(faults) - 20} more" if len(faults) > 20 else ""
-        raise CheckpointFormatError(
-            f"the checkpoint {folder} is damaged:{shown}{more}\nRestore these files, or load an earlier checkpoint."
-        )
-    for key, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            found = files.check(chunk.file, manifest.files[chunk.file].size).get(chunk.key)
-            if found is None or found.shape != chunk.lengths or found.dtype != tensor.dtype:
-                holds = "nothing by that name" if found is None else f"{found.shape} {dtype_name(found.dtype)}"
-                raise CheckpointFormatError(
-                    f"the checkpoint {folder} is damaged: {key!r} should be {chunk.key!r} in {chunk.file}, of shape "
-                    f"{chunk.lengths} and {dtype_name(tensor.dtype)}, but the file holds {holds}"
-                )
-
-
-def _plain(folder: Folder, manifest: Manifest) -> Any:
-    text = folder.read(manifest.state_file)
-    checksum = f"xxh3:{xxhash.xxh3_64_hexdigest(text)}"
-    try:
-        if checksum != manifest.files[manifest.state_file].checksum:
-            raise ValueError(f"its checksum is {checksum}, and the manifest says otherwise: it was changed")
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointFormatError(f"can't read {folder.path(manifest.state_file)}: {error}") from error

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 
 from fsdp_core.checkpoint.coverage import find_fault
-from fsdp_core.checkpoint.dtypes import DTYPES, dtype_name
+from fsdp_core.checkpoint.dtype_names import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "FORMAT",
@@ -29,6 +32,8 @@ MANIFEST = "manifest.json"
 FORMAT = "fsdp-checkpoint"
 FORMAT_VERSION = 1
 MAX_DIMENSIONS = 64
+MAX_WHOLE = 2**53 - 1
+"""The largest number in a manifest: the largest whole number that every JSON reader gives back exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +55,35 @@ class StoredChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor, and the chunks that cover it exactly."""
+    """A tensor, and the chunks that cover it exactly.
+
+    Attributes:
+        shape: Its shape.
+        dtype_name: Its dtype by name, such as ``"float32"``.
+        chunks: Where its parts are.
+    """
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype_name: str
     chunks: tuple[StoredChunk, ...]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        from fsdp_core.checkpoint.dtypes import DTYPES
+
+        return DTYPES[self.dtype_name]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
+
     def __post_init__(self) -> None:
-        if len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape) or math.prod(self.shape) >= 2**60:
+        if self.dtype_name not in ITEM_BYTES:
+            raise ValueError(f"{self.dtype_name!r} is no dtype of this format")
+        sizes = (*self.shape, math.prod(self.shape))
+        if len(self.shape) > MAX_DIMENSIONS or not all(0 <= size <= MAX_WHOLE for size in sizes):
             raise ValueError(f"no tensor has the shape {list(self.shape)}")
         if (fault := find_fault(self.shape, [(chunk.offsets, chunk.lengths) for chunk in self.chunks])) is not None:
             raise ValueError(fault)
@@ -76,7 +102,7 @@ class FileEntry:
     checksum: str
 
     def __post_init__(self) -> None:
-        if self.size < 0 or not re.fullmatch(r"xxh3:[0-9a-f]{16}", self.checksum):
+        if not 0 <= self.size <= MAX_WHOLE or not re.fullmatch(r"xxh3:[0-9a-f]{16}", self.checksum):
             raise ValueError(f"{self} is no size with a checksum")
 
 
@@ -147,7 +173,7 @@ class Manifest:
         tensors = {
             key: {
                 "shape": tensor.shape,
-                "dtype": dtype_name(tensor.dtype),
+                "dtype": tensor.dtype_name,
                 "chunks": [
                     {"file": chunk.file, "key": chunk.key, "offsets": chunk.offsets, "lengths": chunk.lengths}
                     for chunk in tensor.chunks
@@ -170,33 +196,42 @@ class Manifest:
             ValueError: It is no manifest that this version can read; the message says what is wrong.
         """
         try:
-            whole = json.loads(text)
+            whole = json.loads(
+                text.decode() if isinstance(text, bytes) else text,  # json itself takes UTF-16, too
+                object_pairs_hook=_object,
+                parse_float=_no_number,
+                parse_constant=_no_number,
+            )
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
-        if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-            raise ValueError(f'it does not say "format": "{FORMAT}", so it is not one of ours')
+        if not isinstance(whole, dict) or next(iter(whole.items()), None) != ("format", FORMAT):
+            raise ValueError(f'it does not begin with "format": "{FORMAT}", so it is not one of ours')
         version = whole.get("format_version")
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             newer = isinstance(version, int) and version > FORMAT_VERSION
             raise ValueError(
                 f"it has format version {version!r}, and this fsdp-core reads version {FORMAT_VERSION}"
                 + (": pip install --upgrade fsdp-core" if newer else "")
             )
-        checksum = whole.pop("checksum", None)
-        if checksum != _checksum(whole):
-            raise ValueError(f"its content has the checksum {_checksum(whole)}, but it says {checksum}: it was changed")
+        said = whole.pop("checksum", None)
+        try:
+            found = _checksum(whole)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        if said != found:
+            raise ValueError(f"its content has the checksum {found}, but it says {said}: it was changed")
         try:
             return cls(
                 **_strings({key: whole[key] for key in ("save_id", "created", "strategy")}),
                 world_size=_whole(whole["world_size"]),
                 versions=_strings(whole["versions"]),
                 kinds=_strings(whole["kinds"]),
-                state_file=whole["state"]["json"],
-                state_tensors=whole["state"]["tensors"],
+                state_file=_string(whole["state"]["json"]),
+                state_tensors=None if whole["state"]["tensors"] is None else _string(whole["state"]["tensors"]),
                 tensors={key: _tensor(key, entry) for key, entry in whole["tensors"].items()},
                 aliases=_strings(whole["aliases"]),
                 files={
-                    name: FileEntry(size=_whole(entry["size"]), checksum=str(entry["checksum"]))
+                    name: FileEntry(size=_whole(entry["size"]), checksum=_string(entry["checksum"]))
                     for name, entry in whole["files"].items()
                 },
             )
@@ -219,8 +254,35 @@ def _block(name: str, entries: Mapping[str, Any], *, chunked: bool = False) -> l
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    """The checksum of the content as RFC 8785 writes it: without spaces, in UTF-8, keys by their UTF-16 code units."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    if not canonical.isascii():  # Python sorts by characters, which is another order beyond U+FFFF
+        canonical = json.dumps(_in_order(content), separators=(",", ":"), ensure_ascii=False)
     return "xxh3:" + xxhash.xxh3_64_hexdigest(canonical.encode())
+
+
+def _in_order(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_order(value[key]) for key in sorted(value, key=lambda key: key.encode("utf-16-be"))}
+    return [_in_order(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(members)
+    if len(found) < len(members):
+        twice = Counter(key for key, _ in members).most_common(1)[0][0]
+        raise ValueError(f"{twice!r} stands twice in one object")
+    return found
+
+
+def _no_number(number: str) -> None:
+    raise ValueError(f"{number} is no whole number")
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no string")
+    return value
 
 
 def _strings(entries: Mapping[str, Any]) -> dict[str, str]:
@@ -228,6 +290,12 @@ def _strings(entries: Mapping[str, Any]) -> dict[str, str]:
         if not isinstance(value, str):
             raise ValueError(f"{key!r} is {value!r}, which is no string")
     return dict(entries)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is no list")
+    return value
 
 
 def _whole(number: Any) -> int:
@@ -238,19 +306,17 @@ def _whole(number: Any) -> int:
 
 def _tensor(key: str, entry: Any) -> StoredTensor:
     try:
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{entry['dtype']!r} is no dtype of this format")
         return StoredTensor(
-            shape=tuple(_whole(size) for size in entry["shape"]),
-            dtype=DTYPES[entry["dtype"]],
+            shape=tuple(_whole(size) for size in _list(entry["shape"])),
+            dtype_name=_string(entry["dtype"]),
             chunks=tuple(
                 StoredChunk(
-                    file=str(chunk["file"]),
-                    key=str(chunk["key"]),
-                    offsets=tuple(_whole(offset) for offset in chunk["offsets"]),
-                    lengths=tuple(_whole(length) for length in chunk["lengths"]),
+                    file=_string(chunk["file"]),
+                    key=_string(chunk["key"]),
+                    offsets=tuple(_whole(offset) for offset in _list(chunk["offsets"])),
+                    lengths=tuple(_whole(length) for length in _list(chunk["lengths"])),
                 )
-                for chunk in entry["chunks"]
+                for chunk in _list(entry["chunks"])
             ),
         )
     except ValueError as error:

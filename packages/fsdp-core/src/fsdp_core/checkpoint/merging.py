@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fsdp_core.checkpoint.coverage import Box
-from fsdp_core.checkpoint.dtypes import DTYPES
 from fsdp_core.checkpoint.manifest import FileEntry, StoredChunk, StoredTensor
-from fsdp_core.checkpoint.planning import Plan, Section
 from fsdp_core.errors import CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from fsdp_core.checkpoint.planning import Plan, Section
 
 __all__ = ["Index", "chunk_name", "file_name", "merge"]
 
@@ -42,12 +44,14 @@ def file_name(section: Section, save_id: str, rank: int) -> str:
 def chunk_name(key: str, shape: tuple[int, ...], box: Box) -> str:
     """The name of a chunk in its file: the tensor's key, and where the chunk begins if it isn't the whole tensor.
 
+    A key with an ``@`` always gets the second part, so that no two chunks share a name.
+
     Example:
         >>> chunk_name("model/wte.weight", (4, 2), ((2, 0), (2, 2)))
         'model/wte.weight@2,0'
     """
     offsets, lengths = box
-    return key if lengths == shape else f"{key}@{','.join(map(str, offsets))}"
+    return key if lengths == shape and "@" not in key else f"{key}@{','.join(map(str, offsets))}"
 
 
 def merge(plan: Plan, save_id: str, indexes: Sequence[Index]) -> dict[str, StoredTensor]:
@@ -84,7 +88,7 @@ def merge(plan: Plan, save_id: str, indexes: Sequence[Index]) -> dict[str, Store
         try:
             tensors[key] = StoredTensor(
                 shape=shape,
-                dtype=DTYPES[dtype],
+                dtype_name=dtype,
                 chunks=tuple(
                     StoredChunk(
                         file=file_name(plan.section_of[key], save_id, rank),

@@ -142,8 +142,13 @@ class _Encoder:
             if value.dtype.kind not in "biufc":
                 return self._refuse(keys, f"a numpy array of {value.dtype} is no tensor; save array.tolist()")
             array = numpy.array(value, dtype=value.dtype.newbyteorder("="))
-            return {"$ndarray": self.encode(torch.from_numpy(array), keys)}
+            try:
+                return {"$ndarray": self.encode(torch.from_numpy(array), keys)}
+            except TypeError:
+                return self._refuse(keys, f"torch has no dtype for a numpy array of {value.dtype}; convert it")
         if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
+            if isinstance(value.item(), numpy.generic):  # a long double
+                return self._refuse(keys, f"Python has no number for numpy's {value.dtype}; convert it")
             return {"$numpy": [value.dtype.name, self.encode(value.item(), keys)]}
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
@@ -208,9 +213,11 @@ def decode(value: Any, on_tensor: Callable[[str, Any], Any]) -> Any:
         return [decode(item, on_tensor) for item in value]
     if not isinstance(value, dict):
         return value
-    tag = next(iter(value), "")
-    if not tag.startswith("$"):
+    tag = next((key for key in value if key.startswith("$")), None)
+    if tag is None:
         return {key: decode(item, on_tensor) for key, item in value.items()}
+    if len(value) > 1:
+        raise CheckpointFormatError(f"the state holds {tag!r} beside other keys of one object, which has no meaning")
     held = value[tag]
     if tag in ("$tensor", "$saved"):
         return on_tensor(tag, held)

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint.chunks import ChunkedTensor, chunked
 from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
+from fsdp_core.checkpoint.paths import find_part, join_path, split_path
 from fsdp_core.checkpoint.plain_data import Keys, TensorLeaf, encode
-from fsdp_core.checkpoint.safetensors_file import unsavable
+from fsdp_core.checkpoint.safetensors_file import HEADER_KEY, unsavable
 from fsdp_core.errors import CheckpointValueError
 
 __all__ = ["Plan", "Section", "find_part", "join_path", "plan_save", "split_path"]
@@ -76,6 +77,10 @@ class _Planner:
     def on_tensor(self, keys: Keys, leaf: TensorLeaf) -> dict[str, str]:
         """Note a leaf of the state; gives the reference that stands for it in the plain data."""
         names = tuple(join_path(key) for key in keys)
+        try:
+            "/".join(names).encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointValueError("a tensor's name must be text that UTF-8 can hold; rename it") from error
         root = next((names[:length] for length in range(1, len(names) + 1) if names[:length] in self.roots), None)
         if root is None and isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
             return {"$tensor": self._small("/".join(names), leaf)}
@@ -87,12 +92,14 @@ class _Planner:
     def _small(self, name: str, tensor: Tensor) -> str:
         if (reason := unsavable(tensor)) is not None:
             raise CheckpointValueError(reason)
-        while name in self.plan.tensors:  # the keys 1 and "1" of one dict
+        while name in self.plan.tensors or name == HEADER_KEY:  # the keys 1 and "1" of one dict
             name += "~"
         self.plan.tensors[name] = tensor.detach()
         return name
 
     def _chunked(self, key: str, leaf: TensorLeaf, section: Section) -> str:
+        if key == HEADER_KEY:
+            raise CheckpointValueError("safetensors keeps this name for itself; rename the tensor")
         if key in self.plan.aliases:
             self.alias_leaves[key] = leaf
             return key
@@ -128,40 +135,6 @@ class _Planner:
                     f"alias {alias!r} has shape {tuple(leaf.shape)} and {leaf.dtype}, but {key!r} has {stored.shape} "
                     f"and {stored.dtype}: they are not one tied parameter; leave the alias out"
                 )
-
-
-def join_path(*keys: str) -> str:
-    """The path that keys make; a slash inside a key is written ``%2F`` and so is no step deeper.
-
-    Example:
-        >>> join_path("optimizer", "0"), join_path("nets/generator")
-        ('optimizer/0', 'nets%2Fgenerator')
-    """
-    return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
-
-
-def split_path(path: str) -> list[str]:
-    """The keys that :func:`join_path` has joined."""
-    return [key.replace("%2F", "/").replace("%25", "%") for key in path.split("/")]
-
-
-def find_part(state: Any, path: str) -> Any:
-    """The part of a nest that a path such as ``optimizer/0`` leads to.
-
-    Raises:
-        CheckpointValueError: It leads nowhere; the message says what is there.
-    """
-    here, walked = state, list[str]()
-    for step in split_path(path):
-        try:
-            here = here[step] if isinstance(here, Mapping) else here[int(step)]
-        except (KeyError, IndexError, ValueError, TypeError):
-            at = f"{'/'.join(walked)!r}" if walked else "the state"
-            keys = list(here) if isinstance(here, Mapping) else range(len(here)) if hasattr(here, "__len__") else []
-            there = ", ".join(map(str, keys)) or "nothing"
-            raise CheckpointValueError(f"no {path!r} in the state: {at} has {there}") from None
-        walked.append(step)
-    return here
 
 
 def _with_aliases(state: Mapping[str, Any], aliases: Mapping[str, str]) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import re
 
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.manifest import FORMAT, MANIFEST, Manifest
+from fsdp_core.checkpoint.remedies import remedy
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["holds_manifest", "is_checkpoint", "is_folder", "is_ours", "read_manifest"]
@@ -47,12 +48,16 @@ def read_manifest(path: StrPath | Folder) -> Manifest:
         if size > MAX_MANIFEST_BYTES:
             raise ValueError(f"it has {size} bytes, and no manifest is larger than {MAX_MANIFEST_BYTES}")
         return Manifest.from_json(folder.read(MANIFEST))
-    except OSError as error:
-        raise CheckpointFormatError(f"can't read {folder}: {type(error).__name__}: {error}") from error
     except CheckpointFormatError:
         raise
     except ValueError as error:
         raise CheckpointFormatError(f"can't read {folder.path(MANIFEST)}: {error}") from error
+    except Exception as error:
+        # The clients of object stores have errors of their own, such as for credentials that are not there.
+        if folder.local and not isinstance(error, OSError):
+            raise
+        told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        raise CheckpointFormatError(f"can't read {folder}: {told}") from error
 
 
 def is_folder(path: StrPath) -> bool:
@@ -73,9 +78,8 @@ def _explain_no_manifest(folder: Folder) -> str:
         )
     if any(name.endswith(".distcp") for name in names):
         remedy = (
-            "It looks like one of torch.distributed.checkpoint, as Lightning's own sharded strategies write: turn it "
-            "into a file by `python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`, or, if "
-            "ModelParallelStrategy wrote it, by torch's dcp_to_torch_save, and load that."
+            "It looks like one of torch.distributed.checkpoint, as Lightning's own sharded strategies write: type "
+            f"`fsdp checkpoint import {folder} NEW`, and load NEW."
         )
     else:
         remedy = "Check the path."
@@ -109,7 +113,8 @@ def holds_manifest(folder: Folder) -> bool:
     try:
         if not folder.fs.isdir(folder.root) or not 0 < (folder.size(MANIFEST) or 0) <= MAX_MANIFEST_BYTES:
             return False
-        # The format is named in the first line that a save writes; parsing all tensors is not needed to know.
-        return f'"format": "{FORMAT}"' in folder.read(MANIFEST, 0, 256).decode(errors="replace")
+        # A manifest begins with the format's name; parsing all tensors is not needed to know.
+        beginning = folder.read(MANIFEST, 0, 256).decode(errors="replace")
+        return re.match(rf'\s*{{\s*"format"\s*:\s*"{FORMAT}"', beginning) is not None
     except (OSError, CheckpointFormatError):
         return False

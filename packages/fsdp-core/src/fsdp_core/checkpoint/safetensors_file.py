@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import torch
@@ -14,37 +13,16 @@ import xxhash
 from torch import Tensor
 
 from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
+from fsdp_core.checkpoint.safetensors_header import HEADER_KEY, FileTensor, build_header, parse_header
 from fsdp_core.checkpoint.sources import TensorSource, blocks_of
-from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.errors import CheckpointValueError
 
-__all__ = ["STAGING_BYTES", "FileTensor", "parse_header", "read_box", "write_safetensors"]
+__all__ = ["HEADER_KEY", "STAGING_BYTES", "FileTensor", "parse_header", "read_box", "write_safetensors"]
 
 STAGING_BYTES = 32 * 2**20
 """The most bytes that a write or a read copies at once."""
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library sets
 _DIRECT_RUN_BYTES = 256 * 2**10
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileTensor:
-    """Where a tensor lies in a safetensors file.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        start: Its first byte, counted from the beginning of the file.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor | TensorSource]) -> tuple[int, str]:
@@ -66,27 +44,10 @@ def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor | TensorSou
     for name, tensor in tensors.items():
         if (reason := unsavable(tensor)) is not None:
             raise CheckpointValueError(f"can't save {name!r}: {reason}")
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Widest dtypes first, so that every tensor begins at a multiple of its own item size.
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise CheckpointValueError(
-            f"{len(tensors)} tensors make a safetensors header of {len(text)} bytes, but readers accept at most "
-            f"{_MAX_HEADER_BYTES}: save fewer or shorter-named tensors per rank"
-        )
+    shapes = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+    header, names = build_header(shapes)
     digest, size = xxhash.xxh3_64(), 0
-    for piece in _pieces(text, [tensors[name] for name in names]):
+    for piece in _pieces(header, [tensors[name] for name in names]):
         digest.update(piece)
         stream.write(piece)
         size += len(piece)
@@ -118,12 +79,12 @@ def unsavable(tensor: Tensor | TensorSource) -> str | None:
 
 
 def _pieces(header: bytes, tensors: Sequence[Tensor | TensorSource]) -> Iterator[Any]:
-    yield len(header).to_bytes(8, "little")
     yield header
     for tensor in tensors:
         blocks = _blocks(tensor.detach()) if isinstance(tensor, Tensor) else blocks_of(tensor, STAGING_BYTES)
         for block in blocks:
             yield _memory(block)
+            del block  # before the next one is made: one staging buffer at a time
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -150,56 +111,6 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> dict[str, FileTensor]:
-    """Read and check the header of a safetensors file.
-
-    Args:
-        read: Gives the bytes from a start to an end.
-        size: The size of the file in bytes.
-        where: What to call the file in an error.
-
-    Returns:
-        Where each tensor lies.
-
-    Raises:
-        CheckpointFormatError: The header is not one of a safetensors file of this size.
-    """
-    try:
-        length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"a header of {length} bytes does not fit a file of {size} bytes")
-        header = json.loads(read(8, 8 + length))
-        header.pop("__metadata__", None)
-        found, spans = {}, []
-        for name, entry in header.items():
-            begin, end = (_whole(number) for number in entry["data_offsets"])
-            tensor = FileTensor(
-                shape=tuple(_whole(number) for number in entry["shape"]),
-                dtype=_DTYPES[entry["dtype"]],
-                start=8 + length + begin,
-            )
-            if end - begin != tensor.nbytes:
-                raise ValueError(f"{name!r} has {end - begin} bytes, which its shape and dtype don't make")
-            spans.append((begin, end))
-            found[name] = tensor
-        at = 0
-        for begin, end in sorted(spans):
-            if begin != at:
-                raise ValueError(f"a tensor begins at byte {begin} of the data, where {at} is due")
-            at = end
-        if at != size - 8 - length:
-            raise ValueError(f"its tensors have {at} bytes, but the file has room for {size - 8 - length}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointFormatError(f"{where} is no safetensors file: {error}. Restore it from a backup.") from error
-    return found
-
-
-def _whole(number: Any) -> int:
-    if type(number) is not int or not 0 <= number < 2**63:
-        raise ValueError(f"{number!r} is not a whole number in range")
-    return number
-
-
 def read_box(
     read_into: Callable[[memoryview, int], None], source: FileTensor, offsets: tuple[int, ...], out: Tensor
 ) -> None:
@@ -215,7 +126,7 @@ def read_box(
         out: The target, at the shape of the box.
     """
     if out.ndim == 0:
-        source, offsets, out = FileTensor(shape=(1,), dtype=source.dtype, start=source.start), (0,), out.reshape(1)
+        source, offsets, out = replace(source, shape=(1,)), (0,), out.reshape(1)
         # reshape of a 0-dim tensor is a view, so what is written reaches the caller's tensor.
     if out.numel():
         _read_rows(read_into, source.dtype, source.shape, source.start, offsets, out)

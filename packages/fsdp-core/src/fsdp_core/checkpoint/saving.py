@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +29,7 @@ from fsdp_core.checkpoint.sources import TensorSource
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["save"]
+__all__ = ["PreparedSave", "prepare_save", "save"]
 
 
 def save(
@@ -73,44 +73,113 @@ def save(
         CheckpointMismatchError: The ranks' boxes don't make whole tensors.
         CheckpointError: Writing failed on some rank, for instance because the disk is full.
     """
+    prepared = prepare_save(
+        path,
+        state,
+        runtime=runtime,
+        strategy=strategy,
+        kinds=kinds,
+        aliases=aliases,
+        versions=versions,
+        overwrite=overwrite,
+    )
+    prepared.write(runtime)
+
+
+def prepare_save(
+    path: StrPath,
+    state: Mapping[str, Any],
+    *,
+    runtime: Runtime,
+    strategy: str,
+    kinds: Mapping[str, str],
+    aliases: Mapping[str, str] | None = None,
+    versions: Mapping[str, str] | None = None,
+    overwrite: bool = True,
+    stage: Callable[[Plan], Plan] = lambda plan: plan,
+) -> PreparedSave:
+    """Take the first half of :func:`save`: everything is decided and nothing is written. Every rank calls this.
+
+    Args:
+        path: As in :func:`save`, as all that follows.
+        state: What to save.
+        runtime: The ranks.
+        strategy: The name of the strategy that saves.
+        kinds: Which parts of the state are a model's or an optimizer's.
+        aliases: The further names of tied parameters.
+        versions: Versions of packages to note.
+        overwrite: Whether what is at the path may be replaced.
+        stage: Takes the plan and gives the one to write, whose tensors may be copies of the first one's.
+
+    Returns:
+        The second half.
+
+    Raises:
+        CheckpointError: As in :func:`save`, for what can be known before anything is written.
+    """
     plan = Plan()
 
     def prepare() -> _Target | None:
         nonlocal plan
-        plan = plan_save(state, kinds, aliases or {}, runtime.rank)
+        plan = stage(plan_save(state, kinds, aliases or {}, runtime.rank))
         return _inspect(path, overwrite=overwrite) if runtime.rank == 0 else None
 
     target = together(runtime, f"preparing to save {os.fspath(path)}", prepare)[0]
     assert target is not None  # rank 0 gives one
-    folder, save_id = target.folder, target.save_id
-    named = {MANIFEST}
-    try:
-        indexes = together(runtime, f"writing {folder}", lambda: _write_chunks(folder, save_id, plan, runtime.rank))
+    return PreparedSave(
+        _target=target, _plan=plan, _strategy=strategy, _kinds=dict(kinds), _versions=dict(versions or {})
+    )
 
-        def publish() -> None:
-            if runtime.rank == 0:
-                manifest = Manifest(
-                    save_id=save_id,
-                    created=datetime.now(UTC).isoformat(timespec="seconds"),
-                    strategy=strategy,
-                    versions=_own_versions() | dict(versions or {}),
-                    world_size=runtime.world_size,
-                    kinds=dict(kinds),
-                    tensors=merge(plan, save_id, indexes),
-                    aliases=plan.aliases,
-                    **_write_state(folder, save_id, plan, indexes),
-                )
-                named.update(manifest.files)
-                folder.publish(MANIFEST, manifest.to_json().encode(), temporary=f".manifest-{save_id}.tmp")
-                if target.aside:
-                    folder.move_to(target.final, aside=f"{target.final.root}.{save_id}.replaced")
 
-        together(runtime, f"publishing {folder}", publish)
-    except CheckpointError:
-        _discard(target, runtime)
-        raise
-    if runtime.rank == 0:
-        _tidy(target.final, named)
+@dataclass(frozen=True, kw_only=True)
+class PreparedSave:
+    """A save of which everything is decided and nothing is written."""
+
+    _target: _Target
+    _plan: Plan
+    _strategy: str
+    _kinds: dict[str, str]
+    _versions: dict[str, str]
+
+    def write(self, runtime: Runtime) -> None:
+        """Write and publish. Every rank calls this, on whatever thread.
+
+        Args:
+            runtime: The ranks, which this lets talk.
+
+        Raises:
+            CheckpointError: As in :func:`save`, for what is known only when it is written.
+        """
+        target, plan = self._target, self._plan
+        folder, save_id = target.folder, target.save_id
+        named = {MANIFEST}
+        try:
+            indexes = together(runtime, f"writing {folder}", lambda: _write_chunks(folder, save_id, plan, runtime.rank))
+
+            def publish() -> None:
+                if runtime.rank == 0:
+                    manifest = Manifest(
+                        save_id=save_id,
+                        created=datetime.now(UTC).isoformat(timespec="seconds"),
+                        strategy=self._strategy,
+                        versions=_own_versions() | self._versions,
+                        world_size=runtime.world_size,
+                        kinds=self._kinds,
+                        tensors=merge(plan, save_id, indexes),
+                        aliases=plan.aliases,
+                        **_write_state(folder, save_id, plan, indexes),
+                    )
+                    named.update(manifest.files)
+                    folder.publish(MANIFEST, manifest.to_json().encode(), temporary=f".manifest-{save_id}.tmp")
+                    if target.aside:
+                        folder.move_to(target.final, aside=f"{target.final.root}.{save_id}.replaced")
+
+            together(runtime, f"publishing {folder}", publish)
+        except CheckpointError:
+            _discard(target, runtime)
+            raise
+        if runtime.rank == 0:
+            _tidy(target.final, named)
 
 
 @dataclass(frozen=True, kw_only=True)

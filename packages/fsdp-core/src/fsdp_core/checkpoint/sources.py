@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from fsdp_core.checkpoint.boxes import cut
+
 __all__ = ["TensorSource", "blocks_of"]
 
 
@@ -40,21 +42,5 @@ def blocks_of(source: TensorSource, most_bytes: int) -> Iterator[Tensor]:
     Yields:
         Contiguous CPU tensors that follow one another in the row-major order of ``source``.
     """
-    shape = tuple(source.shape)
-    if 0 not in shape:
-        yield from _blocks(source, most_bytes, (0,) * len(shape), shape)
-
-
-def _blocks(
-    source: TensorSource, most_bytes: int, offsets: tuple[int, ...], lengths: tuple[int, ...]
-) -> Iterator[Tensor]:
-    axis = next((i for i, length in enumerate(lengths) if length > 1), None)
-    total = source.dtype.itemsize * torch.Size(lengths).numel()
-    if axis is None or total <= most_bytes:
+    for offsets, lengths in cut(source.shape, source.dtype.itemsize, most_bytes):
         yield source.read(offsets, lengths)
-        return
-    rows = max(1, most_bytes // (total // lengths[axis]))
-    for row in range(0, lengths[axis], rows):
-        begin = (*offsets[:axis], offsets[axis] + row, *offsets[axis + 1 :])
-        size = (*lengths[:axis], min(rows, lengths[axis] - row), *lengths[axis + 1 :])
-        yield from _blocks(source, most_bytes, begin, size)

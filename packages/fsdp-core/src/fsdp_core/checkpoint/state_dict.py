@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint.folder import StrPath, open_folder
-from fsdp_core.checkpoint.loading import SavedTensor, load
+from fsdp_core.checkpoint.loading import SavedTensor, load, verify_tensors
 from fsdp_core.checkpoint.planning import find_part, split_path
 from fsdp_core.checkpoint.recognition import read_manifest
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
@@ -19,7 +19,12 @@ __all__ = ["load_state_dict"]
 
 
 def load_state_dict(
-    path: StrPath, key: str = "model", *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: StrPath,
+    key: str = "model",
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
 ) -> dict[str, Tensor]:
     """Load a model's full state dict in one process, without Lightning and whatever strategy saved it.
 
@@ -30,20 +35,23 @@ def load_state_dict(
         key: The model's path in the state: ``"model"`` under the Trainer, and the user's own key under Fabric.
         device: Where to put the tensors. Each goes there as soon as it is read.
         dtype: A dtype for the floating-point tensors; as saved when ``None``.
+        verify: Whether to compare the checksums of the files that hold this model first, which reads them once more.
 
     Returns:
         Tensors by FQN, for ``model.load_state_dict``. The names of a tied parameter share one tensor. A module's extra
         state (``get_extra_state``) stands in it as it was saved.
 
     Raises:
-        CheckpointFormatError: There is no checkpoint that can be read.
+        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
         CheckpointMismatchError: It holds no model under that key; the message lists the keys that it has.
     """
     folder = open_folder(path)
     if folder.local and os.path.isfile(folder.root):
         part = _part_of_file(folder.root, key)
     else:
-        part = _part_of(load(path), key, folder, read_manifest(folder).kinds)
+        part = _part_of(load(path, verify=False), key, folder, read_manifest(folder).kinds)
+        if verify:
+            verify_tensors(part)
     done: dict[Any, Tensor] = {}
 
     def placed(leaf: Any) -> Any:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
-import textwrap
-from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from fsdp_core import registry
+from fsdp_core.cli.output import print_table
 from fsdp_core.discovery import error_text
 from fsdp_core.errors import BrokenStrategyError
 
@@ -103,7 +100,7 @@ def _print_list(everything: dict[str, Any]) -> None:
             )
             for row in everything["strategies"]
         ]
-        _print_table(("Name", "Package", "Version", "Accelerators", "Runs here"), rows, width=10_000)  # one line each
+        print_table(("Name", "Package", "Version", "Accelerators", "Runs here"), rows, width=10_000)  # one line each
     else:
         click.echo("No strategy is installed.")
     if everything["not_installed"]:
@@ -136,30 +133,12 @@ def _print_description(facts: dict[str, Any]) -> None:
         ("Can do", _or_none(", ".join(facts["capabilities"]))),
         ("Fixes", _or_none(", ".join(f"{name}={value!r}" for name, value in facts["presets"].items()))),
     ]
-    _print_table((), rows)
+    print_table((), rows)
     if facts["options"]:
         click.echo()
         options = [(option["name"], repr(option["default"]), option["help"]) for option in facts["options"]]
-        _print_table(("Option", "Default", "What it does"), options)
+        print_table(("Option", "Default", "What it does"), options)
 
 
 def _or_none(text: str | None) -> str:
     return text or "none"
-
-
-def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int = 120) -> None:
-    """Print columns, the last one folded to the terminal's width, or to ``width`` where there is no terminal.
-
-    By hand, because importing rich's tables takes a quarter of the time that ``fsdp list`` may take.
-    """
-    lines = [header, *rows] if header else rows
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
-    indent = sum(widths) + 2 * len(widths)
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-    for number, (*cells, last) in enumerate(lines):
-        start = "".join(cell.ljust(each + 2) for cell, each in zip(cells, widths, strict=True))
-        folded = textwrap.wrap(last, max(30, width - indent), break_on_hyphens=False) or [""]
-        text = f"\n{' ' * indent}".join(folded)
-        line = (start + text).rstrip()
-        click.echo(click.style(line, bold=True) if header and number == 0 else line)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.backend import Backend
 from fsdp_core.lightning.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
+from fsdp_core.lightning.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.forwarding import ShardedForward, root_of
 from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precision
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
@@ -45,6 +47,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         precision: As in Lightning; a precision string given to Fabric is the usual way.
         state_dict_type: ``"sharded"`` for folders that every rank writes its part of, ``"full"`` for one file.
         timeout: How long a collective may wait for its peers.
+        async_save: Whether a save returns when the state is copied, and the checkpoint is written behind training.
 
     Raises:
         UnsupportedCapabilityError: An option that shards can't follow.
@@ -65,8 +68,9 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         precision: Precision | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
+        async_save: bool = False,
     ) -> None:
-        self._take(backend, strategy_name, runtime, state_dict_type, timeout)
+        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save)
         self.roots: list[nn.Module] = []
         self._num_nodes = 1
         super().__init__(
@@ -77,7 +81,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         )
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
-        self._backward_sync_control = _NoSync(backend)
+        self._backward_sync_control: _NoSync = _NoSync(backend)
 
     # -- where we run ----------------------------------------------------------------------------------------------
 
@@ -155,13 +159,25 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing to do: sharding places each unit on its device."""
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        follow_in_fabric(dataloader)
+        return dataloader
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if self.background is not None:
+            self.background.step()
         output = super().optimizer_step(optimizer, **kwargs)
+        self._backward_sync_control.accumulating.clear()
         for root in self.roots:
             self.backend.reshard(root)
         return output
+
+    @property
+    def accumulating(self) -> Collection[nn.Module]:
+        """The roots with backward passes since the last step whose gradients are not reduced yet."""
+        return self._backward_sync_control.accumulating
 
     def clip_gradients_norm(
         self,
@@ -209,6 +225,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        self.wait_for_saves()
         return load_checkpoint(self, self.broadcast(str(path)), state, strict, weights_only)
 
     def teardown(self) -> None:
@@ -216,8 +233,12 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision.teardown()
         self.accelerator.teardown()
-        if self._checkpoint_io is not None:
-            self._checkpoint_io.teardown()
+        try:
+            if self.background is not None:
+                self.background.close()
+        finally:
+            if self._checkpoint_io is not None:
+                self._checkpoint_io.teardown()
 
 
 class _NoSync(BackwardSyncControl):
@@ -225,9 +246,13 @@ class _NoSync(BackwardSyncControl):
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.accumulating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._backend.no_sync(root_of(module)) if enabled else nullcontext()
+        if not enabled:
+            return nullcontext()
+        self.accumulating.add(root_of(module))
+        return self._backend.no_sync(root_of(module))
 
 
 # See fsdp_core/lightning/trainer.py for why.

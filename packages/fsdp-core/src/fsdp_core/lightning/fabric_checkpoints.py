@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from lightning.fabric.plugins import CheckpointIO
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
+from fsdp_core.accumulated_gradients import AccumulatedGradients
 from fsdp_core.backend import Backend
+from fsdp_core.checkpoint.agreement import together
+from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
+from fsdp_core.lightning.fabric_loaders import is_loader, load_loader, loader_state
+from fsdp_core.lightning.file_layout import as_trainers_file
 from fsdp_core.lightning.forwarding import root_of
-from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
+from fsdp_core.lightning.full_file import gathered, numbered, write_full
+from fsdp_core.lightning.reading import read_checkpoint
 from fsdp_core.runtime import Runtime
 
 __all__ = ["load_checkpoint", "owner_of", "save_checkpoint"]
@@ -26,6 +33,11 @@ class _Strategy(Protocol):
     runtime: Runtime
     roots: list[nn.Module]
     strategy_name: str
+
+    @property
+    def accumulating(self) -> Collection[nn.Module]: ...
+
+    background: BackgroundSaves | None
 
     @property
     def state_dict_type(self) -> str: ...
@@ -73,6 +85,10 @@ def save_checkpoint(
         storage_options: For the ``CheckpointIO`` that writes full checkpoints.
         filters: By key of ``state``: which names of its state to keep.
     """
+    background = strategy.background
+    if background is not None:
+        background.wait()  # before memory is taken for this one
+    _warn_of_gradients(strategy, state)
     backend, converted, kinds, tied = strategy.backend, {}, {}, {}
     for key, obj in state.items():
         if isinstance(obj, nn.Module):
@@ -84,6 +100,8 @@ def save_checkpoint(
         elif isinstance(obj, Optimizer):
             converted[key] = backend.optimizer_state(owner_of(obj, strategy.roots, strategy.backend), obj)
             kinds[join_path(key)] = "optimizer"
+        elif is_loader(obj):
+            converted[key] = loader_state(key, obj, strategy.runtime)
         else:
             converted[key] = obj.state_dict() if callable(getattr(obj, "state_dict", None)) else obj
         if key in filters and isinstance(converted[key], dict):
@@ -91,21 +109,36 @@ def save_checkpoint(
     if strategy.state_dict_type == "full":
         whole = gathered(converted, backend)
         whole = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in whole.items()}
-        write_on_rank_zero(
-            Path(path),
-            lambda: strategy.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options),
-            strategy.runtime,
+        write_full(
+            path,
+            whole,
+            converted,
+            write=lambda it: strategy.checkpoint_io.save_checkpoint(it, path, storage_options=storage_options),
+            runtime=strategy.runtime,
+            background=background,
         )
         return
     strategy.refuse_storage_options(storage_options)
-    checkpoints.save(
-        path,
-        converted,
-        runtime=strategy.runtime,
-        strategy=strategy.strategy_name,
-        kinds=kinds,
-        aliases=tied,
-    )
+    save = partial(checkpoints.save, runtime=strategy.runtime) if background is None else background.save
+    save(path, converted, strategy=strategy.strategy_name, kinds=kinds, aliases=tied)
+
+
+def _warn_of_gradients(strategy: _Strategy, state: dict[str, Any]) -> None:
+    """Tell of gradients that wait for their step and are not among what is saved."""
+    saved = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
+    roots = [root for root in strategy.accumulating if any(root_of(o) is root for o in _modules(state))]
+    forgotten = [root for root in roots if not any(strategy.backend.written_module(root) is one for one in saved)]
+    if forgotten and strategy.runtime.rank == 0:
+        warnings.warn(
+            "this checkpoint is saved between the micro-batches of a step, without the gradients that they have "
+            "accumulated: a run that goes on from it does without them.\n"
+            "Save after optimizer.step(), or put fsdp_core.AccumulatedGradients(model) beside the model.",
+            stacklevel=2,
+        )
+
+
+def _modules(state: dict[str, Any]) -> list[nn.Module]:
+    return [obj for obj in state.values() if isinstance(obj, nn.Module)]
 
 
 def load_checkpoint(
@@ -122,16 +155,19 @@ def load_checkpoint(
         weights_only: ``False`` lets a full file execute code.
 
     Returns:
-        What was not restored into ``state``, tensors whole.
+        What was not restored into ``state``. Tensors of models and optimizers are whole if everything was asked for,
+        and otherwise :class:`~fsdp_core.checkpoint.SavedTensor` handles, whose ``full()`` reads them.
 
     Raises:
         CheckpointMismatchError: A key, name, shape or dtype doesn't fit.
     """
-    saved: Any = checkpoints.load(path) if checkpoints.is_folder(path) else read_full_file(path, weights_only)
+    saved: Any = read_checkpoint(path, weights_only, strategy.runtime)
+    if isinstance(state, dict) and "state_dict" in state and "state_dict" not in saved:
+        saved = as_trainers_file(saved) or saved
     if isinstance(state, nn.Module | Optimizer):
         _restore(strategy, state, saved, strict)
         return {}
-    state = state if state is not None else {}
+    everything, state = state is None, state if state is not None else {}
     missing = [key for key in state if key not in saved]
     if strict and missing:
         raise CheckpointMismatchError(
@@ -139,27 +175,54 @@ def load_checkpoint(
             "Ask for what is there, or load with strict=False."
         )
     order = [key for key in sorted(state, key=lambda k: not isinstance(state[k], nn.Module)) if key in saved]
-    for key in order:  # all of them, before any is changed
-        _restore(strategy, state[key], saved[key], strict, check_only=True)
+
+    def compare() -> None:
+        for key in order:
+            _restore(strategy, state[key], saved[key], strict, check_only=True)
+
+    together(strategy.runtime, f"comparing {path} with what it is loaded into", compare)  # before any is changed
     for key in order:
         if not _restore(strategy, state[key], saved[key], strict):
             state[key] = _whole(saved[key])
-    return {key: _whole(value) for key, value in saved.items() if key not in state}
+    # a whole optimizer, which nobody has asked for, has no room on one rank
+    return {key: _whole(value) if everything else value for key, value in saved.items() if key not in state}
 
 
 def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:
     """Restore one object in place; ``False`` if it is plain data, which can't be."""
-    if isinstance(obj, nn.Module):
+    if isinstance(obj, nn.Module) and strategy.backend.is_sharded(root_of(obj)):
         strategy.backend.load_model_state(root_of(obj), value, strict, check_only=check_only)
+    elif isinstance(obj, nn.Module):
+        _restore_unsharded(obj, value, strict, check_only=check_only)
     elif isinstance(obj, Optimizer):
         owner = owner_of(obj, strategy.roots, strategy.backend)
         strategy.backend.load_optimizer_state(owner, obj, value, check_only=check_only)
+    elif is_loader(obj):
+        load_loader(obj, _whole(value), strategy.runtime, check_only=check_only)
     elif callable(getattr(obj, "load_state_dict", None)):
         if not check_only:
-            obj.load_state_dict(_whole(value))
+            # each rank reads its own of all ranks' gradients
+            obj.load_state_dict(value if isinstance(obj, AccumulatedGradients) else _whole(value))
     else:
         return False
     return True
+
+
+def _restore_unsharded(module: nn.Module, value: Any, strict: bool, *, check_only: bool) -> None:
+    """Restore a module that was not set up, as plain Fabric does."""
+    live = module.state_dict()
+    empty = [name for name, tensor in live.items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    if empty:
+        raise CheckpointMismatchError(
+            f"{type(module).__name__} has no memory yet to load {empty[0]!r} into: it was built on the meta device.\n"
+            "Write `model = fabric.setup(model)` first, and load then."
+        )
+    tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor | checkpoints.SavedTensor)}
+    held = {name: tensor for name, tensor in live.items() if isinstance(tensor, Tensor)}
+    checkpoints.fill_all(held, tensors, strict=strict, cast=not strict, check_only=check_only)
+    extra = {name: _whole(saved) for name, saved in value.items() if name in live and name not in held}
+    if extra and not check_only:
+        module.load_state_dict(extra, strict=False)
 
 
 def _whole(value: Any) -> Any:

@@ -7,18 +7,23 @@ import os
 import uuid
 import zipfile
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
+from fsdp_core.checkpoint.agreement import together
+from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.checkpoint.folder import open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
+from fsdp_core.lightning.file_layout import numbered
 from fsdp_core.runtime import Runtime
 
-__all__ = ["gathered", "numbered", "read_full_file", "write_on_rank_zero"]
+__all__ = ["gathered", "numbered", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
 
 
 def gathered(value: Any, backend: Backend) -> Any:
@@ -35,24 +40,62 @@ def gathered(value: Any, backend: Backend) -> Any:
     return backend.full_tensor(value) if isinstance(value, torch.Tensor | ChunkedTensor) else value
 
 
-def numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """Turn an optimizer state by name into the form of a plain torch optimizer's ``state_dict()``.
+def write_full(
+    path: str,
+    whole: dict[str, Any],
+    live: Any,
+    *,
+    write: Callable[[dict[str, Any]], None],
+    runtime: Runtime,
+    background: BackgroundSaves | None,
+) -> None:
+    """Write what was gathered as a file, or let it be written behind training. All ranks must call it.
 
-    Names are kept in each group as ``param_names``, as torch does for optimizers built from named parameters.
+    Args:
+        path: The file.
+        whole: What was gathered, on rank 0.
+        live: What it was gathered from. A copy is made of what shares memory with it, if it is written later.
+        write: Writes it.
+        runtime: The ranks.
+        background: What writes behind training; ``None`` to write now.
 
-    Example:
-        >>> numbered({"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]})
-        {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': [0], 'param_names': ['w']}]}
+    Raises:
+        CheckpointError: It can't be written; or, if that is done later, can't be copied.
     """
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    number = {name: i for i, name in enumerate(names)}
-    return {
-        "state": {number[name]: values for name, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [number[n] for n in group["params"]], "param_names": list(group["params"])}
-            for group in state["param_groups"]
-        ],
-    }
+    if background is None:
+        write_on_rank_zero(Path(path), lambda: write(whole), runtime)
+        return
+    copy: dict[str, Any] = {}
+
+    def stage() -> None:
+        if runtime.rank == 0:
+            copy.update(_copied(whole, _host_memory(live), {}))
+
+    together(runtime, f"preparing to save {path}", stage)
+    background.run(f"saving {path}", lambda ranks: write_on_rank_zero(Path(path), lambda: write(copy), ranks))
+
+
+def _host_memory(value: Any) -> set[int]:
+    """Where the tensors of a nest are that lie in host memory."""
+    if isinstance(value, dict):
+        return set[int]().union(*map(_host_memory, value.values()))
+    if isinstance(value, list | tuple):
+        return set[int]().union(*map(_host_memory, value))
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(local, torch.Tensor) and local.device.type == "cpu":
+        return {local.untyped_storage().data_ptr()}
+    return set()
+
+
+def _copied(value: Any, live: set[int], memo: dict[int, Any]) -> Any:
+    """A nest that shares nothing with the objects and the memory of a training; what has been gathered stays."""
+    if isinstance(value, dict):
+        return {k: _copied(v, live, memo) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(v, live, memo) for v in value)
+    if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in live:
+        return value
+    return deepcopy(value, memo)
 
 
 def write_on_rank_zero(path: Path, write: Callable[[], None], runtime: Runtime) -> None:
@@ -67,7 +110,7 @@ def write_on_rank_zero(path: Path, write: Callable[[], None], runtime: Runtime) 
     failure: Exception | None = None
     if runtime.rank == 0:
         try:
-            _replace_by(path, write)
+            replace_by(path, write)
         except Exception as error:
             failure = error
     problem = runtime.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -77,7 +120,12 @@ def write_on_rank_zero(path: Path, write: Callable[[], None], runtime: Runtime) 
         raise CheckpointError(f"rank 0 could not write the checkpoint {path}: {problem}")
 
 
-def _replace_by(path: Path, write: Callable[[], None]) -> None:
+def replace_by(path: Path, write: Callable[[], None]) -> None:
+    """Let ``write`` write a file to a path where a sharded checkpoint may be, which goes when the file is there.
+
+    Raises:
+        CheckpointExistsError: The path is a folder that holds no checkpoint.
+    """
     aside: Path | None = None
     if path.is_dir():
         if not is_checkpoint(path):

@@ -5,6 +5,10 @@ Nothing else in this package imports an underscored name of Lightning.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 # The dtype in which tensors are created while a context lasts; the same one that Lightning's own plugins use.
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor as convert_fp_tensor
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager as DtypeContext
@@ -17,8 +21,14 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 # Fabric asks a strategy for an object of this class before it lets `no_backward_sync` do anything.
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 
+# Tells a loader's samplers, wherever they are in it, which epoch it is.
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+
 # Seeds a process that Lightning's launcher has started as its parent was seeded.
 from lightning.fabric.utilities.seed import reset_seed
+
+# Holds whether a loop goes on amid its run; the property that the loop of a fit puts over it can't be set to false.
+from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerSubprocessLauncher,
 )
@@ -28,6 +38,79 @@ __all__ = [
     "DtypeContext",
     "FabricSubprocessLauncher",
     "TrainerSubprocessLauncher",
+    "always_load_loader_states",
+    "before_each_fetch",
+    "begin_an_epoch",
+    "combined_loader",
     "convert_fp_tensor",
+    "deciding_loader",
+    "fetched_ahead",
+    "fetcher_of",
+    "has_states_to_load",
+    "load_loader_states",
     "reset_seed",
+    "set_sampler_epoch",
+    "wrapped_sampler",
 ]
+
+
+def wrapped_sampler(wrapper: Any) -> Any:
+    """The user's sampler in Lightning's ``DistributedSamplerWrapper``."""
+    return wrapper.dataset._sampler
+
+
+def combined_loader(fit_loop: Any) -> Any | None:
+    """What combines the training loaders; ``None`` before they are asked for. Publicly they are there only nested."""
+    return fit_loop._combined_loader
+
+
+def deciding_loader(combined: Any) -> Any:
+    """The one of several combined loaders whose number of batches is that of an epoch."""
+    longest = max if combined._mode.startswith("max") else min
+    return combined.flattened[longest(range(len(combined.limits)), key=combined.limits.__getitem__)]
+
+
+def has_states_to_load(fit_loop: Any) -> bool:
+    """Whether the loop holds states for its loaders, which were made before the checkpoint was read."""
+    return bool(fit_loop._combined_loader_states_to_load)
+
+
+def load_loader_states(fit_loop: Any, states: list[Any] | None = None) -> None:
+    """Give the training loaders these states, or those that the loop holds for them."""
+    combined = combined_loader(fit_loop)
+    states = fit_loop._combined_loader_states_to_load if states is None else states
+    if combined is not None and states:
+        combined._load_state_dicts(states)
+        fit_loop._combined_loader_states_to_load = []
+
+
+def always_load_loader_states(fit_loop: Any) -> None:
+    """Let loaders get their states when they are made. Lightning gives them none at the beginning of an epoch."""
+    fit_loop._load_combined_loader_states = partial(load_loader_states, fit_loop)
+
+
+def begin_an_epoch(fit_loop: Any) -> None:
+    """Let the loop begin an epoch. With ``max_steps`` Lightning would take any checkpoint for one amid an epoch."""
+    Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
+
+
+def fetcher_of(fit_loop: Any) -> Any | None:
+    """What takes batches from the training loaders while a fit lasts; ``iter()`` of it begins an epoch."""
+    return fit_loop._data_fetcher
+
+
+def fetched_ahead(fit_loop: Any) -> bool:
+    """Whether a batch was taken from the loaders that training has not seen. Lightning does so without a length."""
+    return bool(getattr(fit_loop._data_fetcher, "batches", ()))
+
+
+def before_each_fetch(fit_loop: Any, call: Callable[[], None]) -> None:
+    """Call ``call`` each time before a batch is taken from the training loaders, where the profiler is told."""
+    epoch_loop = fit_loop.epoch_loop
+    tell_profiler = type(epoch_loop)._on_before_fetch
+
+    def on_before_fetch() -> None:
+        call()
+        tell_profiler(epoch_loop)
+
+    epoch_loop._on_before_fetch = on_before_fetch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -10,13 +11,16 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from torch import Tensor
 
 from fsdp_core.backend import Backend
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
 from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
 from fsdp_core.lightning.private import reset_seed
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
 __all__ = ["RanksOfStrategy"]
+
+_log = logging.getLogger(__name__)
 
 
 class RanksOfStrategy:
@@ -28,6 +32,7 @@ class RanksOfStrategy:
         strategy_name: The name that users type.
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
+        background: What writes checkpoints behind training; ``None`` where a save returns when all is written.
     """
 
     launcher_class: ClassVar[Any]
@@ -37,6 +42,7 @@ class RanksOfStrategy:
     strategy_name: str
     state_dict_type: Literal["sharded", "full"]
     timeout: timedelta | None
+    background: BackgroundSaves | None
 
     # of Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None
@@ -54,6 +60,7 @@ class RanksOfStrategy:
         runtime: Runtime | None,
         state_dict_type: Literal["sharded", "full"],
         timeout: timedelta | None,
+        async_save: bool,
     ) -> None:
         """Note what the constructor was given, before Lightning's constructor looks at it."""
         check_state_dict_type(state_dict_type)
@@ -62,6 +69,25 @@ class RanksOfStrategy:
         self.strategy_name = strategy_name
         self.state_dict_type = state_dict_type
         self.timeout = timeout
+        self.background = BackgroundSaves(self.runtime) if async_save else None
+
+    def wait_for_saves(self) -> None:
+        """Return when every checkpoint that was asked for is complete, with ``async_save=True`` too. All ranks call it.
+
+        Raises:
+            CheckpointError: One could not be saved.
+        """
+        if self.background is not None:
+            self.background.wait()
+
+    def _let_saves_finish(self, exception: BaseException) -> None:
+        """Wait for what is pending; if it fails, that goes with ``exception``, which is the one to raise."""
+        try:
+            self.wait_for_saves()
+        except CheckpointError as failure:
+            exception.add_note(f"{type(failure).__name__}: {failure}")
+            if not isinstance(exception, Exception):  # an interrupt, whose notes nobody shows
+                _log.error("%s", failure)
 
     @property
     def shard_precision(self) -> ShardPrecision:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +21,20 @@ from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
+from fsdp_core.checkpoint.agreement import together
+from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.averaging import shard_averages
-from fsdp_core.lightning.full_file import gathered, numbered, read_full_file, write_on_rank_zero
+from fsdp_core.lightning.full_file import gathered, numbered, write_full
 from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
+from fsdp_core.lightning.loader_positions import TrainingLoaders
+from fsdp_core.lightning.pending import expect_what_is_pending
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher
 from fsdp_core.lightning.ranks import RanksOfStrategy
+from fsdp_core.lightning.reading import is_sharded, read_checkpoint
 from fsdp_core.lightning.redirection import call_inside_forward
+from fsdp_core.lightning.resuming import KEY, ExactResume
 from fsdp_core.lightning.summary import show_written_shapes
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
@@ -52,6 +58,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         precision_plugin: As in Lightning; a precision string given to the Trainer is the usual way.
         state_dict_type: ``"sharded"`` for folders that every rank writes its part of, ``"full"`` for one file.
         timeout: How long a collective may wait for its peers.
+        async_save: Whether a save returns when the state is copied, and the checkpoint is written behind training.
 
     Raises:
         UnsupportedCapabilityError: An option that shards can't follow.
@@ -72,11 +79,17 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         precision_plugin: Precision | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
+        async_save: bool = False,
     ) -> None:
-        self._take(backend, strategy_name, runtime, state_dict_type, timeout)
+        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save)
         self.num_nodes = 1
+        self._training_loaders = TrainingLoaders()
+        self._exact_resume = ExactResume(self.runtime)
         self._in_step = False
         self._has_stepped = False
+        self._fitting = False
+        #: By path, whether a checkpoint is there when all that is pending is done.
+        self.expected: dict[str, bool] = {}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -143,6 +156,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._fitting = fitting
+        if fitting and self.background is not None:
+            expect_what_is_pending(trainer.checkpoint_callbacks)
         module = self.lightning_module
         if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":
             # refuse now what the first checkpoint, perhaps hours from now, could not hold
@@ -159,6 +175,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         shard_averages(trainer, self.backend, self.model)
         show_written_shapes(trainer, self.backend, self.model)
         if fitting:
+            self._exact_resume.follow(trainer)
             self._reset_optimizers_and_schedulers()
             with self.backend.as_written(self.model):
                 self.setup_optimizers(trainer)
@@ -185,12 +202,21 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             module.toggle_optimizer = followed(module.toggle_optimizer)  # type: ignore[method-assign]
             module.untoggle_optimizer = followed(module.untoggle_optimizer)  # type: ignore[method-assign]
 
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.training:
+            self._training_loaders.prepare(dataloader, self.lightning_module.trainer)
+            self._exact_resume.before_iterators()
+        return dataloader
+
     def model_to_device(self) -> None:
         """Nothing to do: sharding places each unit on its device."""
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.behind is not None:
+            self.behind.step()
         self._in_step = True
         try:
             return self._step("training_step", *args, **kwargs)
@@ -231,6 +257,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self.backend.suspend_forward(self.model, closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
+        self._exact_resume.on_backward(self.optimizers)
         if self._inside_root_forward:
             assert self.model is not None
             self.backend.resume_forward(self.model)
@@ -240,6 +267,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         assert root is not None
         if not self._inside_root_forward:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self._exact_resume.on_step(optimizer)
             self.backend.reshard(root)
             return output
 
@@ -252,6 +280,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         try:
             return super().optimizer_step(optimizer, closure_inside_forward, model, **kwargs)
         finally:
+            self._exact_resume.on_step(optimizer)
             self.backend.resume_forward(root)
 
     @property
@@ -260,7 +289,21 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         assert self.lightning_module is not None
         return self._in_step and not self.lightning_module.automatic_optimization
 
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        assert self.model is not None
+        self._exact_resume.restore_gradients(self.backend, self.model, self.optimizers)
+        self._exact_resume.before_iterators()
+        self._training_loaders.start(self.lightning_module.trainer)
+        self._exact_resume.before_first_batch(self.lightning_module.trainer)
+
+    def on_train_end(self) -> None:
+        """Wait for what is pending, so that its failure ends the fit as any other does."""
+        if self.behind is not None:
+            self.behind.wait()
+
     def on_exception(self, exception: BaseException) -> None:
+        self._let_saves_finish(exception)
         if self._has_stepped and self.model is not None and self.backend.is_sharded(self.model):
             self.backend.reset(self.model)
 
@@ -276,10 +319,14 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.model is not None and self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
-            # both, before either is changed
-            self.backend.load_model_state(self.model, checkpoint["state_dict"], strict, check_only=True)
-            self._load_optimizers(checkpoint["optimizer_states"], check_only=True)
+            together(self.runtime, "comparing the checkpoint with the model", lambda: self._compare(checkpoint, strict))
         self.backend.load_model_state(self.model, checkpoint["state_dict"], strict)
+
+    def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Refuse what does not fit the model or an optimizer, before either is changed."""
+        assert self.model is not None
+        self.backend.load_model_state(self.model, checkpoint["state_dict"], strict, check_only=True)
+        self._load_optimizers(checkpoint["optimizer_states"], check_only=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
@@ -288,6 +335,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._load_optimizers(checkpoint["optimizer_states"], check_only=False)
+        assert self.lightning_module is not None
+        self._training_loaders.progress_restored(self.lightning_module.trainer)
+        self._exact_resume.take(checkpoint.get(KEY))
 
     def _load_optimizers(self, states: list[Mapping[str, Any]], *, check_only: bool) -> None:
         assert self.model is not None
@@ -299,18 +349,32 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self.backend.load_optimizer_state(self.model, optimizer, state, check_only=check_only)
 
+    @property
+    def behind(self) -> BackgroundSaves | None:
+        """What writes behind a fit; where there is no training, a save returns when all is written."""
+        return self.background if self._fitting else None
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         path = self.broadcast(str(filepath))
-        rest = dict(checkpoint)
+        if self.behind is not None:
+            self.behind.wait()  # before memory is taken for this one
+            self.expected = {path: True}
+        assert self.lightning_module is not None
+        rest = self._training_loaders.save(checkpoint, self.lightning_module.trainer, self.runtime)
         model, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
+        if optimizers is not None and self.model is not None:
+            rest[KEY] = self._exact_resume.state(self.backend, self.model)
         if self.state_dict_type == "full":
             whole = gathered({"state_dict": model, **rest}, self.backend)
             if optimizers is not None:
                 whole["optimizer_states"] = [numbered(gathered(state, self.backend)) for state in optimizers]
-            write_on_rank_zero(
-                Path(path),
-                lambda: self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options),
-                self.runtime,
+            write_full(
+                path,
+                whole,
+                [checkpoint, rest],
+                write=lambda it: self.checkpoint_io.save_checkpoint(it, path, storage_options=storage_options),
+                runtime=self.runtime,
+                background=self.behind,
             )
             return
         self.refuse_storage_options(storage_options)
@@ -318,42 +382,64 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         tied = self.backend.aliases(self.model)
         state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
         kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
-        checkpoints.save(
+        save = partial(checkpoints.save, runtime=self.runtime) if self.behind is None else self.behind.save
+        save(
             path,
             state,
-            runtime=self.runtime,
             strategy=self.strategy_name,
             kinds=kinds,
             aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self.wait_for_saves()
         path = self.broadcast(str(checkpoint_path))
-        if not checkpoints.is_folder(path):
-            full: dict[str, Any] = read_full_file(path, weights_only)
-            return full
-        saved = checkpoints.load(path)
-        rest = saved.get("trainer", {})
-        optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
-        return {"state_dict": saved["model"], **optimizers, **rest}
+        sharded = is_sharded(path, self.runtime)
+        saved: dict[str, Any] = read_checkpoint(path, weights_only, self.runtime)
+        if sharded:
+            rest = saved.get("trainer", {})
+            optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
+            saved = {"state_dict": saved["model"], **optimizers, **rest}
+        assert self.lightning_module is not None
+        return self._training_loaders.load(saved, self.lightning_module.trainer, self.runtime)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            checkpoints.remove(str(filepath))
-        self.barrier()  # before a rank writes to the same path again
+        path = str(filepath)
+        self.in_order(f"removing {path}", lambda: checkpoints.remove(path), {path: False})
+
+    def in_order(self, doing: str, job: Callable[[], None], expected: Mapping[str, bool]) -> None:
+        """Let rank 0 do something to checkpoints, after what is pending has been done. All ranks must call it.
+
+        Args:
+            doing: What it does, for an error.
+            job: Does it.
+            expected: By path, whether a checkpoint is there then.
+        """
+        if self.behind is None:
+            together(self.runtime, doing, lambda: job() if self.is_global_zero else None)
+        else:
+            self.expected.update(expected)
+            self.behind.run(doing, lambda ranks: job() if ranks.rank == 0 else None)
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         if self.lightning_module is not None:
+            self._training_loaders.finish(self.lightning_module.trainer)
+            self._exact_resume.leave()
             for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
                 self.lightning_module.__dict__.pop(name, None)  # see _watch_toggling and shard_averages
         if self.model is not None and self.backend.is_sharded(self.model):
             self.backend.reshard(self.model)
         self.accelerator.teardown()
-        if self._checkpoint_io is not None:
-            self._checkpoint_io.teardown()
+        behind, self._fitting = self.behind, False
+        try:
+            if behind is not None:
+                behind.close()
+        finally:
+            if self._checkpoint_io is not None:
+                self._checkpoint_io.teardown()
 
 
 # Passes Lightning's isinstance gates (distributed sampling, no inference_mode over shards, compiled modules, precision

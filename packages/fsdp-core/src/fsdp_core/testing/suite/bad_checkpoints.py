@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -33,8 +33,21 @@ KINDS = pytest.mark.parametrize("kind", ["sharded", "full"])
 SavedAt = Callable[[str, str, Path], None]
 
 
+class Keeper(Callback):
+    """Has state, and notes whether any was given to it."""
+
+    def __init__(self) -> None:
+        self.seen, self.restored = 7, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "best": torch.tensor(0.5)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = True
+
+
 def _save_with_trainer(strategy: str, tmp: str, path: str, kind: str) -> None:
-    run = new_trainer(tmp, strategy, 2, {"state_dict_type": kind})
+    run = new_trainer(tmp, strategy, 2, {"state_dict_type": kind}, callbacks=[Keeper()])
     run.fit(Lit("adamw_groups"), loader(1, 2))
     run.save_checkpoint(path)
 
@@ -52,11 +65,14 @@ def _save_with_fabric(strategy: str, path: str, kind: str) -> None:
 def _refused_by_trainer(
     strategy: str, tmp: str, path: str, module: Lit, error: type[Exception], stage: str = "fit"
 ) -> str:
-    before = copied_state(module)
-    run = new_trainer(tmp, strategy, 2)
+    before, keeper = copied_state(module), Keeper()
+    run = new_trainer(tmp, strategy, 2, callbacks=[keeper])
     told = refusal(error, lambda: getattr(run, stage)(module, loader(1, 2), ckpt_path=path))
     assert not module.losses
     assert not module.validation_losses
+    assert not any(optimizer.state for optimizer in run.optimizers)
+    assert run.global_step == run.current_epoch == 0
+    assert not keeper.restored
     assert_unchanged(run.strategy, before)
     return told
 
@@ -101,6 +117,46 @@ def _remove(name: str) -> Callable[[Path], None]:
     return lambda path: next(path.rglob(name)).unlink()
 
 
+def _flip(name: str) -> Callable[[Path], None]:
+    """Change one bit of the last byte."""
+
+    def flip(path: Path) -> None:
+        (file,) = path.glob(name)
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    return flip
+
+
+def _exchange(one: str, other: str) -> Callable[[Path], None]:
+    def exchange(path: Path) -> None:
+        (first,), (second,) = path.glob(one), path.glob(other)
+        content = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(content)
+
+    return exchange
+
+
+def _cut(name: str) -> Callable[[Path], None]:
+    def cut(path: Path) -> None:
+        (file,) = path.glob(name)
+        file.write_bytes(file.read_bytes()[:-1])
+
+    return cut
+
+
+def _move_out(name: str) -> Callable[[Path], None]:
+    """Put a file beside the checkpoint, and a link to it in its place."""
+
+    def move(path: Path) -> None:
+        (file,) = path.glob(name)
+        file.rename(path.parent / "outside")
+        file.symlink_to(path.parent / "outside")
+
+    return move
+
+
 #: What is done to a good checkpoint, and what the refusal says.
 DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "missing": (shutil.rmtree, ["there is no checkpoint", "Check the path"]),
@@ -109,10 +165,29 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["no complete checkpoint", "manifest.json", "Load an earlier checkpoint"],
     ),
     "no part": (_remove("*-rank-00001.*"), ["rank-00001.safetensors is missing", "load an earlier checkpoint"]),
+    "flipped weight": (
+        _flip("model/*-rank-00001.*"),
+        ["rank-00001.safetensors has the checksum", "Restore these files"],
+    ),
+    "flipped moment": (
+        _flip("optimizer/*-rank-00000.*"),
+        ["optimizer/", "rank-00000.safetensors has the checksum", "load an earlier checkpoint"],
+    ),
+    "flipped loop": (_flip("state-*.json"), [".json has the checksum", "Restore these files"]),
+    "flipped callback": (_flip("state-*.safetensors"), ["state-", ".safetensors has the checksum"]),
+    "cut part": (_cut("optimizer/*-rank-00001.*"), ["rank-00001.safetensors has", "bytes instead of"]),
+    "parts exchanged": (
+        _exchange("model/*-rank-00000.*", "model/*-rank-00001.*"),
+        ["rank-00000.safetensors has", "rank-00001.safetensors has"],
+    ),
+    "part outside": (
+        _move_out("model/*-rank-00000.*"),
+        ["is a link to", "outside of the checkpoint", "Nothing was read"],
+    ),
     "foreign folder": (_replace_by_folder(**{"notes.txt": ""}), ["not a checkpoint", "notes.txt", "Check the path"]),
     "folder of Lightning's": (
         _replace_by_folder(**{".metadata": "", "__0_0.distcp": "", "meta.pt": ""}),
-        ["not a checkpoint", ".metadata", "lightning.pytorch.utilities.consolidate_checkpoint"],
+        ["not a checkpoint", ".metadata", "fsdp checkpoint import"],
     ),
     "empty folder": (_replace_by_folder(), ["no checkpoint", "empty", "Check the path"]),
     "text": (_replace_by_text, ["is a file", "a sharded checkpoint is a folder", "Check the path"]),

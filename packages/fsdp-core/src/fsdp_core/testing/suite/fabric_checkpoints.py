@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
+from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
@@ -99,6 +100,25 @@ def _trainer_to_fabric(strategy: str, tmp: str) -> None:
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
+def _partly(strategy: str, tmp: str) -> None:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    x, y = oracle.global_batches(1)[0]
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+    fabric.save(f"{tmp}/all", {"model": model, "optimizer": optimizer})
+    used: Any = fabric.strategy
+    want = full_optimizer_state(used, optimizer)
+    rest = fabric.load(f"{tmp}/all", {"model": model})
+    assert list(rest) == ["optimizer"]
+    for name, entries in want.items():
+        for key, tensor in entries.items():
+            left = rest["optimizer"]["state"][name][key]
+            assert isinstance(left, SavedTensor)
+            assert torch.equal(left.full(), tensor)
+
+
 class FabricCheckpointsSuite(Clauses):
     """What Fabric saves, with all that its users put beside a model, is restored bit for bit."""
 
@@ -114,6 +134,11 @@ class FabricCheckpointsSuite(Clauses):
     def test_fabric_filter(self, ranks: RankPool, tmp_path: Path) -> None:
         for saved, expected in ranks.run(2, _filtered, self.strategy, str(tmp_path)):
             assert saved == expected
+
+    def test_fabric_leaves_an_optimizer_that_nobody_asked_for_in_its_files(
+        self, ranks: RankPool, tmp_path: Path
+    ) -> None:
+        ranks.run(2, _partly, self.strategy, str(tmp_path))
 
     def test_fabric_reads_the_trainers_folder(self, ranks: RankPool, tmp_path: Path) -> None:
         ranks.run(2, _trainer_to_fabric, self.strategy, str(tmp_path))

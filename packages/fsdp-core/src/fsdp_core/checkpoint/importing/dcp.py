@@ -1,0 +1,264 @@
+"""A folder of torch.distributed.checkpoint: ``.metadata`` and the ``.distcp`` files that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
+from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.importing.files import SourceFile, open_file
+from fsdp_core.checkpoint.importing.plain import Make, PlainReader
+from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
+from fsdp_core.checkpoint.importing.torch_file import TorchFile
+from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, unpickle
+from fsdp_core.checkpoint.planning import join_path
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+
+__all__ = ["METADATA", "read_dcp"]
+
+METADATA = ".metadata"
+
+
+def read_dcp(
+    folder: Folder, prefix: str = "", *, drop: Iterable[str] = (), tensors_only: bool = False
+) -> dict[str, Any]:
+    """Read the nest that such a folder holds.
+
+    Args:
+        folder: The folder.
+        prefix: A folder inside of it that holds the checkpoint, with a slash at its end.
+        drop: Paths to leave out.
+        tensors_only: Whether to leave out what is neither a tensor nor a module's extra state.
+
+    Returns:
+        The nest that was saved, with a source where each tensor was. Keys that were no strings are strings, as torch
+        has written them.
+
+    Raises:
+        CheckpointFormatError: It is damaged, or names files outside of itself.
+        CheckpointValueError: It holds what is neither plain data nor a tensor.
+    """
+    file = open_file(folder, prefix + METADATA)
+    if file.size > MAX_PICKLE_BYTES:
+        raise CheckpointFormatError(f"{file} has {file.size} bytes, and this reads at most {MAX_PICKLE_BYTES}")
+    reader = PlainReader(_RECORDS, size=file.size)
+    metadata = reader.read(unpickle(file.read(0, file.size), str(file)))
+    reader.check(file)
+    if not isinstance(metadata, _Metadata):
+        raise CheckpointFormatError(f"{file} is no metadata of torch.distributed.checkpoint, but {type(metadata)}")
+    leaves = _Leaves(folder, prefix, metadata, PlainReader(drop=drop, size=0))
+    read: dict[tuple[Any, ...], Any] = {}
+    for name, entry in metadata.entries.items():
+        path = metadata.path_of(name)
+        if leaves.drops(path) or (tensors_only and entry.dtype is None and not name.endswith("_extra_state")):
+            continue
+        read[path] = leaves.read(name, entry, path)
+    leaves.check()
+    return _nest(read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A tensor: its shape, dtype, and where its boxes are; of what is no tensor, nothing is known but its place."""
+
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A range of a file."""
+
+    path: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Metadata:
+    entries: Mapping[str, _Entry]
+    paths: Mapping[str, tuple[Any, ...]]
+    places: Mapping[tuple[str, tuple[int, ...] | None], _Place]
+
+    def path_of(self, name: str) -> tuple[Any, ...]:
+        """Where a flattened name was in the nest."""
+        path = self.paths.get(name, (name,))
+        return path if isinstance(path, tuple) and path and all(type(k) in (int, str) for k in path) else (name,)
+
+
+@dataclass
+class _Leaves:
+    folder: Folder
+    prefix: str
+    metadata: _Metadata
+    reader: PlainReader
+    files: dict[str, SourceFile] = field(default_factory=dict)
+
+    def drops(self, path: tuple[Any, ...]) -> bool:
+        """Whether a leaf, or what it lies in, is to be left out."""
+        keys = tuple(map(str, path))
+        return any(self.reader.drops(keys[:length]) for length in range(1, len(keys) + 1))
+
+    def read(self, name: str, entry: _Entry, path: tuple[Any, ...]) -> Any:
+        """A source for a tensor, or the data."""
+        keys = tuple(map(str, path))
+        if entry.dtype is None:
+            file, start, end = self.range_of(name, None)
+            archive = TorchFile(file, start, end)
+            within = archive.reader()
+            value = within.read(archive.content, keys)
+            self.reader.refused.update(within.refused)
+            return value
+        if entry.dtype not in SAFETENSORS_NAMES:
+            self.reader.refuse(keys, f"a tensor of {dtype_name(entry.dtype)}, which safetensors has no room for")
+            return None
+        pieces = tuple(
+            Piece(
+                offsets=offsets,
+                lengths=lengths,
+                source=_SavedPiece(lengths, entry.dtype, *self.range_of(name, offsets)),
+            )
+            for offsets, lengths in entry.boxes
+            if 0 not in lengths
+        )
+        return InPieces(name=name, shape=entry.shape, dtype=entry.dtype, pieces=pieces)
+
+    def range_of(self, name: str, offsets: tuple[int, ...] | None) -> tuple[SourceFile, int, int]:
+        place = self.metadata.places.get((name, offsets)) or (
+            self.metadata.places.get((name, None)) if not any(offsets or ()) else None
+        )
+        if place is None:
+            raise CheckpointFormatError(f"{self.folder} does not say in which file {name!r} at {offsets} is")
+        if place.path not in self.files:
+            self.files[place.path] = open_file(self.folder, self.prefix + place.path)
+        file = self.files[place.path]
+        if not 0 <= place.start <= place.start + place.length <= file.size:
+            raise CheckpointFormatError(
+                f"{file} has {file.size} bytes, but {name!r} should lie at {place.start} to "
+                f"{place.start + place.length}: it is truncated. Restore it from a backup."
+            )
+        return file, place.start, place.start + place.length
+
+    def check(self) -> None:
+        self.reader.check(self.folder)
+        names = {join_path(*map(str, self.metadata.path_of(name)[:2])) for name in self.metadata.entries}
+        self.reader.check_dropped(self.folder, sorted(names)[:40])
+
+
+class _SavedPiece:
+    """A box that torch.save has written into a range of a file; the range is looked into when it is first read."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, file: SourceFile, start: int, end: int) -> None:
+        self.shape, self.dtype = shape, dtype
+        self._file, self._start, self._end = file, start, end
+
+    @cached_property
+    def _tensor(self) -> StridedTensor:
+        archive = TorchFile(self._file, self._start, self._end)
+        reader = archive.reader()
+        tensor = reader.read(archive.content)
+        reader.check(self._file)
+        if not isinstance(tensor, StridedTensor) or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+            raise CheckpointFormatError(
+                f"{self._file} holds something else at byte {self._start} than the tensor of shape {self.shape} and "
+                f"{dtype_name(self.dtype)} that its metadata says: it is damaged. Restore it from a backup."
+            )
+        return tensor
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box."""
+        return self._tensor.read(offsets, lengths)
+
+
+def _nest(leaves: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+    root: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        here = root
+        for step in path[:-1]:
+            here = here.setdefault(step, {})
+            if not isinstance(here, dict):
+                raise CheckpointFormatError(f"its metadata puts {path!r} into what is no container")
+        here[path[-1]] = leaf
+    return {str(key): _with_lists(value) for key, value in root.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    """Where all keys are numbers, there was a list."""
+    if type(value) is not dict:
+        return value
+    inner = {key: _with_lists(item) for key, item in value.items()}
+    return [inner[key] for key in sorted(inner)] if inner and all(type(key) is int for key in inner) else inner
+
+
+# -- what the pickle of the metadata names --------------------------------------------------------------------------
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or any(type(n) is not int or not 0 <= n < 2**60 for n in value):
+        raise ValueError(f"{value!r} is no shape")
+    return tuple(value)
+
+
+def _chunk(args: tuple[Any, ...], state: Any) -> Any:
+    return _ints(state["offsets"]), _ints(state["sizes"])
+
+
+def _properties(args: tuple[Any, ...], state: Any) -> Any:
+    dtype = state["dtype"] if isinstance(state, dict) else state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype!r} is no dtype")
+    return dtype
+
+
+def _tensor(args: tuple[Any, ...], state: Any) -> _Entry:
+    return _Entry(shape=_ints(state["size"]), dtype=state["properties"], boxes=tuple(state["chunks"]))
+
+
+def _index(args: tuple[Any, ...], state: Any) -> Any:
+    offset = state.get("offset")
+    return state["fqn"], None if offset is None else _ints(offset)
+
+
+def _storage(args: tuple[Any, ...], state: Any) -> _Place:
+    if state.get("transform_descriptors"):
+        raise CheckpointValueError(
+            f"data transformed by {', '.join(map(str, state['transform_descriptors']))}; save it without extensions"
+        )
+    start, length = _ints((state["offset"], state["length"]))
+    if not isinstance(state["relative_path"], str):
+        raise TypeError("a path that is no string")
+    return _Place(path=state["relative_path"], start=start, length=length)
+
+
+def _metadata(args: tuple[Any, ...], state: Any) -> _Metadata:
+    paths = state.get("planner_data")
+    return _Metadata(
+        entries={str(name): entry for name, entry in state["state_dict_metadata"].items()},
+        paths=paths if isinstance(paths, dict) else {},
+        places=dict(state["storage_data"] or {}),
+    )
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_RECORDS: dict[str, Make] = {
+    f"{_CHECKPOINT}.metadata.Metadata": _metadata,
+    f"{_CHECKPOINT}.metadata.MetadataIndex": _index,
+    f"{_CHECKPOINT}.metadata.TensorStorageMetadata": _tensor,
+    f"{_CHECKPOINT}.metadata.ChunkStorageMetadata": _chunk,
+    f"{_CHECKPOINT}.metadata.TensorProperties": _properties,
+    f"{_CHECKPOINT}.metadata.BytesStorageMetadata": lambda args, state: _Entry(),
+    f"{_CHECKPOINT}.metadata.StorageMeta": lambda args, state: None,
+    f"{_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING": lambda args, state: None,
+    f"{_CHECKPOINT}.filesystem._StorageInfo": _storage,
+    # where torch 2.0 had them
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _properties,
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": lambda args, state: None,
+    "torch.serialization._get_layout": lambda args, state: None,
+}

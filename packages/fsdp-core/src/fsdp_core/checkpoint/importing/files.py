@@ -1,0 +1,116 @@
+"""The files that an import reads, by ranges of bytes, each inside the folder that was asked for."""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+import re
+from dataclasses import dataclass, field, replace
+
+from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = ["SourceFile", "Window", "open_file", "source_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A file of a source.
+
+    Attributes:
+        folder: The folder that it lies in.
+        name: Its name there.
+        size: Its size in bytes.
+    """
+
+    folder: Folder = field(repr=False)
+    name: str
+    size: int
+
+    def __str__(self) -> str:
+        return self.folder.path(self.name)
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes from ``start`` to ``end``.
+
+        Raises:
+            CheckpointFormatError: It ends before.
+        """
+        data = self.folder.read(self.name, start, end)
+        if len(data) != end - start:
+            raise CheckpointFormatError(f"{self} ends before byte {end}: it is truncated. Restore it from a backup.")
+        return data
+
+    def fill(self, buffer: memoryview, start: int) -> None:
+        """Read into a buffer."""
+        buffer[:] = self.read(start, start + len(buffer))
+
+
+def source_of(path: StrPath) -> tuple[Folder, str | None]:
+    """The folder of a source, and the file's name where the source is one file.
+
+    Raises:
+        CheckpointFormatError: There is nothing at the path.
+    """
+    place = open_folder(path)
+    if place.local:  # a link that the user names is followed; those inside of a folder must stay inside of it
+        place = replace(place, root=os.path.realpath(place.root))
+    kind = place.kind()
+    if kind == "missing":
+        raise CheckpointFormatError(f"nothing to import at {place}: there is nothing. Check the path.")
+    if kind == "folder":
+        return place, None
+    return replace(place, root=posixpath.dirname(place.root) or "/"), posixpath.basename(place.root)
+
+
+def open_file(folder: Folder, name: str) -> SourceFile:
+    """A file of a folder by a name that comes from the source itself, which is not trusted.
+
+    Raises:
+        CheckpointFormatError: The name leads out of the folder, or there is no such file.
+    """
+    if any(part in ("", ".", "..") for part in name.split("/")) or re.search(r"[\\:\x00-\x1f]", name):
+        raise CheckpointFormatError(
+            f"{folder} names a file {name!r} outside of itself, and nothing was read from it.\n"
+            "Import a folder that you trust."
+        )
+    try:
+        size = folder.size(name)
+    except CheckpointFormatError as error:
+        raise CheckpointFormatError(f"{error}\nType `cp -rL {folder} COPY` and import COPY.") from error
+    if size is None:
+        raise CheckpointFormatError(f"{folder.path(name)} is missing: the source is not complete. Restore the file.")
+    return SourceFile(folder=folder, name=name, size=size)
+
+
+class Window(io.RawIOBase):
+    """A range of a file as a stream that can be read and sought in."""
+
+    def __init__(self, file: SourceFile, start: int, end: int) -> None:
+        if not 0 <= start <= end <= file.size:
+            raise CheckpointFormatError(f"{file} has {file.size} bytes, and no range from {start} to {end}")
+        self._file, self._start, self._end, self._at = file, start, end, start
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: self._start, io.SEEK_CUR: self._at, io.SEEK_END: self._end}[whence]
+        if base + offset < self._start:
+            raise ValueError("a position before the beginning")
+        self._at = base + offset
+        return self._at - self._start
+
+    def tell(self) -> int:
+        return self._at - self._start
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = max(0, min(len(buffer), self._end - self._at))
+        if count:
+            buffer[:count] = self._file.read(self._at, self._at + count)
+        self._at += count
+        return count

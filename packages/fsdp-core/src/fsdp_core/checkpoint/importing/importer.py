@@ -1,0 +1,225 @@
+"""Importing: another library's checkpoint, recognised, read piece by piece, and saved in this format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from fsdp_core.checkpoint.folder import StrPath, open_folder
+from fsdp_core.checkpoint.importing.dcp import read_dcp
+from fsdp_core.checkpoint.importing.files import open_file
+from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
+from fsdp_core.checkpoint.importing.optimizers import ParameterOrder
+from fsdp_core.checkpoint.importing.recognition import LIGHTNING_META, Source, recognise
+from fsdp_core.checkpoint.importing.safetensors_source import read_safetensors_file, read_safetensors_folder
+from fsdp_core.checkpoint.importing.tensors import Counted
+from fsdp_core.checkpoint.importing.torch_file import TorchFile
+from fsdp_core.checkpoint.importing.xla import read_xla
+from fsdp_core.checkpoint.planning import find_part
+from fsdp_core.checkpoint.saving import save
+from fsdp_core.checkpoint.sources import TensorSource
+from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
+from fsdp_core.runtime import ProcessGroupRuntime
+
+__all__ = ["import_checkpoint", "read_source"]
+
+
+def import_checkpoint(
+    source: StrPath,
+    out: StrPath,
+    *,
+    weights_only: bool = False,
+    drop: Iterable[str] = (),
+    parameter_order: Sequence[str] | None = None,
+    overwrite: bool = False,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> Imported:
+    """Import another library's checkpoint, in one process. Nothing in it is run, and tensors pass block by block.
+
+    Args:
+        source: A local path or an fsspec URL: a folder of torch.distributed.checkpoint (as Lightning's sharded
+            strategies, torchtitan and accelerate write them), a file of torch.save, safetensors, or a folder with the
+            shards of torch_xla's FSDP.
+        out: Where to save, a local path or an fsspec URL.
+        weights_only: Whether to leave optimizers and training state out.
+        drop: Paths in the source to leave out, such as ``hyper_parameters/loss``.
+        parameter_order: The parameters' names in the order in which the optimizers hold them, for sources that number
+            them.
+        overwrite: Whether a checkpoint at ``out`` may be replaced.
+        on_bytes: Called with the number of bytes that have been read and the number in all, to show progress.
+
+    Returns:
+        What was saved: the nest, which of its parts are models and optimizers, and what the source was.
+
+    Raises:
+        CheckpointFormatError: The source is damaged, or none that can be imported.
+        CheckpointValueError: It holds what is neither plain data nor a tensor; the message names the paths.
+        CheckpointMismatchError: It is not certain which parameters an optimizer's state is of.
+        CheckpointExistsError: Something is at ``out`` that must not be replaced.
+    """
+    target, place = open_folder(out), open_folder(source)
+    if target.local == place.local and os.path.realpath(target.root) == os.path.realpath(place.root):
+        raise CheckpointExistsError(f"{target} is the source itself: import to another path.")
+    if target.kind() != "missing" and not overwrite:
+        raise CheckpointExistsError(f"{target} is there already: import to another path, or type --overwrite.")
+    imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
+    state = imported.state
+    if on_bytes is not None:
+        done, total = 0, sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
+
+        def count(number: int) -> None:
+            nonlocal done
+            done += number
+            on_bytes(done, total)
+
+        state = _counted(imported.state, count)
+    save(
+        out,
+        state,
+        runtime=ProcessGroupRuntime(),
+        strategy="import",
+        kinds=imported.kinds,
+        aliases=imported.aliases,
+        overwrite=overwrite,
+    )
+    return imported
+
+
+def read_source(
+    source: StrPath,
+    *,
+    weights_only: bool = False,
+    drop: Iterable[str] = (),
+    parameter_order: Sequence[str] | None = None,
+) -> Imported:
+    """Find out what a source holds; its large tensors stay in it. The arguments are those of the import."""
+    found, order, drop = recognise(source), ParameterOrder(parameter_order), tuple(drop)
+    if found.format == "dcp":
+        return _dcp(found, order, drop, weights_only)
+    if found.format == "dcp-parts":
+        return _accelerate(found, order, drop, weights_only)
+    if found.format == "torch-file":
+        return _torch_file(found.archives[0], order, drop, weights_only)
+    if found.format == "xla":
+        nest = read_xla(found.archives, order, drop=drop, weights_only=weights_only)
+        return of_keys(nest, order, f"{len(found.archives)} shards of torch_xla's FSDP", weights_only=weights_only)
+    if found.file is not None:
+        tensors: Mapping[str, Any] = read_safetensors_file(found.file)
+    else:
+        tensors = read_safetensors_folder(found.folder)
+    return of_keys({"model": _without(tensors, drop, source)}, order, "safetensors")
+
+
+def _dcp(found: Source, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
+    rest: dict[str, Any] = {}
+    of_lightning = found.folder.size(LIGHTNING_META) is not None
+    if of_lightning:
+        rest, drop = _meta(TorchFile(open_file(found.folder, LIGHTNING_META)), drop, weights_only)
+    nest = read_dcp(found.folder, drop=drop, tensors_only=weights_only)
+    if TRAINER_MARK not in rest:
+        name = "a folder of Lightning's Fabric" if of_lightning else "a folder of torch.distributed.checkpoint"
+        return of_keys({**rest, **nest}, order, name, weights_only=weights_only)
+    key = "state_dict" if "state_dict" in nest else "model"  # ModelParallelStrategy's, and FSDPStrategy's
+    name = "ModelParallelStrategy" if key == "state_dict" else "FSDPStrategy"
+    if key not in nest:
+        raise CheckpointFormatError(f"{found.folder} holds no model, but {', '.join(nest)}")
+    model = nest.pop(key)
+    count = sum(k.removeprefix("optimizer_").isdigit() for k in nest if k.startswith("optimizer_"))
+    optimizers = None if weights_only or not count else [nest.pop(f"optimizer_{i}", None) for i in range(count)]
+    if nest and not weights_only:
+        raise CheckpointFormatError(f"{found.folder} holds {', '.join(nest)}, which Lightning's {name} does not write.")
+    return of_trainer(model, optimizers, rest, order, f"a folder of Lightning's {name}")
+
+
+def _meta(archive: TorchFile, drop: tuple[str, ...], weights_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What Lightning saves beside the shards, and the paths to drop that are not in it."""
+    if not isinstance(archive.content, dict):
+        raise CheckpointFormatError(f"{archive.file} holds no dict, so it is none of Lightning's")
+    own = tuple(path for path in drop if path.partition("/")[0] in archive.content)
+    others = tuple(path for path in drop if path not in own)
+    return _read(archive, own, KEPT_WITH_WEIGHTS if weights_only else None), others
+
+
+def _read(archive: TorchFile, drop: tuple[str, ...], keep: Iterable[str] | None) -> Any:
+    reader = archive.reader(drop)
+    content = archive.content
+    if keep is not None and isinstance(content, dict):
+        content = {key: value for key, value in content.items() if key in set(keep)}
+    read = reader.read(content)
+    reader.check(archive.file)
+    if keep is None:
+        reader.check_dropped(archive.file, map(str, read) if isinstance(read, dict) else ())
+    return read
+
+
+def _accelerate(found: Source, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
+    """One checkpoint of torch's for each model and each optimizer; the first of each is without a number."""
+    nest: dict[str, Any] = {}
+    for part in found.parts:
+        name, _, number = part.rstrip("/").rpartition("_")
+        key = "model" if name == "pytorch_model_fsdp" else "optimizer"
+        if key == "optimizer" and weights_only:
+            continue
+        held = read_dcp(found.folder, part, drop=drop, tensors_only=weights_only)
+        nest[key if number == "0" else f"{key}_{number}"] = held.get(key, held)
+    return of_keys(nest, order, "a folder of accelerate's save_state", weights_only=weights_only)
+
+
+def _torch_file(archive: TorchFile, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
+    content = archive.content
+    if isinstance(content, dict) and TRAINER_MARK in content and "state_dict" in content:
+        keep = KEPT_WITH_WEIGHTS | {"state_dict"} if weights_only else None
+        rest = _read(archive, drop, keep)
+        model, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
+        return of_trainer(model, optimizers, rest, order, "a full checkpoint of Lightning's Trainer")
+    nest = _models(archive, drop) if weights_only else _read(archive, drop, None)
+    if not isinstance(nest, dict):
+        raise CheckpointFormatError(
+            f"{archive.file} holds no dict, but {type(nest).__name__}: there is no model in it."
+        )
+    return of_keys(
+        {str(key): value for key, value in nest.items()}, order, "a file of torch.save", weights_only=weights_only
+    )
+
+
+def _models(archive: TorchFile, drop: tuple[str, ...]) -> Any:
+    """The parts of a file that can be read; what can't may be anything but a model."""
+    if not isinstance(archive.content, dict):
+        return _read(archive, drop, None)
+    read = {}
+    for key, value in archive.content.items():
+        reader = archive.reader(drop)
+        part = reader.read({key: value})
+        if not reader.refused:
+            read.update(part)
+    return read
+
+
+def _without(tensors: Mapping[str, Any], drop: tuple[str, ...], source: StrPath) -> dict[str, Any]:
+    for name in drop:
+        if name not in tensors:
+            raise CheckpointFormatError(f"there is no tensor {name!r} to drop in {source}")
+    return {name: tensor for name, tensor in tensors.items() if name not in drop}
+
+
+def _sizes(value: Any) -> Iterable[int]:
+    if isinstance(value, TensorSource):
+        count = 1
+        for size in value.shape:
+            count *= size
+        yield count * value.dtype.itemsize
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _sizes(item)
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for item in value:
+            yield from _sizes(item)
+
+
+def _counted(value: Any, on_bytes: Callable[[int], None]) -> Any:
+    if isinstance(value, TensorSource):
+        return Counted(source=value, on_bytes=on_bytes)
+    if type(value) is dict:
+        return {key: _counted(item, on_bytes) for key, item in value.items()}
+    return [_counted(item, on_bytes) for item in value] if type(value) is list else value

@@ -1,0 +1,225 @@
+"""From what a source holds to the nest of our own checkpoints: the Trainer's, or the user's own keys under Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_core.checkpoint.importing.optimizers import (
+    ParameterOrder,
+    by_name,
+    is_flattened,
+    is_optimizer,
+    unflattened,
+)
+from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_whole
+from fsdp_core.checkpoint.planning import join_path
+from fsdp_core.checkpoint.sources import TensorSource
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.fqn import clean_name
+
+__all__ = ["KEPT_WITH_WEIGHTS", "Imported", "of_keys", "of_trainer"]
+
+TRAINER_MARK = "pytorch-lightning_version"
+
+KEPT_WITH_WEIGHTS = frozenset(
+    (
+        *("epoch", "global_step", "loops", TRAINER_MARK),
+        *("hparams_name", "hyper_parameters", "hparams_type"),
+        *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
+    )
+)
+"""What the Trainer's ``save_weights_only`` keeps beside the weights."""
+
+
+@dataclass(kw_only=True)
+class Imported:
+    """What an import is about to save.
+
+    Attributes:
+        state: The nest.
+        kinds: Which parts of it are a model's or an optimizer's.
+        aliases: Further names of tied parameters.
+        source: What the source was, for people.
+        of_trainer: Whether it is the Trainer's nest.
+        notes: What the user should know of how it was read.
+    """
+
+    state: dict[str, Any]
+    kinds: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    source: str = ""
+    of_trainer: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def of_trainer(
+    model: Mapping[str, Any],
+    optimizers: list[Any] | None,
+    rest: Mapping[str, Any],
+    order: ParameterOrder,
+    source: str,
+) -> Imported:
+    """The Trainer's nest.
+
+    Args:
+        model: The LightningModule's state dict.
+        optimizers: The optimizers' states, if there are any.
+        rest: The rest of what the Trainer saves.
+        order: What names numbered parameters.
+        source: What the source was.
+
+    Raises:
+        CheckpointFormatError: A part is not what it should be.
+        CheckpointMismatchError: It is not certain which parameters an optimizer's state is of.
+    """
+    state: dict[str, Any] = {"model": _clean(model)}
+    imported = Imported(state=state, kinds={"model": "model"}, source=source, of_trainer=True)
+    aliases = _aliases(state["model"])
+    imported.aliases = {join_path("model", a): join_path("model", b) for a, b in aliases.items()}
+    if optimizers is not None:
+        shapes = _shapes(state["model"], aliases)
+        state["optimizer"] = [_optimizer(f"optimizer {i}", o, shapes, order) for i, o in enumerate(optimizers)]
+        imported.kinds.update({f"optimizer/{i}": "optimizer" for i in range(len(optimizers))})
+        order.check_all_used()
+        imported.notes += order.notes
+    state["trainer"] = _in_memory(rest)
+    return imported
+
+
+def of_keys(nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weights_only: bool = False) -> Imported:
+    """The user's own keys, as under Fabric. What is neither a model nor an optimizer is read into memory.
+
+    Args:
+        nest: What the source holds; a model's tensors may also lie in it without a key of their own.
+        order: What names numbered parameters.
+        source: What the source was.
+        weights_only: Whether to keep the models alone.
+
+    Raises:
+        CheckpointFormatError: There is no model in it.
+        CheckpointMismatchError: It is not certain which parameters an optimizer's state is of.
+    """
+    nest = _with_model(nest)
+    models = {key: _clean(value) for key, value in nest.items() if is_model(value)}
+    if not models:
+        raise CheckpointFormatError(
+            f"{source} holds no model: none of {', '.join(map(repr, nest)) or 'its keys'} is a dict of tensors by name."
+        )
+    imported = Imported(state={}, source=source)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, model in models.items():
+        aliases = _aliases(model)
+        shapes[key] = _shapes(model, aliases)
+        imported.kinds[join_path(key)] = "model"
+        imported.aliases.update({join_path(key, a): join_path(key, b) for a, b in aliases.items()})
+    for key, value in nest.items():
+        optimizer = unflattened(value) if is_flattened(value) else value
+        if key in models:
+            imported.state[key] = models[key]
+        elif weights_only:
+            continue
+        elif is_optimizer(optimizer):
+            imported.state[key] = _optimizer(f"optimizer {key!r}", optimizer, _only(shapes, key, optimizer), order)
+            imported.kinds[join_path(key)] = "optimizer"
+        else:
+            imported.state[key] = _in_memory(value)
+    order.check_all_used()
+    imported.notes += order.notes
+    return imported
+
+
+def is_model(value: Any) -> bool:
+    """Whether a value is a state dict: tensors by name, of which one could be trained, and modules' extra state."""
+    return (
+        isinstance(value, Mapping)
+        and not is_flattened(value)
+        and any(_trainable(leaf) and len(leaf.shape) > 0 for leaf in value.values())
+        and all(
+            isinstance(name, str) and (isinstance(leaf, TensorSource) or name.endswith("_extra_state"))
+            for name, leaf in value.items()
+        )
+    )
+
+
+def _trainable(leaf: Any) -> bool:
+    return isinstance(leaf, TensorSource) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+
+
+def _with_model(nest: Mapping[str, Any]) -> dict[str, Any]:
+    """A nest in which tensors that lie at its top are put under ``model``, where no other model is."""
+    loose = {key: leaf for key, leaf in nest.items() if isinstance(leaf, TensorSource) or key.endswith("_extra_state")}
+    if not loose or any(map(is_model, nest.values())) or "model" in nest:
+        return dict(nest)
+    return {"model": loose, **{key: value for key, value in nest.items() if key not in loose}}
+
+
+def _clean(model: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(model, Mapping):
+        raise CheckpointFormatError(f"the model's state is no dict of tensors by name, but {type(model).__name__}")
+    cleaned: dict[str, Any] = {}
+    for name, leaf in model.items():
+        if clean_name(str(name)) in cleaned:
+            raise CheckpointFormatError(
+                f"the model's state holds {name!r} twice, with a wrapper in its name and without"
+            )
+        cleaned[clean_name(str(name))] = leaf if isinstance(leaf, TensorSource) else _in_memory(leaf)
+    return cleaned
+
+
+def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
+    """Further names of the same elements of a file."""
+    first: dict[StridedTensor, str] = {}
+    further = {}
+    for name, leaf in model.items():
+        if isinstance(leaf, StridedTensor) and 0 not in leaf.shape and first.setdefault(leaf, name) != name:
+            further[name] = first[leaf]
+    return further
+
+
+def _shapes(model: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """What may be parameters: no further names, no integers."""
+    return {name: tuple(leaf.shape) for name, leaf in model.items() if _trainable(leaf) and name not in aliases}
+
+
+def _only(
+    shapes: Mapping[str, dict[str, tuple[int, ...]]], key: str, optimizer: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the one model that an optimizer may be of."""
+    if len(shapes) == 1:
+        return next(iter(shapes.values()))
+    if any(type(number) is int for group in optimizer["param_groups"] for number in group["params"]):
+        raise CheckpointMismatchError(
+            f"optimizer {key!r} numbers its parameters, and there are {len(shapes)} models: {', '.join(shapes)}.\n"
+            "Leave all but its model out by `--drop KEY`, or import the weights alone by `--weights-only`."
+        )
+    return {}
+
+
+def _optimizer(what: str, value: Any, shapes: Mapping[str, tuple[int, ...]], order: ParameterOrder) -> Any:
+    if not is_optimizer(value):
+        raise CheckpointFormatError(
+            f"{what} is not what optimizer.state_dict() gives, so its state has no place here.\n"
+            "Import the weights alone by `--weights-only`."
+        )
+    named = by_name(what, value, shapes, order)
+    state = {
+        name: {key: leaf if isinstance(leaf, TensorSource) else _in_memory(leaf) for key, leaf in values.items()}
+        for name, values in named["state"].items()
+    }
+    return {"state": state, "param_groups": _in_memory(named["param_groups"])}
+
+
+def _in_memory(value: Any) -> Any:
+    """Plain data with its tensors read: they are small, and are loaded as tensors again."""
+    if isinstance(value, TensorSource):
+        return read_whole(value)
+    if type(value) is dict:
+        return {key: _in_memory(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_in_memory(item) for item in value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _in_memory(item)
+    return value

@@ -1,0 +1,259 @@
+"""Optimizer state of other libraries: numbered, flattened, or by name already; in the end always by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_core.checkpoint.sources import TensorSource
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.fqn import clean_name
+
+__all__ = ["ParameterOrder", "by_name", "is_flattened", "is_optimizer", "unflattened"]
+
+_STATE, _GROUPS = "state", "param_groups"
+
+# What torch's own modules keep beside parameters, and which no optimizer holds.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+_ASK = (
+    "Give the order: write one name a line into a file, by\n"
+    "  names = {p: name for name, p in model.named_parameters()}\n"
+    '  open("order.txt", "w").writelines(names[p] + "\\n" for g in optimizer.param_groups for p in g["params"])\n'
+    "in the program that made the optimizer, and type `--parameter-order order.txt`; or import the weights alone by "
+    "`--weights-only`."
+)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is what ``optimizer.state_dict()`` gives, parameters numbered or named."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get(_STATE, {}), Mapping)
+        and isinstance(value.get(_GROUPS), list)
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in value[_GROUPS])
+    )
+
+
+def is_flattened(value: Any) -> bool:
+    """Whether a value is what torch makes of an optimizer's state with ``flatten_optimizer_state_dict=True``."""
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(key, str) and key.startswith(f"{_GROUPS}.") for key in value)
+        and all(isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in value)
+    )
+
+
+def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state from a flattened one. Parameters of the same settings make one group, as far as is known.
+
+    Example:
+        >>> unflattened({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
+        {'state': {'a.b': {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': ['a.b']}]}
+    """
+    state: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        part, _, rest = key.partition(".")
+        if part == _GROUPS:
+            name, _, what = rest.rpartition(".")
+            settings.setdefault(name, {})[what] = value
+    for key, value in flat.items():
+        part, _, rest = key.partition(".")
+        if part == _STATE:
+            name, _, what = rest.rpartition(".")
+            if name not in settings:
+                raise CheckpointFormatError(
+                    f"the optimizer's state holds {key!r}, and no param group {name!r}: state in further dicts has no "
+                    "place in this format.\nImport the weights alone by `--weights-only`."
+                )
+            state.setdefault(clean_name(name), {})[what] = value
+    groups: list[dict[str, Any]] = []
+    for name, of_name in settings.items():
+        of_name = {key: _plain(value) for key, value in of_name.items()}
+        same = next(
+            (group for group in groups if _alike({k: v for k, v in group.items() if k != "params"}, of_name)), None
+        )
+        if same is None:
+            groups.append({**of_name, "params": [clean_name(name)]})
+        else:
+            same["params"].append(clean_name(name))
+    return {_STATE: state, _GROUPS: groups}
+
+
+class ParameterOrder:
+    """Gives the numbers of optimizers' parameters names.
+
+    Args:
+        given: The names in the order in which the optimizers hold them, if the user knows; all optimizers' names one
+            after the other.
+
+    Attributes:
+        notes: What the user should know of how the names were found.
+    """
+
+    def __init__(self, given: Sequence[str] | None = None) -> None:
+        self._given = None if given is None else [clean_name(name) for name in given]
+        self._used = 0
+        self.notes: list[str] = []
+
+    def names(self, what: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[int, str]:
+        """The name of each number.
+
+        Args:
+            what: What to call the optimizer in an error.
+            state: The optimizer's state, its parameters numbered.
+            shapes: The model's parameters and buffers in their order, each tied one once.
+
+        Raises:
+            CheckpointMismatchError: The names are not certain, or shapes don't agree.
+        """
+        numbers = [number for group in state[_GROUPS] for number in group["params"]]
+        fits = [_predicate(state[_STATE].get(number, {})) for number in numbers]
+        if self._given is not None:
+            return self._as_given(what, numbers, fits, shapes)
+        if all(len(group.get("param_names", ())) == len(group["params"]) > 0 for group in state[_GROUPS]):
+            names = [clean_name(str(name)) for group in state[_GROUPS] for name in group["param_names"]]
+            return dict(zip(numbers, names, strict=True))
+        if len(state[_GROUPS]) > 1:
+            raise CheckpointMismatchError(
+                f"{what} has {len(state[_GROUPS])} param groups of numbered parameters, and the file does not say "
+                f"which parameters they hold.\n{_ASK}"
+            )
+        candidates = [name for name in shapes if not name.endswith(_BUFFERS)]
+        first = _embed(fits, [shapes[name] for name in candidates])
+        last = _embed(fits[::-1], [shapes[name] for name in reversed(candidates)])
+        if first is None or last is None:
+            raise CheckpointMismatchError(
+                f"{what} has {len(numbers)} numbered parameters whose shapes are not those of the model's in their "
+                f"order, so they are of another model or in another order.\n{_ASK}"
+            )
+        if first != [len(candidates) - 1 - at for at in reversed(last)]:
+            raise CheckpointMismatchError(
+                f"{what} has {len(numbers)} numbered parameters, the model has {len(candidates)}, and more than one "
+                f"choice of them has the shapes of the optimizer's state.\n{_ASK}"
+            )
+        self.notes.append(
+            f"{what[0].upper()}{what[1:]} numbers its {len(numbers)} parameters: they were taken to come in the order "
+            "of the model's, as from model.parameters(), which agrees with the shape of every state."
+        )
+        return {number: candidates[at] for number, at in zip(numbers, first, strict=True)}
+
+    def _as_given(
+        self,
+        what: str,
+        numbers: Sequence[int],
+        fits: Sequence[Callable[[tuple[int, ...]], bool]],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> dict[int, str]:
+        assert self._given is not None
+        names = self._given[self._used : self._used + len(numbers)]
+        self._used += len(numbers)
+        if len(names) != len(numbers) or len(set(names)) != len(names):
+            raise CheckpointMismatchError(
+                f"{what} has {len(numbers)} parameters, and --parameter-order gives {len(set(names))} different names "
+                "for them: one name a line, the optimizers one after the other."
+            )
+        for name, fit in zip(names, fits, strict=True):
+            if name not in shapes:
+                raise CheckpointMismatchError(f"--parameter-order names {name!r}, which the model does not have.")
+            if not fit(shapes[name]):
+                raise CheckpointMismatchError(
+                    f"--parameter-order gives {name!r} of shape {shapes[name]} a place where {what} holds state of "
+                    "another shape: the order is another one."
+                )
+        return dict(zip(numbers, names, strict=True))
+
+    def check_all_used(self) -> None:
+        """Refuse names that no optimizer had a place for.
+
+        Raises:
+            CheckpointMismatchError: There are such names.
+        """
+        if self._given is not None and self._used != len(self._given):
+            raise CheckpointMismatchError(
+                f"--parameter-order gives {len(self._given)} names, and the optimizers have {self._used} numbered "
+                "parameters."
+            )
+
+
+def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], order: ParameterOrder) -> Any:
+    """An optimizer's state by parameter name, its groups too.
+
+    Args:
+        what: What to call the optimizer in an error.
+        saved: As :func:`is_optimizer` knows it.
+        shapes: The model's parameters and buffers in their order, each tied one once.
+        order: What names the numbers, where they are numbers.
+
+    Raises:
+        CheckpointMismatchError: The names of the numbers are not certain.
+    """
+    state = {_STATE: saved.get(_STATE, {}), _GROUPS: saved[_GROUPS]}
+    keys = {key for group in state[_GROUPS] for key in group["params"]}
+    names = (
+        order.names(what, state, shapes)
+        if any(type(key) is int for key in keys)
+        else {str(key): clean_name(str(key)) for key in keys}
+    )
+    foreign = [key for key in state[_STATE] if key not in names]
+    if foreign:
+        raise CheckpointMismatchError(
+            f"{what} has state of {foreign[0]!r}, which none of its param groups holds: it is damaged. Import the "
+            "weights alone by `--weights-only`."
+        )
+    return {
+        _STATE: {names[key]: dict(values) for key, values in state[_STATE].items()},
+        _GROUPS: [
+            {
+                **{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")},
+                "params": [names[key] for key in group["params"]],
+            }
+            for group in state[_GROUPS]
+        ],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A setting; one that is a tensor, such as a learning rate, is read."""
+    return value.read((0,) * len(value.shape), value.shape) if isinstance(value, TensorSource) else value
+
+
+def _alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether settings are the same; a learning rate may be a tensor."""
+
+    def listed(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in settings.items()}
+
+    return listed(group) == listed(other)
+
+
+def _predicate(values: Mapping[str, Any]) -> Callable[[tuple[int, ...]], bool]:
+    """Whether a parameter of a shape can have this state."""
+    shapes = {tuple(v.shape) for v in values.values() if isinstance(v, Tensor | TensorSource) and tuple(v.shape)}
+
+    def fits(shape: tuple[int, ...]) -> bool:
+        if not shapes:
+            return True  # nothing is known: never stepped, or a state of counts alone
+        return shape in shapes or all(_factor_of(found, shape) for found in shapes)
+
+    return fits
+
+
+def _factor_of(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(found) == len(shape) and all(a in (1, b) for a, b in zip(found, shape, strict=True))
+
+
+def _embed(fits: Sequence[Callable[[tuple[int, ...]], bool]], shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """The first places, in order, that fit; ``None`` where there are none."""
+    places, at = [], 0
+    for fit in fits:
+        while at < len(shapes) and not fit(shapes[at]):
+            at += 1
+        if at == len(shapes):
+            return None
+        places.append(at)
+        at += 1
+    return places

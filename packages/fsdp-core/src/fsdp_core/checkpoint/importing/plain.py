@@ -1,0 +1,301 @@
+"""From what a pickle names to plain data and tensors: what is known becomes its value, the rest is refused by path."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+
+from fsdp_core.checkpoint.importing.unpickling import Name, Named
+from fsdp_core.checkpoint.planning import join_path, split_path
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+
+__all__ = ["Keys", "Make", "PlainReader", "Storage"]
+
+Keys = tuple[str, ...]
+Make = Callable[[tuple[Any, ...], Any], Any]
+"""Gives the value of something named, from its arguments and its state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where the elements of tensors lie in a file of :func:`torch.save`.
+
+    Attributes:
+        key: Its name in the file.
+        dtype: Its dtype; ``None`` for one of bytes, whose tensors say theirs.
+        nbytes: Its size.
+    """
+
+    key: str
+    dtype: torch.dtype | None
+    nbytes: int
+
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_VALUES_PER_BYTE = 16  # a part that is saved once may stand in several places
+_SHOWN = 20
+_FACTORIES = {
+    f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, set, str, tuple)
+}  # what a defaultdict may be over
+
+
+class PlainReader:
+    """Turns what :func:`~fsdp_core.checkpoint.importing.unpickling.unpickle` gave into plain data.
+
+    Args:
+        known: What further names stand for.
+        drop: Paths to leave out, such as ``hyper_parameters/loss``.
+        size: The number of bytes that the pickles have.
+
+    Attributes:
+        refused: By path, what is neither plain data nor a tensor.
+    """
+
+    def __init__(self, known: Mapping[str, Make] | None = None, drop: Iterable[str] = (), *, size: int) -> None:
+        self.refused: dict[str, str] = {}
+        self._known = {**_KNOWN, **(known or {})}
+        self._drop = {tuple(split_path(path)): path for path in drop}
+        self._dropped: set[Keys] = set()
+        self._left = 1000 + size * _VALUES_PER_BYTE
+
+    def read(self, value: Any, keys: Keys = ()) -> Any:
+        """Read a value; what can't be read is noted in :attr:`refused`, and ``None`` stands for it.
+
+        Raises:
+            CheckpointFormatError: It is nested too deeply, or holds the same parts again and again.
+        """
+        try:
+            return self._read(value, keys)
+        except RecursionError as error:
+            raise CheckpointFormatError("it is nested too deeply to be a checkpoint, or contains itself") from error
+
+    def _read(self, value: Any, keys: Keys) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise CheckpointFormatError("it holds far more values than it has bytes, which no checkpoint does")
+        if isinstance(value, Named):
+            return self._named(value, keys)
+        if isinstance(value, Name):
+            return self._constant(value, keys)
+        if isinstance(value, dict):
+            return dict(self._pairs(value.items(), keys))
+        if isinstance(value, list):
+            return self._items(value, keys)
+        if isinstance(value, tuple):
+            return tuple(self._items(value, keys))
+        if isinstance(value, set | frozenset):
+            return type(value)(self._items(value, keys))
+        if isinstance(value, Storage):
+            self.refuse(keys, "the storage of a tensor, without a shape")
+            return None
+        return value
+
+    def check(self, source: object) -> None:
+        """Refuse what could not be read.
+
+        Raises:
+            CheckpointValueError: There is such a thing; all places are named, and what to type.
+        """
+        if not self.refused:
+            return
+        lines = [f"  {path or 'the whole'!r}: {why}" for path, why in self.refused.items()]
+        more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        options = " ".join(f"--drop {_quoted(path)}" for path in list(self.refused)[:_SHOWN])
+        remedy = (
+            "In a process that has the code for it, save its state_dict() instead, and import that."
+            if "" in self.refused
+            else f"Leave it out by `{options}`, or import the weights alone by `--weights-only`."
+        )
+        raise CheckpointValueError(
+            "\n".join(
+                [
+                    f"can't import {source}: nothing in it is run, and it holds more than plain data and tensors:",
+                    *lines[:_SHOWN],
+                    *more,
+                    remedy,
+                ]
+            )
+        )
+
+    def check_dropped(self, source: object, there: Iterable[str]) -> None:
+        """Refuse paths to leave out that led to nothing.
+
+        Raises:
+            CheckpointValueError: There is one.
+        """
+        for keys, path in self._drop.items():
+            if keys not in self._dropped:
+                names = ", ".join(there)
+                raise CheckpointValueError(f"there is nothing to drop at {path!r} in {source}. It holds: {names}.")
+
+    def refuse(self, keys: Keys, why: str) -> None:
+        """Note that a value can't be read."""
+        self.refused.setdefault(join_path(*keys), why)
+
+    def drops(self, keys: Keys) -> bool:
+        """Whether a path is to be left out."""
+        if keys in self._drop:
+            self._dropped.add(keys)
+            return True
+        return False
+
+    def _pairs(self, pairs: Iterable[tuple[Any, Any]], keys: Keys) -> list[tuple[Any, Any]]:
+        read = []
+        for raw, item in pairs:
+            key = self._read(raw, keys)
+            inner = (*keys, str(key))
+            try:
+                hash(key)
+            except TypeError:
+                self.refuse(inner, f"a {type(key).__name__} can't be a key")
+                continue
+            if not self.drops(inner):
+                read.append((key, self._read(item, inner)))
+        return read
+
+    def _items(self, items: Iterable[Any], keys: Keys) -> list[Any]:
+        return [self._read(item, (*keys, str(index))) for index, item in enumerate(items)]
+
+    def _constant(self, value: Name, keys: Keys) -> Any:
+        if (dtype := _dtype(value)) is None:
+            self.refuse(keys, f"{value.name}, which is code")
+        return dtype
+
+    def _argument(self, value: Any, keys: Keys) -> Any:
+        """An argument of a call, which may also be a name or a storage: who is called knows what to do with it."""
+        if isinstance(value, Name):
+            return _dtype(value) or value
+        return value if isinstance(value, Storage) else self._read(value, keys)
+
+    def _named(self, value: Named, keys: Keys) -> Any:
+        make = self._known.get(value.name)
+        if make is None or value.kwargs:
+            self.refuse(keys, value.name)
+            return None
+        before = len(self.refused)
+        args, state = tuple(self._argument(arg, keys) for arg in value.args), self._read(value.state, keys)
+        pairs, items = self._pairs(value.pairs, keys), self._items(value.items, keys)
+        if len(self.refused) > before:
+            return None
+        try:
+            made = make(args, state)
+            if pairs:
+                made.update(pairs)
+            if items:
+                made.extend(items)
+        except (CheckpointFormatError, CheckpointValueError) as error:
+            self.refuse(keys, str(error))
+        except Exception as error:
+            self.refuse(keys, f"{value.name} over what it can't hold ({type(error).__name__}: {error})")
+        else:
+            return made
+        return None
+
+
+def _dtype(value: Name) -> torch.dtype | None:
+    return _DTYPES.get(value.name)
+
+
+def _quoted(path: str) -> str:
+    return path if re.fullmatch(r"[\w./%@:+-]+", path) else "'" + path.replace("'", "'\\''") + "'"
+
+
+def _namespace(args: tuple[Any, ...], state: Any) -> argparse.Namespace:
+    return argparse.Namespace(**(state or {}))
+
+
+def _default_dict(args: tuple[Any, ...], state: Any) -> Any:
+    factory = args[0] if args else None
+    return defaultdict(None if factory is None else _FACTORIES[factory.name])
+
+
+def _encoded(args: tuple[Any, ...], state: Any) -> bytes:
+    text, encoding = args
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"bytes are not written as {encoding!r}")
+    return bytes(text.encode("latin1"))
+
+
+def _bytes(args: tuple[Any, ...], state: Any) -> bytes:
+    return _encoded(args, state) if len(args) == 2 else bytes(args[0]) if args else b""
+
+
+def _numpy_dtype(args: tuple[Any, ...], state: Any) -> Any:
+    import numpy
+
+    code, order = str(args[0]), state[1] if state else "="
+    if not (re.fullmatch(r"[biufc]\d{1,2}", code) and order in ("<", ">", "=", "|")):
+        raise ValueError(f"{code!r} is no number")
+    return numpy.dtype(code if order in "=|" else order + code)
+
+
+def _numpy_scalar(args: tuple[Any, ...], state: Any) -> Any:
+    import numpy
+
+    dtype, data = args
+    return numpy.frombuffer(data, dtype=dtype, count=1)[0]
+
+
+def _numpy_array(args: tuple[Any, ...], state: Any) -> Any:
+    import numpy
+
+    _, shape, dtype, by_columns, data = state
+    return numpy.frombuffer(data, dtype=dtype).reshape(shape, order="F" if by_columns else "C").copy()
+
+
+def _numpy_buffer(args: tuple[Any, ...], state: Any) -> Any:
+    import numpy
+
+    data, dtype, shape, order = args
+    return numpy.frombuffer(data, dtype=dtype).reshape(shape, order=order).copy()
+
+
+def _whole(make: Callable[..., Any]) -> Make:
+    return lambda args, state: make(*args)
+
+
+def _in_modules(modules: Iterable[str], name: str, make: Make) -> dict[str, Make]:
+    return {f"{module}.{name}": make for module in modules}
+
+
+_NUMPY = ("numpy.core", "numpy._core")
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
+_PATHS = ("pathlib", "pathlib._local")
+
+# A subclass of a plain type is read as the plain type, as a save stores it.
+_KNOWN: dict[str, Make] = {
+    "collections.OrderedDict": _whole(OrderedDict),
+    "collections.Counter": _whole(Counter),
+    "collections.defaultdict": _default_dict,
+    "builtins.set": _whole(set),
+    "builtins.frozenset": _whole(frozenset),
+    "builtins.complex": _whole(complex),
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytes,
+    "_codecs.encode": _encoded,
+    "argparse.Namespace": _namespace,
+    "datetime.date": _whole(date),
+    "datetime.datetime": _whole(datetime),
+    "datetime.time": _whole(time),
+    "datetime.timedelta": _whole(timedelta),
+    "datetime.timezone": _whole(timezone),
+    "torch.Size": _whole(torch.Size),
+    "torch.device": _whole(torch.device),
+    "torch.torch_version.TorchVersion": _whole(str),
+    "numpy.dtype": _numpy_dtype,
+    **_in_modules((f"{core}.multiarray" for core in _NUMPY), "scalar", _numpy_scalar),
+    **_in_modules((f"{core}.multiarray" for core in _NUMPY), "_reconstruct", _numpy_array),
+    **_in_modules((f"{core}.numeric" for core in _NUMPY), "_frombuffer", _numpy_buffer),
+    **_in_modules((f"{root}.utilities.parsing" for root in _LIGHTNING), "AttributeDict", _whole(dict)),
+    **_in_modules((f"{root}.utilities.data" for root in _LIGHTNING), "AttributeDict", _whole(dict)),
+    **{f"{m}.{kind}": _whole(PurePosixPath) for m in _PATHS for kind in ("PosixPath", "PurePosixPath")},
+    **{f"{m}.{kind}": _whole(PureWindowsPath) for m in _PATHS for kind in ("WindowsPath", "PureWindowsPath")},
+}

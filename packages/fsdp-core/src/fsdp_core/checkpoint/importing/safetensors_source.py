@@ -1,0 +1,116 @@
+"""Safetensors files: one, a Hugging Face folder with its index, or the pieces of torch's HuggingFaceStorageWriter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.importing.files import SourceFile, open_file
+from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
+from fsdp_core.checkpoint.safetensors_file import FileTensor, parse_header
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = ["INDEX_SUFFIX", "SUFFIX", "read_safetensors_file", "read_safetensors_folder"]
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+_MAX_INDEX_BYTES = 2**28
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
+    """The tensors of one file, by name.
+
+    Raises:
+        CheckpointFormatError: It is no safetensors file.
+    """
+    return {name: _source(file, held) for name, held in parse_header(file.read, file.size, str(file)).items()}
+
+
+def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPieces]:
+    """The tensors of all files of a folder, by name.
+
+    Args:
+        folder: One with an index, whose files must hold what it says and no more; or one without.
+
+    Raises:
+        CheckpointFormatError: A file or a tensor is missing, or one is there twice.
+    """
+    names = [name for name in folder.files() if "/" not in name]
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        raise CheckpointFormatError(
+            f"{folder} holds {len(indexes)} indexes: {', '.join(indexes)}.\n"
+            "Import a folder with the files of one model."
+        )
+    place = _read_index(open_file(folder, indexes[0])) if indexes else None
+    wanted = sorted(set(place.values())) if place is not None else [name for name in names if name.endswith(SUFFIX)]
+    files = [open_file(folder, name) for name in wanted]
+    pieces: dict[str, list[Piece]] = {}
+    whole: dict[str, StridedTensor | InPieces] = {}
+    for file in files:
+        begins = _begins(file)
+        for name, tensor in read_safetensors_file(file).items():
+            if place is not None and place.get(name) != file.name:
+                continue
+            if name in begins:
+                pieces.setdefault(name, []).append(Piece(offsets=begins[name], lengths=tensor.shape, source=tensor))
+            elif name in whole:
+                raise CheckpointFormatError(
+                    f"{name!r} is in {file} and in another file of {folder}.\n"
+                    "Import a folder with the files of one model."
+                )
+            whole[name] = tensor
+    missing = [name for name in place or () if name not in whole]
+    if missing:
+        raise CheckpointFormatError(
+            f"{folder} is not complete: {indexes[0]} lists {missing[0]!r} and {len(missing) - 1} more tensors that its "
+            "files don't hold. Restore the files."
+        )
+    for name, parts in pieces.items():
+        dims = range(len(parts[0].offsets))
+        shape = tuple(max(part.offsets[dim] + part.lengths[dim] for part in parts) for dim in dims)
+        whole[name] = InPieces(name=name, shape=shape, dtype=parts[0].source.dtype, pieces=tuple(_filled(parts)))
+    return whole
+
+
+def _filled(parts: list[Piece]) -> list[Piece]:
+    """Pieces with elements, each place once: copies on several ranks are written by each of them."""
+    return list({part.offsets: part for part in parts if 0 not in part.lengths}.values())
+
+
+def _source(file: SourceFile, held: FileTensor) -> StridedTensor:
+    stride, step = [], 1
+    for size in reversed(held.shape):
+        stride.append(step)
+        step *= size
+    return StridedTensor(
+        file=file, start=held.start, shape=held.shape, stride=tuple(reversed(stride)), dtype=held.dtype
+    )
+
+
+def _read_index(file: SourceFile) -> dict[str, str]:
+    try:
+        if file.size > _MAX_INDEX_BYTES:
+            raise ValueError(f"it has {file.size} bytes")
+        place = json.loads(file.read(0, file.size))["weight_map"]
+        if not isinstance(place, dict) or not all(isinstance(name, str) for name in place.values()):
+            raise ValueError("its weight_map is no map of names to files")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointFormatError(f"{file} is no index of safetensors files: {error}") from error
+    return place
+
+
+def _begins(file: SourceFile) -> dict[str, tuple[int, ...]]:
+    """Where the tensors of a file begin in larger ones, if torch's distributed checkpoint has written it."""
+    length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
+    if length > file.size - 8:
+        return {}  # what is wrong with it is told where its tensors are read
+    try:
+        metadata = json.loads(file.read(8, 8 + length)).get("__metadata__") or {}
+        told: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))
+        return {name: tuple(int(n) for n in entry["saved_offsets"]) for name, entry in told.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointFormatError(f"{file} has metadata that no library writes: {error}") from error

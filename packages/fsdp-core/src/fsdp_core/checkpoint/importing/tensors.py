@@ -1,0 +1,215 @@
+"""Tensors that still lie in another library's files: strided, in pieces, as ranges of a flat one, cast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint.coverage import find_fault
+from fsdp_core.checkpoint.dtypes import dtype_name
+from fsdp_core.checkpoint.importing.files import SourceFile
+from fsdp_core.checkpoint.safetensors_file import FileTensor, read_box
+from fsdp_core.checkpoint.sources import TensorSource
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = ["Cast", "Counted", "FlatRange", "InPieces", "Piece", "StridedTensor", "read_whole"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StridedTensor:
+    """A tensor in a file, its elements at any strides. Two that are equal are one tensor under two names.
+
+    Attributes:
+        file: The file.
+        start: Its first element's first byte.
+        shape: Its shape.
+        stride: How many elements lie between neighbours along each dimension.
+        dtype: Its dtype.
+    """
+
+    file: SourceFile
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box."""
+        out = torch.empty(tuple(lengths), dtype=self.dtype)
+        if not out.numel():
+            return out
+        order = sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], self.shape[dim] == 1))
+        if self._is_dense(order):
+            held = FileTensor(
+                shape=tuple(self.shape[dim] for dim in order), dtype_name=dtype_name(self.dtype), start=self.start
+            )
+            read_box(self.file.fill, held, tuple(offsets[dim] for dim in order), out.permute(order))
+            return out
+        first = sum(offset * step for offset, step in zip(offsets, self.stride, strict=True))
+        span = 1 + sum((length - 1) * step for length, step in zip(lengths, self.stride, strict=True))
+        flat = torch.empty(span, dtype=self.dtype)
+        held = FileTensor(
+            shape=(span,), dtype_name=dtype_name(self.dtype), start=self.start + first * self.dtype.itemsize
+        )
+        read_box(self.file.fill, held, (0,), flat)
+        return out.copy_(flat.as_strided(tuple(lengths), self.stride))
+
+    def _is_dense(self, order: Sequence[int]) -> bool:
+        """Whether its dimensions in this order are those of a contiguous tensor."""
+        step = 1
+        for dim in reversed(order):
+            if self.shape[dim] != 1 and self.stride[dim] != step:
+                return False
+            step *= self.shape[dim]
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of a larger tensor.
+
+    Attributes:
+        offsets: Where it begins in the larger tensor.
+        lengths: Its shape.
+        source: What holds it; where that is larger, the box is its beginning.
+    """
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    source: TensorSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class InPieces:
+    """A tensor whose boxes are held by several sources.
+
+    Attributes:
+        name: What to call it in an error.
+        shape: Its shape.
+        dtype: Its dtype.
+        pieces: The boxes, which cover it exactly.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        fault = find_fault(self.shape, [(piece.offsets, piece.lengths) for piece in self.pieces])
+        if fault is not None:
+            raise CheckpointFormatError(
+                f"{self.name!r} of shape {self.shape} is not whole in the source: {fault}. Restore the files that lack."
+            )
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box."""
+        out = torch.empty(tuple(lengths), dtype=self.dtype)
+        for piece in self.pieces:
+            low = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
+            ends = zip(piece.offsets, piece.lengths, offsets, lengths, strict=True)
+            high = [min(a + m, b + n) for a, m, b, n in ends]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            begin = tuple(a - o for a, o in zip(low, piece.offsets, strict=True))
+            out[inside] = piece.source.read(begin, tuple(b - a for a, b in zip(low, high, strict=True)))
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatRange:
+    """A tensor that is a range of a flat one, which lies in pieces of equal lengths one after the other.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        start: Its first element in the flat one.
+        pieces: What holds the flat one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    pieces: tuple[TensorSource, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        there = sum(piece.shape[0] for piece in self.pieces)
+        if not 0 <= self.start <= self.start + math.prod(self.shape) <= there:
+            raise CheckpointFormatError(
+                f"a tensor of shape {self.shape} should begin at element {self.start} of a flat one that has {there}: "
+                "the metadata and the shards are not of one checkpoint"
+            )
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box, run by run of elements that follow one another."""
+        out = torch.empty(tuple(lengths), dtype=self.dtype)
+        self._read(out, self.start, self.shape, tuple(offsets))
+        return out
+
+    def _read(self, out: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+        row = math.prod(shape[1:])
+        if tuple(out.shape[1:]) == shape[1:]:
+            self._run(out.view(-1), start + (offsets[0] * row if shape else 0))
+            return
+        for index in range(out.shape[0]):
+            self._read(out[index], start + (offsets[0] + index) * row, shape[1:], offsets[1:])
+
+    def _run(self, out: Tensor, start: int) -> None:
+        length = self.pieces[0].shape[0]
+        at = 0
+        while at < out.numel():
+            index, inside = divmod(start + at, length)
+            count = min(out.numel() - at, length - inside)
+            out[at : at + count] = self.pieces[index].read((inside,), (count,))
+            at += count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """A source, converted to another dtype while it is read."""
+
+    source: TensorSource
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.source.shape)
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box."""
+        return self.source.read(offsets, lengths).to(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """A source that tells how many bytes are read of it, to show progress."""
+
+    source: TensorSource
+    on_bytes: Callable[[int], None] = field(repr=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.source.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.source.dtype
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box."""
+        box = self.source.read(offsets, lengths)
+        self.on_bytes(box.nbytes)
+        return box
+
+
+def read_whole(source: TensorSource) -> Tensor:
+    """Read all of a source."""
+    return source.read((0,) * len(source.shape), tuple(source.shape))

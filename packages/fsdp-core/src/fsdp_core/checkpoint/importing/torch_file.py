@@ -1,0 +1,173 @@
+"""What :func:`torch.save` has written, whole files and pieces of one: its data, with its tensors still in the file."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
+from fsdp_core.checkpoint.importing.files import SourceFile, Window
+from fsdp_core.checkpoint.importing.plain import Make, PlainReader, Storage
+from fsdp_core.checkpoint.importing.tensors import StridedTensor
+from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, Name, unpickle
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+
+__all__ = ["TorchFile", "is_torch_file"]
+
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+
+
+class TorchFile:
+    """A zip archive that :func:`torch.save` has written.
+
+    Args:
+        file: The file that it lies in.
+        start: Where it begins there.
+        end: Where it ends; at the end of the file when ``None``.
+
+    Attributes:
+        content: What was saved, as records; :meth:`reader` makes plain data and tensors of it.
+
+    Raises:
+        CheckpointFormatError: It is no such archive, or none that can be read without running it.
+    """
+
+    def __init__(self, file: SourceFile, start: int = 0, end: int | None = None) -> None:
+        self.file = file
+        self._start = start
+        stream = io.BufferedReader(Window(file, start, file.size if end is None else end))
+        try:
+            with zipfile.ZipFile(stream) as archive:
+                self._entries = {info.filename: info for info in archive.infolist()}
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+            raise CheckpointFormatError(
+                f"{file} can't be read as what torch.save writes: {error}. Restore it from a backup; a file of torch "
+                "before 1.6 has to be loaded and saved again with a newer torch."
+            ) from error
+        roots = [name.removesuffix("/data.pkl") for name in self._entries if name.endswith("/data.pkl")]
+        self._root = min(roots, key=len, default="")
+        if not roots or f"{self._root}/constants.pkl" in self._entries:
+            raise CheckpointFormatError(
+                f"{file} holds no data of torch.save: "
+                + ("it is a TorchScript program. " if roots else "it is another kind of zip archive. ")
+                + "Save the model's state_dict() with torch.save, and import that."
+            )
+        if self._bytes("byteorder", b"little") != b"little":
+            raise CheckpointFormatError(f"{file} is of a big-endian machine: load it there, and save as safetensors.")
+        data = self._bytes("data.pkl", None)
+        self._size = len(data)
+        self.content = unpickle(data, str(file), self._storage)
+
+    def reader(self, drop: Iterable[str] = ()) -> PlainReader:
+        """What makes plain data and tensors of :attr:`content`."""
+        return PlainReader(
+            {**self._rebuilding(), "torch._tensor._rebuild_from_type_v2": self._of_type}, drop, size=self._size
+        )
+
+    def _bytes(self, name: str, default: bytes | None) -> bytes:
+        info = self._entries.get(f"{self._root}/{name}")
+        if info is None and default is not None:
+            return default
+        start, size = self._span(name)
+        if size > MAX_PICKLE_BYTES:
+            raise CheckpointFormatError(f"{self.file} holds {name} of {size} bytes, which is too much to be plain data")
+        return self.file.read(start, start + size)
+
+    def _span(self, name: str) -> tuple[int, int]:
+        """The first byte and the size of an entry, which must lie in the file as it is."""
+        info = self._entries.get(f"{self._root}/{name}")
+        if info is None:
+            raise CheckpointFormatError(f"{self.file} lacks {name!r}: it is damaged. Restore it from a backup.")
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise CheckpointFormatError(f"{self.file} was compressed or encrypted: unpack it, and zip it without.")
+        header = self._start + info.header_offset
+        local = self.file.read(header, header + 30)
+        start = header + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+        if start + info.file_size > self.file.size:
+            raise CheckpointFormatError(f"{self.file} is truncated: {name!r} goes on beyond its end")
+        return start, info.file_size
+
+    def _storage(self, pid: Any) -> Storage:
+        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Name)):
+            raise CheckpointFormatError(f"{self.file} refers to {str(pid)[:80]!r}, which is no storage of a tensor")
+        _, kind, key, _, count = pid
+        name = kind.name.rpartition(".")[2]
+        if name != "UntypedStorage" and name not in _STORAGES:
+            raise CheckpointFormatError(f"{self.file} holds a storage of the kind {name!r}, which is not known")
+        if not isinstance(key, str) or type(count) is not int or count < 0:
+            raise CheckpointFormatError(f"{self.file} holds a storage {key!r} of {count!r} elements")
+        dtype = _STORAGES.get(name)
+        return Storage(key=key, dtype=dtype, nbytes=count * (1 if dtype is None else dtype.itemsize))
+
+    def _rebuilding(self) -> dict[str, Make]:
+        return {
+            "torch._utils._rebuild_tensor": lambda args, _: self._tensor(args[:4]),
+            "torch._utils._rebuild_tensor_v2": lambda args, _: self._tensor(args[:4], marks=args[6:]),
+            "torch._utils._rebuild_tensor_v3": lambda args, _: self._tensor(args[:4], args[6], args[7:]),
+            "torch._utils._rebuild_parameter": lambda args, _: args[0],
+            "torch._utils._rebuild_parameter_with_state": lambda args, _: args[0],
+            "torch._utils._rebuild_device_tensor_from_cpu_tensor": lambda args, _: args[0],
+        }
+
+    def _of_type(self, args: tuple[Any, ...], state: Any) -> Any:
+        """A tensor with attributes, or of a subclass."""
+        make, kind, inner = args[:3]
+        if kind.name not in (
+            "torch.Tensor",
+            "torch._tensor.Tensor",
+            "torch.nn.parameter.Parameter",
+            "torch.nn.parameter.Buffer",
+        ):
+            raise CheckpointValueError(f"{kind.name}, which is no plain tensor; save the plain tensors in it instead")
+        return self._rebuilding()[make.name](inner, None)
+
+    def _tensor(self, told: tuple[Any, ...], dtype: Any = None, marks: tuple[Any, ...] = ()) -> StridedTensor:
+        storage, first, shape, stride = told
+        if not isinstance(storage, Storage):
+            raise CheckpointValueError("a tensor without a storage")
+        dtype = dtype or storage.dtype
+        if dtype not in SAFETENSORS_NAMES:
+            raise CheckpointValueError(
+                f"a tensor of {dtype_name(dtype)}, which safetensors has no room for; convert it"
+            )
+        if any(marks):
+            raise CheckpointValueError(f"a tensor marked as {marks[0]}; save tensor.resolve_conj().resolve_neg()")
+        numbers = (first, *shape, *stride)
+        if len(shape) != len(stride) or any(type(n) is not int or not 0 <= n < 2**60 for n in numbers):
+            raise CheckpointFormatError(f"a tensor of shape {tuple(shape)} and strides {tuple(stride)}")
+        last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        start, size = self._span(f"data/{storage.key}")
+        if math.prod(shape) and (last + 1) * dtype.itemsize > min(size, storage.nbytes):
+            raise CheckpointFormatError(
+                f"a tensor of shape {tuple(shape)} beyond the {min(size, storage.nbytes)} bytes of its storage"
+            )
+        return StridedTensor(
+            file=self.file,
+            start=start + first * dtype.itemsize,
+            shape=tuple(shape),
+            stride=tuple(stride),
+            dtype=dtype,
+        )
+
+
+def is_torch_file(file: SourceFile) -> bool:
+    """Whether a file begins as a zip archive does."""
+    return file.size >= 4 and file.read(0, 4) == b"PK\x03\x04"

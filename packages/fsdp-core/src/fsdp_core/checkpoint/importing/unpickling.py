@@ -1,0 +1,249 @@
+"""Pickles read as data: what a pickle names is noted down, and never imported, called or looked up."""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = ["MAX_PICKLE_BYTES", "Name", "Named", "unpickle"]
+
+MAX_PICKLE_BYTES = 2**30
+"""The largest pickle that is read; tensors are not inside of it."""
+
+# The modules that Python 2 had for what a pickle of protocol 2 still names so.
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Name:
+    """What a pickle would have imported, such as ``collections.OrderedDict``."""
+
+    name: str
+
+
+@dataclass(eq=False, kw_only=True)
+class Named:
+    """What a pickle would have made by calling something by its name.
+
+    Attributes:
+        name: The name.
+        args: What it would have been called with.
+        kwargs: Likewise, by name.
+        state: What it would have been told with ``__setstate__``.
+        pairs: Items that would have been set by key.
+        items: Items that would have been appended or added.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    state: Any = None
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list)
+
+
+def unpickle(data: bytes, where: str, on_persistent: Callable[[Any], Any] | None = None) -> Any:
+    r"""Read a pickle without running anything that it asks for.
+
+    Args:
+        data: The pickle.
+        where: What to call it in an error.
+        on_persistent: Gives what a persistent id stands for, as :func:`torch.save` writes them for storages.
+
+    Returns:
+        Dicts, lists, tuples, sets, numbers, strings and bytes as they are; a :class:`Name` where the pickle names
+        anything else, and a :class:`Named` where it makes something of that.
+
+    Raises:
+        CheckpointFormatError: It is no pickle, or one that no library writes for a checkpoint.
+
+    Example:
+        >>> call = unpickle(b"cposix\nsystem\n(S'rm -r /'\ntR.", "an example")
+        >>> call.name, call.args
+        ('posix.system', ('rm -r /',))
+    """
+    machine = _Machine(on_persistent)
+    try:
+        for operation, argument, _ in pickletools.genops(data):
+            machine.take(operation.name, argument)
+        (result,) = machine.stack
+    except CheckpointFormatError:
+        raise
+    except Exception as error:
+        raise CheckpointFormatError(
+            f"{where} can't be read as a pickle: {type(error).__name__}: {error}. Restore it from a backup."
+        ) from error
+    return result
+
+
+_PUSHED = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_MADE: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
+_OF_MARKED: dict[str, Callable[[list[Any]], Any]] = {
+    "LIST": list,
+    "TUPLE": tuple,
+    "FROZENSET": frozenset,
+    "DICT": lambda items: dict(_in_pairs(items)),
+}
+
+
+class _Machine:
+    """The stack and the memo that a pickle works on; other operations than those here no library writes."""
+
+    def __init__(self, on_persistent: Callable[[Any], Any] | None) -> None:
+        self.stack: list[Any] = []
+        self._marked: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._on_persistent = on_persistent
+
+    def take(self, operation: str, argument: Any) -> None:
+        """Take one step."""
+        if operation in _PUSHED:
+            self.stack.append(argument)
+        elif operation in _CONSTANTS:
+            self.stack.append(_CONSTANTS[operation])
+        elif operation in _MADE:
+            self.stack.append(_MADE[operation]())
+        elif operation in _OF_MARKED:
+            items = self._since_mark()  # which puts the stack before the mark in its place
+            self.stack.append(_OF_MARKED[operation](items))
+        elif operation in ("GET", "BINGET", "LONG_BINGET"):
+            self.stack.append(self._memo[argument])
+        elif operation in ("PUT", "BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = self.stack[-1]
+        else:
+            step = getattr(self, f"_{operation.lower()}", None)
+            if step is None:
+                raise ValueError(f"{operation} has no place in a checkpoint")
+            step(argument)
+
+    def _since_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self._marked.pop()
+        return items
+
+    def _proto(self, argument: Any) -> None:
+        """Nothing: the protocol only says which operations follow."""
+
+    _frame = _stop = _proto
+
+    def _mark(self, argument: Any) -> None:
+        self._marked.append(self.stack)
+        self.stack = []
+
+    def _pop_mark(self, argument: Any) -> None:
+        self._since_mark()
+
+    def _pop(self, argument: Any) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self._since_mark()
+
+    def _dup(self, argument: Any) -> None:
+        self.stack.append(self.stack[-1])
+
+    def _memoize(self, argument: Any) -> None:
+        self._memo[len(self._memo)] = self.stack[-1]
+
+    def _tuple1(self, argument: Any) -> None:
+        self.stack[-1:] = [tuple(self.stack[-1:])]
+
+    def _tuple2(self, argument: Any) -> None:
+        self.stack[-2:] = [tuple(self.stack[-2:])]
+
+    def _tuple3(self, argument: Any) -> None:
+        self.stack[-3:] = [tuple(self.stack[-3:])]
+
+    def _append(self, argument: Any) -> None:
+        item = self.stack.pop()
+        self._add([item], list)
+
+    def _appends(self, argument: Any) -> None:
+        self._add(self._since_mark(), list)
+
+    def _additems(self, argument: Any) -> None:
+        self._add(self._since_mark(), set)
+
+    def _add(self, items: list[Any], kind: type) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Named):
+            target.items.extend(items)
+        elif kind is list and type(target) is list:
+            target.extend(items)
+        elif kind is set and type(target) is set:
+            target.update(items)
+        else:
+            raise TypeError(f"items for a {type(target).__name__}")
+
+    def _setitem(self, argument: Any) -> None:
+        items = self.stack[-2:]
+        del self.stack[-2:]
+        self._set(items)
+
+    def _setitems(self, argument: Any) -> None:
+        self._set(self._since_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Named):
+            target.pairs.extend(_in_pairs(items))
+        elif type(target) is dict:
+            target.update(_in_pairs(items))
+        else:
+            raise TypeError(f"keys for a {type(target).__name__}")
+
+    def _global(self, argument: Any) -> None:
+        module, _, name = argument.partition(" ")
+        self.stack.append(_named(module, name))
+
+    def _stack_global(self, argument: Any) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.stack.append(_named(module, name))
+
+    def _reduce(self, argument: Any) -> None:
+        args, called = self.stack.pop(), self.stack.pop()
+        self._call(called, args, {})
+
+    _newobj = _reduce
+
+    def _newobj_ex(self, argument: Any) -> None:
+        kwargs, args, called = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        self._call(called, args, kwargs)
+
+    def _call(self, called: Any, args: Any, kwargs: Any) -> None:
+        if not isinstance(called, Name) or type(args) is not tuple or type(kwargs) is not dict:
+            raise TypeError("it calls what is no name")
+        self.stack.append(Named(name=called.name, args=args, kwargs=kwargs))
+
+    def _build(self, argument: Any) -> None:
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], Named):
+            raise TypeError(f"state for a {type(self.stack[-1]).__name__}")
+        self.stack[-1].state = state
+
+    def _persid(self, argument: Any) -> None:
+        self.stack.append(argument)
+        self._binpersid(argument)
+
+    def _binpersid(self, argument: Any) -> None:
+        if self._on_persistent is None:
+            raise ValueError("it refers to something outside of itself")
+        self.stack.append(self._on_persistent(self.stack.pop()))
+
+
+def _named(module: Any, name: Any) -> Name:
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise TypeError("a name that is no string")
+    return Name(name=f"{_OLD_MODULES.get(module, module)}.{name}")
+
+
+def _in_pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(items[::2], items[1::2], strict=True))

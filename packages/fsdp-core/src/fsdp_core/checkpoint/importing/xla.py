@@ -1,0 +1,246 @@
+"""The shards of torch_xla's FSDP: one file per rank, whose ``shard_metadata`` says what the flat ranges are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_core.checkpoint.importing.files import SourceFile
+from fsdp_core.checkpoint.importing.optimizers import ParameterOrder, by_name, is_optimizer
+from fsdp_core.checkpoint.importing.tensors import Cast, FlatRange, InPieces, Piece
+from fsdp_core.checkpoint.importing.torch_file import TorchFile
+from fsdp_core.checkpoint.sources import TensorSource
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.fqn import clean_name
+
+__all__ = ["METADATA", "read_xla"]
+
+METADATA = "shard_metadata"
+
+_SHARD = "_fsdp_shard"
+_FLAT = "_fsdp_wrapped_module.flat_param_"
+
+
+def read_xla(
+    archives: Sequence[TorchFile],
+    order: ParameterOrder,
+    *,
+    drop: Iterable[str] = (),
+    weights_only: bool = False,
+) -> dict[str, Any]:
+    """Put the ranks' shards together.
+
+    Args:
+        archives: The ranks' files, in any order.
+        order: What names the numbers of an optimizer's state.
+        drop: Paths to leave out.
+        weights_only: Whether to leave out all but the model.
+
+    Returns:
+        What was saved, under the same keys, with sources of whole tensors where shards were; of what is no shard,
+        rank 0's.
+
+    Raises:
+        CheckpointFormatError: Ranks are missing or there twice, or the metadata is not that of the shards.
+        CheckpointMismatchError: It is not certain which parameters the optimizer's state is of.
+    """
+    ranks = _by_rank([_Rank.read(archive, drop) for archive in archives])
+    first = ranks[0].content
+    models = [key for key, value in first.items() if _is_sharded_model(value)]
+    if not models:
+        raise CheckpointFormatError(f"{ranks[0].file} has {METADATA!r}, but no state dict of sharded parameters.")
+    layout = _Layout(ranks[0], len(ranks))
+    read: dict[str, Any] = {}
+    for key, value in first.items():
+        if key in models:
+            read[key] = layout.model([_part(rank, key) for rank in ranks])
+        elif weights_only or key == METADATA:
+            continue
+        elif is_optimizer(value):
+            if len(models) > 1:
+                raise CheckpointMismatchError(
+                    f"{key!r} is of one of several models ({', '.join(models)}), and the files do not say of which. "
+                    "Import the weights alone by `--weights-only`."
+                )
+            parts = [_part(rank, models[0]) for rank in ranks], [_part(rank, key) for rank in ranks]
+            read[key] = layout.optimizer(key, *parts, order)
+        else:
+            read[key] = value
+    return read
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    file: SourceFile
+    content: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, archive: TorchFile, drop: Iterable[str]) -> _Rank:
+        reader = archive.reader(drop)
+        content = reader.read(archive.content)
+        reader.check(archive.file)
+        reader.check_dropped(archive.file, content)
+        metadata = content[METADATA]
+        if not isinstance(metadata, Mapping) or not all(
+            type(metadata.get(key)) is kind
+            for key, kind in {"rank": int, "world_size": int, "shard_info": dict, "flatten_info": dict}.items()
+        ):
+            raise CheckpointFormatError(f"{archive.file} has a {METADATA!r} that torch_xla does not write.")
+        return cls(file=archive.file, content=content, metadata=metadata)
+
+
+def _by_rank(ranks: Sequence[_Rank]) -> list[_Rank]:
+    found: dict[int, _Rank] = {}
+    world = ranks[0].metadata["world_size"]
+    for rank in ranks:
+        number = rank.metadata["rank"]
+        if rank.metadata["world_size"] != world or number in found or not 0 <= number < world:
+            other = found.get(number, ranks[0])
+            raise CheckpointFormatError(
+                f"{rank.file} (rank {number} of {rank.metadata['world_size']}) and {other.file} (rank "
+                f"{other.metadata['rank']} of {world}) are not of one checkpoint.\nMove the shards of each checkpoint "
+                "to a folder of their own."
+            )
+        found[number] = rank
+    missing = [str(number) for number in range(world) if number not in found]
+    if missing:
+        raise CheckpointFormatError(
+            f"{ranks[0].file.folder} lacks the shards of rank {', '.join(missing[:20])} of {world}.\n"
+            "Put the files of all hosts into one folder, and import that."
+        )
+    return [found[number] for number in range(world)]
+
+
+def _is_sharded_model(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(key, str) and _split(key) is not None for key in value)
+
+
+def _split(name: str) -> tuple[str, str] | None:
+    """The wrapper that a shard belongs to, and the shard's name in it; ``None`` for what is no shard."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.startswith(_SHARD)), None)
+    return None if at is None else (".".join(parts[:at]), ".".join(parts[at:]))
+
+
+def _part(rank: _Rank, key: str) -> Any:
+    if key not in rank.content:
+        raise CheckpointFormatError(f"{rank.file} lacks {key!r}, which rank 0 has: it is of another checkpoint.")
+    return rank.content[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parameter:
+    """A parameter of the user's in a shard of torch_xla's: its name, its shape, and where it begins in the flat one."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+
+class _Layout:
+    def __init__(self, rank: _Rank, world_size: int) -> None:
+        self.file = rank.file
+        self.world_size = world_size
+        self.shards = rank.metadata["shard_info"]
+        self.flattened = rank.metadata["flatten_info"]
+        self.buffers = {clean_name(str(name)): info for name, info in rank.metadata.get("buffer_info", {}).items()}
+
+    def model(self, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        read: dict[str, Any] = {}
+        for name, value in by_rank[0].items():
+            if _split(name) is None:
+                read[clean_name(name)] = self._buffer(clean_name(name), value)
+            else:
+                read.update(self._whole(name, [self._of_rank(part, name) for part in by_rank]))
+        return read
+
+    def optimizer(
+        self,
+        key: str,
+        models: Sequence[Mapping[str, Any]],
+        states: Sequence[Mapping[str, Any]],
+        order: ParameterOrder,
+    ) -> Any:
+        shards = {name: tuple(value.shape) for name, value in models[0].items() if _split(name) is not None}
+        named = [by_name(f"the optimizer {key!r}", states[0], {clean_name(n): s for n, s in shards.items()}, order)]
+        raw = {clean_name(name): name for name in shards}
+        numbers = [number for group in states[0]["param_groups"] for number in group["params"]]
+        names = [name for group in named[0]["param_groups"] for name in group["params"]]
+        state: dict[str, dict[str, Any]] = {}
+        for number, name in zip(numbers, names, strict=True):
+            parameters = self._parameters(raw[name])
+            for what, value in states[0].get("state", {}).get(number, {}).items():
+                if isinstance(value, TensorSource) and tuple(value.shape) == shards[raw[name]]:
+                    parts = [self._of_rank(part.get("state", {}).get(number, {}), what) for part in states]
+                    values = self._whole(raw[name], parts)
+                else:
+                    values = {parameter.name: value for parameter in parameters}
+                for parameter, found in values.items():
+                    state.setdefault(parameter, {})[what] = found
+        groups = [
+            {**group, "params": [p.name for name in group["params"] for p in self._parameters(raw[name])]}
+            for group in named[0]["param_groups"]
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def _of_rank(self, part: Any, name: str) -> TensorSource:
+        value = part.get(name) if isinstance(part, Mapping) else None
+        if not isinstance(value, TensorSource):
+            raise CheckpointFormatError(f"the shard {name!r} is not on all ranks of {self.file.folder}")
+        return value
+
+    def _buffer(self, name: str, value: Any) -> Any:
+        dtype = self.buffers.get(name, {}).get("_orig_dtype")
+        if isinstance(value, TensorSource) and isinstance(dtype, torch.dtype) and dtype != value.dtype:
+            return Cast(source=value, dtype=dtype)
+        return value
+
+    def _parameters(self, name: str) -> list[_Parameter]:
+        split = _split(name)
+        assert split is not None
+        prefix, suffix = split
+        try:
+            info = self.shards[prefix][suffix]
+            full = f"{prefix}.{info['_orig_name']}" if prefix else str(info["_orig_name"])
+            if _FLAT not in full:
+                return [_Parameter(name=clean_name(full), shape=tuple(info["_orig_size"]), start=0)]
+            names, shapes, numels = self.flattened[full]
+            outer, at, found = full.rpartition(".")[0], 0, []
+            for inner, shape, numel in zip(names, shapes, numels, strict=True):
+                if math.prod(shape) != numel:
+                    raise ValueError(f"{inner!r} has not {numel} elements")
+                found.append(_Parameter(name=clean_name(f"{outer}.{inner}"), shape=tuple(shape), start=at))
+                at += numel
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointFormatError(
+                f"the {METADATA!r} of {self.file} does not say what {name!r} is ({type(error).__name__}: {error})"
+            ) from error
+        return found
+
+    def _whole(self, name: str, shards: Sequence[TensorSource]) -> dict[str, Any]:
+        """What the shards of all ranks are of the user's parameters."""
+        shape, dtype = tuple(shards[0].shape), shards[0].dtype
+        if any(tuple(shard.shape) != shape or shard.dtype != dtype for shard in shards):
+            raise CheckpointFormatError(f"the ranks' shards of {name!r} have different shapes: {self.file.folder}")
+        parameters = self._parameters(name)
+        if len(shape) == 1:
+            return {
+                p.name: FlatRange(shape=p.shape, dtype=dtype, start=p.start, pieces=tuple(shards)) for p in parameters
+            }
+        (parameter,) = parameters
+        if len(shape) != len(parameter.shape) or shape[1:] != parameter.shape[1:]:
+            raise CheckpointFormatError(f"the shards of {name!r} have shape {shape}, and it has {parameter.shape}")
+        pieces = []
+        for rank, shard in enumerate(shards):  # cut by rows, and the last ranks' filled up
+            begin = rank * shape[0]
+            rows = min(shape[0], parameter.shape[0] - begin)
+            if rows > 0:
+                offsets = (begin, *(0 for _ in shape[1:]))
+                pieces.append(Piece(offsets=offsets, lengths=(rows, *shape[1:]), source=shard))
+        whole = InPieces(name=parameter.name, shape=parameter.shape, dtype=dtype, pieces=tuple(pieces))
+        return {parameter.name: whole}

@@ -1,0 +1,44 @@
+"""Paths into a state: ``optimizer/0/blocks.1.weight/exp_avg``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_core.errors import CheckpointValueError
+
+__all__ = ["find_part", "join_path", "split_path"]
+
+
+def join_path(*keys: str) -> str:
+    """The path that keys make; a slash inside a key is written ``%2F`` and so is no step deeper.
+
+    Example:
+        >>> join_path("optimizer", "0"), join_path("nets/generator")
+        ('optimizer/0', 'nets%2Fgenerator')
+    """
+    return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
+
+
+def split_path(path: str) -> list[str]:
+    """The keys that :func:`join_path` has joined."""
+    return [key.replace("%2F", "/").replace("%25", "%") for key in path.split("/")]
+
+
+def find_part(state: Any, path: str) -> Any:
+    """The part of a nest that a path such as ``optimizer/0`` leads to.
+
+    Raises:
+        CheckpointValueError: It leads nowhere; the message says what is there.
+    """
+    here, walked = state, list[str]()
+    for step in split_path(path):
+        try:
+            here = here[step] if isinstance(here, Mapping) else here[int(step)]
+        except (KeyError, IndexError, ValueError, TypeError):
+            at = f"{'/'.join(walked)!r}" if walked else "the state"
+            keys = list(here) if isinstance(here, Mapping) else range(len(here)) if hasattr(here, "__len__") else []
+            there = ", ".join(map(str, keys)) or "nothing"
+            raise CheckpointValueError(f"no {path!r} in the state: {at} has {there}") from None
+        walked.append(step)
+    return here

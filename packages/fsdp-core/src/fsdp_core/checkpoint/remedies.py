@@ -1,0 +1,46 @@
+"""What to do about an error of a disk or an object store."""
+
+from __future__ import annotations
+
+import errno
+
+__all__ = ["remedy"]
+
+_NO_ROOM = "There is no room left: free some, or use another path."
+_NOT_ALLOWED = "This user may not do that there: ask for the right, or use another path."
+_A_FILE = "A file lies where a folder must be: move it away, or use another path."
+_NOT_THERE = "Check the path; a bucket or a container must have been created before."
+
+_BY_NUMBER = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.EFBIG: "The file system, or a limit of this process (ulimit -f), allows no larger file: raise the limit, or "
+    "use another path.",
+    errno.EACCES: _NOT_ALLOWED,
+    errno.EPERM: _NOT_ALLOWED,
+    errno.EROFS: "It is mounted for reading alone: use another path.",
+    errno.ENOTDIR: _A_FILE,
+    errno.EEXIST: _A_FILE,
+    errno.ENAMETOOLONG: "The name is too long for this file system: use a shorter one.",
+    errno.ENOENT: _NOT_THERE,
+}
+_BY_CLASS = {PermissionError: _NOT_ALLOWED, FileNotFoundError: _NOT_THERE, FileExistsError: _A_FILE}
+
+
+def remedy(error: Exception) -> str:
+    """Say what to do about ``error``; nothing where its own message has to be enough.
+
+    Example:
+        >>> remedy(OSError(errno.ENOSPC, "No space left on device"))
+        'There is no room left: free some, or use another path.'
+        >>> remedy(PermissionError("Access Denied"))
+        'This user may not do that there: ask for the right, or use another path.'
+        >>> remedy(KeyError("x"))
+        ''
+    """
+    if not isinstance(error, OSError):
+        return ""
+    if error.errno in _BY_NUMBER:
+        return _BY_NUMBER[error.errno]
+    fitting = (what for kind, what in _BY_CLASS.items() if isinstance(error, kind))
+    return next(fitting, "Check the disk or the connection, and try again.")

@@ -1,0 +1,125 @@
+"""A copy of what a rank is about to save, in host memory that is kept from save to save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint.chunks import Chunk
+from fsdp_core.checkpoint.planning import Plan
+
+__all__ = ["Staging"]
+
+# A power of two, for torch's allocator of pinned memory rounds up to one.
+_BLOCK_BYTES = 512 * 2**20
+_ALIGNMENT = 64
+
+
+class Staging:
+    """Host memory for one rank's part of a state; pinned where the state is on CUDA devices.
+
+    It grows to what the largest save needs, and is used again by the next one.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> staging = Staging()
+        >>> copy = staging.copy(Plan(tensors={"weight": weight}), rank=0)
+        >>> _ = weight.zero_()
+        >>> staging.wait()
+        >>> copy.tensors["weight"].tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._pinned = False
+        self._copied: list[torch.cuda.Event] = []
+
+    def copy(self, plan: Plan, rank: int) -> Plan:
+        """Copy what ``rank`` writes of a plan. Nothing may read the copy of the last plan any more.
+
+        From a CUDA device the copies are only begun, in the order of its current stream, so that what the device is
+        asked for next changes nothing in them.
+
+        Args:
+            plan: What to save.
+            rank: This rank. Rank 0 alone writes the tensors of the plain data.
+
+        Returns:
+            The plan over the copies, which may be read after :meth:`wait`. What is read only when it is written
+            (:class:`~fsdp_core.checkpoint.sources.TensorSource`) stays as it is.
+        """
+        chunks = [chunk.data for tensor in plan.stored.values() if tensor.replica == 0 for chunk in tensor.chunks]
+        originals = [data for data in chunks if isinstance(data, Tensor)] + (
+            list(plan.tensors.values()) if not rank else []
+        )
+        distinct = {_identity(tensor): tensor for tensor in originals}
+        copies: dict[Any, Tensor] = {}
+        with torch.no_grad():
+            for (identity, original), memory in zip(
+                distinct.items(), self._memory(list(distinct.values())), strict=True
+            ):
+                copies[identity] = memory.copy_(original, non_blocking=original.is_cuda)
+        self._copied = []
+        for device in {tensor.device for tensor in distinct.values() if tensor.is_cuda}:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._copied.append(event)
+
+        def copied(chunk: Chunk) -> Chunk:
+            return replace(chunk, data=copies[_identity(chunk.data)]) if isinstance(chunk.data, Tensor) else chunk
+
+        return replace(
+            plan,
+            stored={
+                key: replace(tensor, chunks=tuple(map(copied, tensor.chunks)) if tensor.replica == 0 else ())
+                for key, tensor in plan.stored.items()
+            },
+            tensors={name: copies[_identity(tensor)] for name, tensor in plan.tensors.items()} if not rank else {},
+        )
+
+    def wait(self) -> None:
+        """Return when the last copies are complete. Any thread may call this."""
+        for event in self._copied:
+            event.synchronize()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._blocks, self._copied = [], []
+
+    def _memory(self, originals: list[Tensor]) -> Iterator[Tensor]:
+        """A place for each tensor, of its shape and dtype."""
+        places: list[tuple[int, int]] = []
+        sizes: list[int] = []
+        for tensor in originals:
+            nbytes = tensor.numel() * tensor.dtype.itemsize
+            if not sizes or sizes[-1] + nbytes > _BLOCK_BYTES:
+                sizes.append(0)
+            places.append((len(sizes) - 1, sizes[-1]))
+            sizes[-1] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        pinned = any(tensor.is_cuda for tensor in originals)
+        if pinned != self._pinned:
+            self._blocks, self._pinned = [], pinned
+        del self._blocks[len(sizes) :]
+        for i, size in enumerate(sizes):
+            if i == len(self._blocks):
+                self._blocks.append(torch.empty(0, dtype=torch.uint8))
+            if self._blocks[i].numel() < size:
+                self._blocks[i] = torch.empty(0, dtype=torch.uint8)  # free the old one first
+                self._blocks[i] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        for tensor, (block, start) in zip(originals, places, strict=True):
+            end = start + tensor.numel() * tensor.dtype.itemsize
+            yield self._blocks[block][start:end].view(tensor.dtype).view(tensor.shape)
+
+
+def _identity(tensor: Tensor) -> Any:
+    """The same for tensors that are the same memory, looked at in the same way."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        return id(tensor)
+    return (
+        tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    )  # fmt: skip

@@ -1,0 +1,116 @@
+"""The files that a manifest names: each header parsed once, boxes of tensors read when they are asked for."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, BinaryIO
+
+from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.manifest import Manifest
+from fsdp_core.checkpoint.safetensors_header import FileTensor, parse_header
+from fsdp_core.errors import CheckpointFormatError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["StoredFiles"]
+
+_REMOTE_BLOCK_BYTES = 32 * 2**20
+_MAX_OPEN = 64  # a checkpoint of many ranks has more files than a process may hold open
+
+
+class StoredFiles:
+    """Reads the safetensors files of a checkpoint. Threads may share it.
+
+    Args:
+        folder: Where they are.
+        manifest: What names them, and their sizes.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._headers: dict[str, dict[str, FileTensor]] = {}
+        self._open: dict[str, BinaryIO] = {}
+        self._lock = threading.Lock()
+
+    def header(self, name: str) -> dict[str, FileTensor]:
+        """Where each tensor lies in a file.
+
+        Raises:
+            CheckpointFormatError: It is no safetensors file of the size that the manifest says.
+        """
+        if name not in self._headers:
+            size = self.manifest.files[name].size
+            self._headers[name] = parse_header(
+                lambda start, end: self.folder.read(name, start, end), size, self.folder.path(name)
+            )
+        return self._headers[name]
+
+    def read(self, name: str, key: str, offsets: tuple[int, ...], out: Tensor) -> None:
+        """Read a box of a tensor in a file into ``out``, whatever its dtype, device and strides.
+
+        Raises:
+            CheckpointFormatError: The file is not what it was when the load began.
+        """
+        from fsdp_core.checkpoint.safetensors_file import read_box
+
+        read_box(lambda buffer, start: self.fill(name, key, buffer, start), self.place(name, key), offsets, out)
+
+    def place(self, name: str, key: str) -> FileTensor:
+        """Where a tensor lies in a file.
+
+        Raises:
+            CheckpointFormatError: The file does not hold it any more.
+        """
+        source = self.header(name).get(key)
+        if source is None:
+            raise CheckpointFormatError(self._changed(name, f"it holds no {key!r}"))
+        return source
+
+    def fill(self, name: str, key: str, buffer: memoryview, start: int) -> None:
+        """Fill a buffer with the bytes of a file from ``start`` on, for the tensor ``key``.
+
+        Raises:
+            CheckpointFormatError: The file has become shorter since the load began.
+        """
+        if self._fill(name, buffer, start) != len(buffer):
+            raise CheckpointFormatError(
+                self._changed(name, f"it ended before byte {start + len(buffer)} while {key!r} was read")
+            )
+
+    def _changed(self, name: str, fault: str) -> str:
+        return (
+            f"{self.folder.path(name)}: {fault}; it was changed since the load began, so what was being filled may be "
+            "filled in part. Load again, or load an earlier checkpoint."
+        )
+
+    def _fill(self, name: str, buffer: memoryview, start: int) -> int:
+        filled = 0
+        if not self.folder.local:
+            while filled < len(buffer):
+                end = min(start + len(buffer), start + filled + _REMOTE_BLOCK_BYTES)
+                data = self.folder.read(name, start + filled, end)
+                buffer[filled : filled + len(data)] = data
+                filled += len(data)
+                if not data:
+                    break
+            return filled
+        with self._lock:
+            stream = self._stream(name)
+            stream.seek(start)
+            # One read of the operating system gives at most 2 GiB.
+            while filled < len(buffer) and (count := stream.readinto(buffer[filled:])):  # type: ignore[attr-defined]
+                filled += count
+        return filled
+
+    def _stream(self, name: str) -> BinaryIO:
+        stream = self._open.pop(name, None)
+        if stream is None:
+            if len(self._open) >= _MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()  # the one that was not read for the longest time
+            stream = open(self.folder.path(name), "rb", buffering=0)  # noqa: SIM115 (closed above or below)
+            weakref.finalize(self, stream.close)
+        self._open[name] = stream
+        return stream

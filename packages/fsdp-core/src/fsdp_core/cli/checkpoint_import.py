@@ -1,0 +1,88 @@
+"""``fsdp checkpoint import SOURCE OUT``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fsdp_core.cli.output import clean, progress
+
+if TYPE_CHECKING:
+    from fsdp_core.checkpoint.importing.layouts import Imported
+
+__all__ = ["import_checkpoint"]
+
+
+@click.command("import")
+@click.argument("source")
+@click.argument("out")
+@click.option("--weights-only", is_flag=True, help="Leave optimizers, loops, callbacks and schedulers out.")
+@click.option(
+    "--drop",
+    multiple=True,
+    metavar="PATH",
+    help="Leave a part of the source out, such as hyper_parameters/loss. May be given several times.",
+)
+@click.option(
+    "--parameter-order",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The parameters' names in the order in which the optimizers hold them, one a line, "
+    "for sources that number them.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at OUT, once the new one is complete.")
+@click.option("--quiet", is_flag=True, help="Print errors only.")
+def import_checkpoint(
+    source: str,
+    out: str,
+    weights_only: bool,
+    drop: tuple[str, ...],
+    parameter_order: Path | None,
+    overwrite: bool,
+    quiet: bool,
+) -> None:
+    """Turn another library's checkpoint SOURCE into one of this format at OUT.
+
+    SOURCE may be a sharded folder of Lightning's FSDPStrategy or ModelParallelStrategy, any folder of
+    torch.distributed.checkpoint (torchtitan, accelerate), a .ckpt file of the Trainer or another file of torch.save,
+    a safetensors file or folder, or a folder with the shards of torch_xla's FSDP and their shard_metadata. What it is,
+    is seen from what is there. Optimizer state goes over with it.
+
+    Nothing in SOURCE is run, and it may be larger than the memory.
+    """
+    from fsdp_core.checkpoint.importing import import_checkpoint as run
+
+    order = None if parameter_order is None else parameter_order.read_text(encoding="utf-8").split()
+    with progress("Importing", quiet=quiet) as on_bytes:
+        imported = run(
+            source,
+            out,
+            weights_only=weights_only,
+            drop=drop,
+            parameter_order=order,
+            overwrite=overwrite,
+            on_bytes=on_bytes,
+        )
+    if not quiet:
+        click.echo("\n".join(map(clean, _told(imported, out))))
+
+
+def _told(imported: Imported, out: str) -> list[str]:
+    """What was imported, and how to use it."""
+    from fsdp_core.checkpoint.planning import join_path
+
+    state, kinds = imported.state, imported.kinds
+    if imported.of_trainer:
+        optimizers = state.get("optimizer", [])
+        held = [f"the model ({len(state['model'])} tensors)", *(f"optimizer {i}" for i in range(len(optimizers)))]
+        held += [f"the Trainer's {key}" for key in ("loops", "callbacks", "lr_schedulers") if key in state["trainer"]]
+        use = f'trainer.fit(model, ckpt_path="{out}")' if optimizers else f'fsdp_core.load_state_dict("{out}")'
+    else:
+        held = [f"{key!r}" + (f" ({kinds[join_path(key)]})" if join_path(key) in kinds else "") for key in state]
+        models = [key for key, kind in kinds.items() if kind == "model"]
+        keys = "" if "model" in models else f", {models[0]!r}"
+        named = ", ".join(f'"{key}": {key}' for key in kinds)
+        use = f'fabric.load("{out}", {{{named}}})   or   fsdp_core.load_state_dict("{out}"{keys})'
+    return [f"Imported {imported.source} to {out}: {', '.join(held)}.", *imported.notes, f"Use it by   {use}"]

@@ -1,0 +1,280 @@
+"""``fsdp checkpoint inspect``, ``verify`` and ``diff``; no one of them imports torch, unless tensors differ."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fsdp_core.cli.output import clean, print_json, print_table, progress, shown_count, shown_size
+
+if TYPE_CHECKING:
+    from fsdp_core.checkpoint.comparing import Differences, TensorDifference
+
+__all__ = ["diff_checkpoints", "inspect_checkpoint", "verify_checkpoint"]
+
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
+_QUIET = click.option("--quiet", "-q", is_flag=True, help="Show no progress, and print no more than errors.")
+_SHOWN = 20
+
+
+@click.command("inspect")
+@click.argument("path")
+@click.option("--tensors", "every", is_flag=True, help="List every tensor, not only groups of the model's.")
+@_AS_JSON
+def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
+    """Show what is in the checkpoint PATH: who saved it, its tensors, its plain data. No tensor is read."""
+    from fsdp_core.checkpoint import describe
+
+    facts = describe(path)
+    if as_json:
+        print_json(facts)
+        return
+    click.echo(click.style(clean(facts["path"]), bold=True))
+    ranks = f"{facts['world_size']} rank{'s' if facts['world_size'] > 1 else ''}"
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    _print_fields(
+        [
+            ("Saved by", f"{facts['strategy']} on {ranks}, {_shown_time(facts['created'])}"),
+            ("Versions", versions or "not noted"),
+            ("Size", f"{shown_size(facts['bytes'])} in {len(facts['files'])} files"),
+            ("Format", f"version {facts['format_version']}"),
+        ]
+    )
+    if facts["parts"]:
+        click.echo()
+        rows = [
+            (
+                clean(part["path"] or "elsewhere"),
+                part["kind"],
+                str(part["tensors"]),
+                shown_count(part["elements"]),
+                shown_size(part["bytes"]),
+                ", ".join(part["dtypes"]),
+            )
+            for part in facts["parts"]
+        ]
+        print_table(("Part", "Kind", "Tensors", "Elements", "Size", "Dtypes"), rows, right=(2, 3, 4))
+    _print_tensors(facts, every=every)
+    if facts["aliases"]:
+        click.echo(f"\n{click.style('Tied names', bold=True)}")
+        for alias, key in facts["aliases"].items():
+            click.echo(f"  {clean(alias)} = {clean(key)}")
+    if facts["plain"]:
+        click.echo(f"\n{click.style('Plain data', bold=True)}")
+        _print_fields([(clean(entry["path"]), _shown_entry(entry)) for entry in facts["plain"]], indent="  ")
+
+
+def _print_fields(fields: Sequence[tuple[str, str]], indent: str = "") -> None:
+    print_table((), [(indent + name, text) for name, text in fields])
+
+
+def _shown_time(created: str) -> str:
+    try:
+        return f"{datetime.fromisoformat(created):%Y-%m-%d %H:%M:%S %Z}"
+    except ValueError:
+        return created
+
+
+def _print_tensors(facts: Mapping[str, Any], *, every: bool) -> None:
+    tensors = facts["tensors"]
+    rows: list[tuple[str, ...]]
+    if every:
+        title: tuple[str, ...] = ("Tensor", "Shape", "Dtype", "Size", "Chunks")
+        rows = [(clean(key), *_shown_tensor_facts(tensor), str(tensor["chunks"])) for key, tensor in tensors.items()]
+    else:
+        title = ("Tensors of the model", "Shape", "Dtype", "Size", "")
+        models = tuple(f"{part['path']}/" for part in facts["parts"] if part["kind"] == "model")
+        groups = Counter[tuple[str, ...]](
+            (clean(re.sub(r"(?<![^./])\d+(?![^./])", "*", key)), *_shown_tensor_facts(tensor))
+            for key, tensor in tensors.items()
+            if key.startswith(models)
+        )
+        rows = [(*group, f"× {count}" if count > 1 else "") for group, count in groups.items()]
+    if rows:
+        click.echo()
+        print_table(title, rows, width=10_000, right=(3,))
+
+
+def _shown_tensor_facts(tensor: Mapping[str, Any]) -> tuple[str, str, str]:
+    return _shown_shape(tensor["shape"]), tensor["dtype"], shown_size(tensor["bytes"])
+
+
+def _shown_shape(shape: Iterable[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _shown_entry(entry: Mapping[str, Any]) -> str:
+    if "tensor" in entry:
+        return "a tensor"
+    if "value" in entry:
+        return clean(entry["value"])
+    names = [clean(name) for name in entry["names"]]
+    if not names:
+        return "empty"
+    if all(name.isdigit() for name in names):
+        return f"{entry['entries']} entr{'ies' if entry['entries'] > 1 else 'y'}"
+    more = f" and {entry['entries'] - _SHOWN} more" if entry["entries"] > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+@click.command("verify")
+@click.argument("path")
+@_QUIET
+@_AS_JSON
+def verify_checkpoint(path: str, quiet: bool, as_json: bool) -> None:
+    """Compare every byte of the checkpoint PATH with the checksums of its manifest.
+
+    Also whether the pieces of each tensor cover it, each element once, and lie in the files where the manifest says.
+    Every fault is named.
+    """
+    from fsdp_core.checkpoint.tensor_bytes import open_files
+    from fsdp_core.checkpoint.verify import find_damage
+
+    files = open_files(path)
+    entries = files.manifest.files
+    total = sum(entry.size for entry in entries.values())
+    with progress("Verifying", quiet=quiet) as on_progress:
+        done = 0
+
+        def on_bytes(name: str, count: int) -> None:
+            nonlocal done
+            done += count
+            if on_progress is not None:
+                on_progress(done, total)
+
+        faults = find_damage(files, entries, on_bytes=on_bytes)
+    if as_json:
+        print_json({"path": str(files.folder), "files": len(entries), "bytes": total, "faults": faults})
+    elif faults:
+        click.echo(f"{clean(files.folder)} is damaged:", err=True)
+        for name, fault in faults.items():
+            click.echo(f"  {clean(name)} {clean(fault)}", err=True)
+        click.echo("Restore these files, or use an earlier checkpoint.", err=True)
+    elif not quiet:
+        count = len(files.manifest.tensors)
+        click.echo(f"{clean(files.folder)} is whole: {count} tensors, {shown_size(total)} in {len(entries)} files.")
+    if faults:
+        raise SystemExit(1)
+
+
+@click.command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance; 0 when not given.")
+@click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance; 0 when not given.")
+@_QUIET
+@_AS_JSON
+def diff_checkpoints(a: str, b: str, rtol: float, atol: float, quiet: bool, as_json: bool) -> None:
+    """Show what differs between the checkpoints A and B: tensors, tied names, plain data.
+
+    Strategies and world sizes may differ. Values differ if they are further apart than ATOL + RTOL × |b|; a NaN equals
+    a NaN. Exit status: 0 where the content is the same, whoever saved it; 1 where it differs.
+    """
+    from fsdp_core.checkpoint import compare
+
+    with progress("Comparing", quiet=quiet) as on_progress:
+        differences = compare(a, b, rtol=rtol, atol=atol, on_progress=on_progress)
+    if as_json:
+        print_json(_as_json(differences))
+    elif not quiet:
+        _print_differences(differences)
+    if differences:
+        raise SystemExit(1)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, complex):
+        return [_finite(value.real), _finite(value.imag)]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _as_json(differences: Differences) -> dict[str, Any]:
+    return {
+        "same": not differences,
+        "compared": differences.compared,
+        "facts": {name: {"a": a, "b": b} for name, (a, b) in differences.facts.items()},
+        "only_a": list(differences.only_a),
+        "only_b": list(differences.only_b),
+        "tied": {name: {"a": list(a), "b": list(b)} for name, (a, b) in differences.tied.items()},
+        "tensors": {
+            found.key: {
+                "shape": {"a": list(found.shapes[0]), "b": list(found.shapes[1])},
+                "dtype": {"a": found.dtypes[0], "b": found.dtypes[1]},
+                "differing": found.count,
+                "first": None if found.first is None else list(found.first),
+                "values": None if found.values is None else dict(zip("ab", map(_finite, found.values), strict=True)),
+                "max_abs": _finite(found.max_abs),
+            }
+            for found in differences.tensors
+        },
+        "plain": {path: {"a": a, "b": b} for path, (a, b) in differences.plain.items()},
+    }
+
+
+def _print_differences(differences: Differences) -> None:
+    def section(title: str, lines: Sequence[str]) -> None:
+        if lines:
+            click.echo(click.style(f"{title} ({len(lines)})", bold=True))
+            for line in lines[:_SHOWN]:
+                click.echo(f"  {line}")
+            if len(lines) > _SHOWN:
+                click.echo(f"  … and {len(lines) - _SHOWN} more (--json has all)")
+            click.echo()
+
+    facts = [_shown_fact(name, *both) for name, both in differences.facts.items()]
+    section("Saved otherwise, which does not count", facts)
+    section("Tensors only in A", [clean(key) for key in differences.only_a])
+    section("Tensors only in B", [clean(key) for key in differences.only_b])
+    section(
+        "Names that are tied otherwise",
+        [
+            f"{clean(name)}: {clean(', '.join(a)) or 'alone'} in A, {clean(', '.join(b)) or 'alone'} in B"
+            for name, (a, b) in differences.tied.items()
+        ],
+    )
+    section("Tensors that differ", [_shown_tensor(found) for found in differences.tensors])
+    section(
+        "Plain data that differs",
+        [f"{clean(path)}: {clean(_short(a))} → {clean(_short(b))}" for path, (a, b) in differences.plain.items()],
+    )
+    same = f"The content is the same: {differences.compared} tensors, and the plain data."
+    click.echo("The content differs." if differences else same)
+
+
+def _shown_fact(name: str, a: Any, b: Any) -> str:
+    if isinstance(a, Mapping):
+        names = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+        return f"{name}: " + ", ".join(f"{key} {a.get(key, 'none')} → {b.get(key, 'none')}" for key in names)
+    return clean(f"{name.replace('_', ' ')}: {a} → {b}")
+
+
+def _shown_tensor(found: TensorDifference) -> str:
+    told = []
+    if found.shapes[0] != found.shapes[1]:
+        told.append(f"shape {_shown_shape(found.shapes[0])} → {_shown_shape(found.shapes[1])}")
+    if found.dtypes[0] != found.dtypes[1]:
+        told.append(f"{found.dtypes[0]} → {found.dtypes[1]}")
+    if found.count:
+        total = math.prod(found.shapes[0])
+        at = _shown_shape(found.first or ())
+        a, b = found.values or (None, None)
+        values = f"first at {at}: {_shown_number(a)} → {_shown_number(b)}, by {found.max_abs:.3g} at most"
+        told.append(f"{found.count} of {total} values, {values}")
+    elif found.count == 0:
+        told.append("the values are the same")
+    return f"{clean(found.key)}\n      {'; '.join(told)}"
+
+
+def _shown_number(number: Any) -> str:
+    return f"{number:.9g}" if isinstance(number, (float, complex)) else str(number)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,109 @@
+"""What commands print: tables, sizes, progress; plain text where there is no terminal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+__all__ = ["clean", "print_json", "print_table", "progress", "shown_count", "shown_size"]
+
+
+def print_table(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int = 120, right: Sequence[int] = ()
+) -> None:
+    """Print columns, the last one folded to the terminal's width, or to ``width`` where there is no terminal.
+
+    By hand, because importing rich's tables takes a quarter of the time that ``fsdp list`` may take.
+
+    Args:
+        header: The columns' titles, or nothing.
+        rows: The cells.
+        width: How wide it may be where there is no terminal.
+        right: The columns to align to the right, by index; not the last.
+    """
+    lines = [header, *rows] if header else rows
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    indent = sum(widths) + 2 * len(widths)
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    for number, (*cells, last) in enumerate(lines):
+        start = "".join(
+            (cell.rjust(each) if column in right else cell.ljust(each)) + "  "
+            for column, (cell, each) in enumerate(zip(cells, widths, strict=True))
+        )
+        folded = textwrap.wrap(last, max(30, width - indent), break_on_hyphens=False) or [""]
+        text = f"\n{' ' * indent}".join(folded)
+        line = (start + text).rstrip()
+        click.echo(click.style(line, bold=True) if header and number == 0 else line)
+
+
+def print_json(value: Any) -> None:
+    """Print JSON; numbers that JSON has not, such as NaN, must have been made strings before."""
+    click.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def clean(text: object) -> str:
+    """A text from a file, without what would move a terminal's cursor or change its colours.
+
+    Example:
+        >>> clean("a" + chr(27) + "[31mb").isprintable()
+        True
+    """
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in str(text))
+
+
+def shown_size(number: int) -> str:
+    """A number of bytes as a person reads it, in powers of 1000.
+
+    Example:
+        >>> shown_size(999), shown_size(1_234_567), shown_size(999_999)
+        ('999 B', '1.2 MB', '1.0 MB')
+    """
+    return _scaled(number, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def shown_count(number: int) -> str:
+    """A number of things as a person reads it.
+
+    Example:
+        >>> shown_count(999), shown_count(124_439_808)
+        ('999', '124.4 M')
+    """
+    return _scaled(number, ("", "k", "M", "G", "T", "P")).rstrip()
+
+
+def _scaled(number: float, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        if number < (1000 if unit == units[0] else 999.95):
+            return f"{number} {unit}" if unit == units[0] else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} {units[-1]}"
+
+
+@contextmanager
+def progress(label: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar on stderr while the block runs, if that is a terminal.
+
+    Yields:
+        What is called with the number of bytes that are done and the number in all; ``None`` where nothing is shown.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=1, label=label, file=sys.stderr, width=30) as bar:
+        before = 0
+
+        def show(done: int, total: int) -> None:
+            nonlocal before
+            bar.length = max(total, 1)
+            bar.update(done - before)
+            before = done
+
+        yield show

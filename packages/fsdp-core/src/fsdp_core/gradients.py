@@ -1,0 +1,96 @@
+"""Gradients of an accumulation that waits for its step: what a rank holds of them, to a checkpoint and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor
+from fsdp_core.runtime import Runtime
+
+__all__ = ["HeldGradients", "described", "of_this_rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldGradients:
+    """What a rank holds of gradients, by the parameter's name.
+
+    Attributes:
+        own: What this rank alone has computed, and no reduction has seen yet; at the parameter's shape. Before the step
+            the mean over the ranks is taken of it.
+        reduced: What is the mean over the ranks already; laid out as the shards are.
+    """
+
+    own: dict[str, Tensor] = field(default_factory=dict)
+    reduced: dict[str, Tensor | ChunkedTensor] = field(default_factory=dict)
+
+
+def described(held: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:
+    """Gradients as a part of a state to save, the same names on every rank. All ranks must call it.
+
+    Args:
+        held: This rank's.
+        runtime: The ranks.
+
+    Returns:
+        ``{"own": {rank: {name: tensor}}, "reduced": {name: tensor}}``, sharing memory with the gradients; ``None`` if
+        no rank holds any.
+    """
+    by_rank = runtime.gather_objects({name: (tuple(grad.shape), grad.dtype) for name, grad in held.own.items()})
+    if not any(by_rank) and not held.reduced:
+        return None
+    return {
+        "own": {
+            str(rank): {
+                name: _of_rank(held.own[name] if rank == runtime.rank else None, shape, dtype)
+                for name, (shape, dtype) in kinds.items()
+            }
+            for rank, kinds in enumerate(by_rank)
+        },
+        "reduced": dict(held.reduced),
+    }
+
+
+def _of_rank(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> ChunkedTensor:
+    """A tensor that one rank holds as a whole, and the others nothing of."""
+    chunks = () if grad is None or 0 in shape else (Chunk(offsets=(0,) * len(shape), data=grad.detach()),)
+    return ChunkedTensor(shape=shape, dtype=dtype, chunks=chunks)
+
+
+def of_this_rank(saved: Mapping[str, Any], runtime: Runtime) -> dict[str, Callable[[], Tensor]]:
+    """What this rank is to go on with of the ranks' own gradients.
+
+    Args:
+        saved: As :func:`described`.
+        runtime: The ranks.
+
+    Returns:
+        Functions that read a gradient, by name: this rank's own if there were as many ranks, and otherwise the mean
+        over the ranks that there were, from which the mean over any number of ranks is the same.
+    """
+    own: Mapping[str, Mapping[str, Any]] = saved["own"]
+    if len(own) == runtime.world_size:
+        return {name: partial(_whole, grad) for name, grad in own[str(runtime.rank)].items()}
+    names = dict.fromkeys(name for grads in own.values() for name in grads)
+    return {name: partial(_mean, [grads.get(name) for grads in own.values()]) for name in names}
+
+
+def _whole(grad: Tensor | SavedTensor) -> Tensor:
+    return grad.full() if isinstance(grad, SavedTensor) else grad
+
+
+def _mean(grads: list[Tensor | SavedTensor | None]) -> Tensor:
+    total: Tensor | None = None
+    dtype = torch.float32
+    for grad in grads:
+        if grad is not None:
+            dtype = grad.dtype
+            wide = _whole(grad).to(torch.promote_types(dtype, torch.float32))
+            total = wide if total is None else total + wide
+    assert total is not None  # a name is there because some rank has it
+    return (total / len(grads)).to(dtype)

@@ -1,0 +1,37 @@
+"""How a checkpoint is laid out in one file: as a plain Trainer and a plain optimizer have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["as_trainers_file", "numbered"]
+
+
+def numbered(state: dict[str, Any]) -> dict[str, Any]:
+    """Turn an optimizer state by name into the form of a plain torch optimizer's ``state_dict()``.
+
+    Names are kept in each group as ``param_names``, as torch does for optimizers built from named parameters.
+
+    Example:
+        >>> numbered({"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]})
+        {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': [0], 'param_names': ['w']}]}
+    """
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    return {
+        "state": {number[name]: values for name, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [number[n] for n in group["params"]], "param_names": list(group["params"])}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def as_trainers_file(nest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What was loaded of a Trainer's folder, under the keys of a Trainer's file; ``None`` of another's folder."""
+    rest = nest.get("trainer")
+    if "model" not in nest or not isinstance(rest, Mapping) or "pytorch-lightning_version" not in rest:
+        return None
+    optimizers = {"optimizer_states": [numbered(state) for state in nest["optimizer"]]} if "optimizer" in nest else {}
+    return {**rest, "state_dict": nest["model"], **optimizers}

@@ -1,0 +1,136 @@
+"""Lets Lightning open a sharded folder wherever it opens a file, with no strategy of ours.
+
+Checked on Lightning 2.6.6, which reads every checkpoint file by one function and writes it by another, each imported by
+name into the modules below. Both are wrapped in every place: a folder with a manifest of ours is read as what the file
+of the same run holds, and anything else goes to Lightning's own function as it came. Lightning's own sharded strategies
+read by other ways, made for their own layouts; they refuse our folder with what to write instead.
+
+A version of Lightning that has one of these no longer is left as it is there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fsdp_core.errors import CheckpointExistsError, UnsupportedCapabilityError
+
+__all__ = ["install_opening"]
+
+_READERS = (
+    ("fabric.utilities.cloud_io", "_load"),
+    ("fabric.plugins.io.torch_io", "pl_load"),
+    ("pytorch.core.saving", "pl_load"),
+)
+_WRITERS = (("fabric.utilities.cloud_io", "_atomic_save"), ("fabric.plugins.io.torch_io", "_atomic_save"))
+_OTHER_LAYOUTS = ("FSDPStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
+
+#: Where the modules above are: in the package that holds both front ends, or in the stand-alone ones.
+_PACKAGES = (
+    {"fabric": "lightning.fabric", "pytorch": "lightning.pytorch"},
+    {"fabric": "lightning_fabric", "pytorch": "pytorch_lightning"},
+)
+
+
+def install_opening(strategies: ModuleType) -> None:
+    """Wrap what is imported of Lightning by now. Idempotent; never undone.
+
+    Args:
+        strategies: A module with Lightning's strategy classes, such as ``lightning.pytorch.strategies``. When it has
+            run, so have the modules that are to be wrapped, or they will import from wrapped ones.
+    """
+    for package in _PACKAGES:
+        for places, wrap in ((_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
+            for place, name in places:
+                front_end, _, rest = place.partition(".")
+                _replace(sys.modules.get(f"{package[front_end]}.{rest}"), name, wrap)
+    for name in _OTHER_LAYOUTS:
+        _replace(vars(strategies).get(name), "load_checkpoint", _refuses_folders)
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    function = None if owner is None else vars(owner).get(name)
+    if inspect.isfunction(function) and not hasattr(function, "_fsdp_core_wraps"):
+        setattr(owner, name, wrap(function))
+
+
+@cache  # one wrapper for one function, whatever names it goes by
+def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load)
+    def load_file_or_folder(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_sharded_folder(path_or_url):
+            return load(path_or_url, *args, **kwargs)
+        from fsdp_core.lightning.whole_folder import read_whole
+
+        given = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
+        return read_whole(path_or_url, given.get("map_location"))
+
+    return _marked(load_file_or_folder, load)
+
+
+@cache
+def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(save)
+    def save_file(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        # fsspec would move the new file into the folder, without a word, and the old checkpoint would stay
+        if not _is_sharded_folder(filepath):
+            return save(checkpoint, filepath, *args, **kwargs)
+        from fsdp_core.checkpoint.folder import open_folder
+        from fsdp_core.checkpoint.manifest import MANIFEST
+        from fsdp_core.checkpoint.recognition import is_ours
+        from fsdp_core.lightning.full_file import replace_by
+
+        folder = open_folder(filepath)
+        if folder.local:
+            return replace_by(Path(folder.root), lambda: save(checkpoint, filepath, *args, **kwargs))
+        names = [MANIFEST, *filter(is_ours, folder.files())]
+        try:
+            save(checkpoint, filepath, *args, **kwargs)  # an object store can hold a file beside what is in the folder
+        except IsADirectoryError as error:
+            raise CheckpointExistsError(
+                f"{filepath} is a sharded checkpoint, a folder, where a file is to be saved.\n"
+                "Remove it, or save to another path, such as with another dirpath= in ModelCheckpoint."
+            ) from error
+        for name in names:
+            folder.remove(name)
+
+    return _marked(save_file, save)
+
+
+@cache
+def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load_checkpoint)
+    def load_own_layout(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(load_checkpoint).bind(self, *args, **kwargs).args
+        path: Any = given[1] if len(given) > 1 else None
+        if _is_sharded_folder(path):
+            raise UnsupportedCapabilityError(
+                f"Lightning's {type(self).__name__} can't open {path}, a sharded checkpoint of fsdp-core's format.\n"
+                "Write strategy='fsdp2', or another name that `fsdp list` shows; one device and strategy='ddp' open it "
+                f"too. For a file to load with {type(self).__name__}, type: "
+                f"fsdp checkpoint consolidate {path} FILE --to lightning"
+            )
+        return load_checkpoint(self, *args, **kwargs)
+
+    return _marked(load_own_layout, load_checkpoint)
+
+
+def _marked(wrapper: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    wrapper._fsdp_core_wraps = wrapped  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _is_sharded_folder(path: Any) -> bool:
+    if not isinstance(path, str | Path) or str(path).startswith("http"):
+        return False
+    from fsdp_core.checkpoint import is_checkpoint
+
+    try:
+        return is_checkpoint(path)
+    except Exception:  # a path that can't be looked at: Lightning says of it what it says without us
+        return False

@@ -1,0 +1,133 @@
+"""The random-number generators of one rank: where they are, and setting them back to it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+
+__all__ = ["RandomState", "random_state", "set_random_state", "state_of_rank"]
+
+
+def random_state(runtime: Runtime) -> dict[str, Any]:
+    """Where this rank's generators are: torch's of the CPU and of the rank's device, Python's, and numpy's global one.
+
+    Args:
+        runtime: Which device the rank computes on.
+
+    Returns:
+        Plain data and small tensors, for a checkpoint. numpy's is in it if numpy is imported and its global generator
+        is the usual Mersenne twister.
+
+    Example:
+        >>> runtime = ProcessGroupRuntime()
+        >>> before = random_state(runtime)
+        >>> drawn = torch.rand(2), random.random()
+        >>> set_random_state(before, runtime)
+        >>> bool((drawn[0] == torch.rand(2)).all()), drawn[1] == random.random()
+        (True, True)
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        held = numpy.random.get_state(legacy=False)
+        if held["bit_generator"] == "MT19937":
+            state["numpy"] = {
+                "words": torch.from_numpy(held["state"]["key"].astype("int64")),
+                "position": int(held["state"]["pos"]),
+                "has_gauss": int(held["has_gauss"]),
+                "gauss": float(held["gauss"]),
+            }
+    on_device = runtime.device_random_state()
+    if on_device is not None:
+        state["device"] = {"type": runtime.device.type, "state": on_device}
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], runtime: Runtime) -> None:
+    """Set this rank's generators to where :func:`random_state` found them.
+
+    Args:
+        state: As it was returned. The state of another kind of device than this rank's is left alone.
+        runtime: Which device the rank computes on.
+    """
+    torch.set_rng_state(state["torch"])
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    if "numpy" in state:
+        import numpy
+
+        held = state["numpy"]
+        key = held["words"].numpy().astype("uint32")
+        numpy.random.set_state(("MT19937", key, held["position"], held["has_gauss"], held["gauss"]))
+    if "device" in state and state["device"]["type"] == runtime.device.type:
+        runtime.set_device_random_state(state["device"]["state"])
+
+
+def state_of_rank(states: list[Mapping[str, Any]], runtime: Runtime) -> Mapping[str, Any] | None:
+    """This rank's of the states of all ranks; ``None``, with a warning on rank 0, if there were more or fewer."""
+    if len(states) == runtime.world_size:
+        return states[runtime.rank]
+    if runtime.rank == 0:
+        then, now = (f"{n} rank{'s' * (n != 1)}" for n in (len(states), runtime.world_size))
+        warnings.warn(
+            f"the checkpoint holds the random-number state of {then}, and this run has {now}: dropout and shuffling go "
+            f"on from how it was seeded.\nTo repeat the run that was saved, resume on {then}.",
+            stacklevel=2,
+        )
+    return None
+
+
+class RandomState:
+    """Every rank's random-number state, for a checkpoint of Fabric's.
+
+    Put it beside the model: ``fabric.save(path, {"model": model, "random": RandomState()})``. A ``fabric.load`` into
+    such a dict sets the generators of every rank to where they were when it was saved, so load right before the first
+    step. On another number of ranks it leaves them as they are, and warns.
+
+    Args:
+        runtime: The ranks; those of torch's default process group, if there is one, when ``None``.
+
+    Example:
+        >>> saved = RandomState().state_dict()
+        >>> drawn = torch.rand(1)
+        >>> RandomState().load_state_dict(saved)
+        >>> bool(torch.rand(1) == drawn)
+        True
+    """
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        self._given = runtime
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all ranks. All of them must call it."""
+        runtime = self._runtime()
+        return {"ranks": runtime.gather_objects(random_state(runtime))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set this rank's generators."""
+        runtime = self._runtime()
+        mine = state_of_rank(state["ranks"], runtime)
+        if mine is not None:
+            set_random_state(mine, runtime)
+
+    def _runtime(self) -> Runtime:
+        if self._given is not None:
+            return self._given
+        runtime = ProcessGroupRuntime()
+        if dist.is_initialized():
+            runtime.rank, runtime.world_size = dist.get_rank(), dist.get_world_size()
+        if torch.cuda.is_initialized():  # asking for it would make a context on a GPU that nothing uses
+            runtime.device = torch.device("cuda", torch.cuda.current_device())
+        return runtime

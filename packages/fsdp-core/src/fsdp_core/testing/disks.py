@@ -1,0 +1,80 @@
+"""Disks that are slow, full, or wait to be told: what a save does while it writes, on any disk."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+import pytest
+
+from fsdp_core.checkpoint.folder import Folder
+
+__all__ = ["Disk", "disk"]
+
+_PATIENCE = 60.0  # seconds; a test that forgets to open a disk fails, and does not hang
+
+
+class Disk:
+    """How this process writes the files of its checkpoints.
+
+    Attributes:
+        seconds: How long each file takes.
+        room: How many bytes there is room for; ``None``: all.
+        opened: Files are written while it is set.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.room: int | None = None
+        self.opened = threading.Event()
+        self.opened.set()
+
+    def wait(self) -> None:
+        """Wait until a file may be written."""
+        time.sleep(self.seconds)
+        assert self.opened.wait(_PATIENCE), "nobody has opened this disk"
+
+    def take(self, count: int) -> None:
+        """Take room for some bytes."""
+        if self.room is not None:
+            self.room -= count
+            if self.room < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def disk(*, seconds: float = 0.0, room: int | None = None, opened: bool = True) -> Iterator[Disk]:
+    """Let this process write checkpoints through a :class:`Disk` while a block lasts.
+
+    Args:
+        seconds: How long each file takes.
+        room: How many bytes there is room for.
+        opened: Whether files may be written from the beginning on.
+    """
+    used, writing = Disk(), Folder.writing
+    used.seconds, used.room = seconds, room
+    if not opened:
+        used.opened.clear()
+
+    @contextmanager
+    def watched(folder: Folder, name: str) -> Iterator[BinaryIO]:
+        used.wait()
+        with writing(folder, name) as stream:
+            yield cast("BinaryIO", _Stream(stream, used))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Folder, "writing", watched)
+        yield used
+
+
+class _Stream:
+    def __init__(self, stream: BinaryIO, used: Disk) -> None:
+        self._stream, self._used = stream, used
+
+    def write(self, piece: Any) -> int:
+        self._used.take(len(piece))
+        return self._stream.write(piece)

@@ -1,0 +1,358 @@
+"""Checkpoints written behind training: the same as those that training waits for, and no failure is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import fsdp_core
+from fsdp_core.checkpoint import is_checkpoint, load, read_manifest, verify
+from fsdp_core.errors import CheckpointError
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.disks import Disk, disk
+from fsdp_core.testing.processes import start
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.suite.checkpoints import assert_bit_equal
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+__all__ = ["AsyncSavesSuite"]
+
+ASYNC = {"async_save": True}
+
+
+class Slow(TorchCheckpointIO):
+    """Writes full checkpoints as slowly as a :class:`~fsdp_core.testing.disks.Disk`."""
+
+    def __init__(self, used: Disk) -> None:
+        self.used = used
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        """Wait, take the room, and write."""
+        self.used.wait()
+        self.used.take(1000)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def options_of(kind: str, used: Disk) -> dict[str, Any]:
+    """The options of a strategy that writes this kind of checkpoints to this disk."""
+    full = {"state_dict_type": "full", "checkpoint_io": Slow(used)}
+    return {**ASYNC, **(full if kind == "full" else {})}
+
+
+class Watch(pl.Callback):
+    """Sees before each step that what is complete stays until the next one is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = folder, 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Look at what is there."""
+        if not trainer.is_global_zero or not self.folder.is_dir():
+            return
+        there = [path for path in self.folder.iterdir() if "partial" not in path.name and path.name != "last.ckpt"]
+        whole = sum(map(is_checkpoint, there))
+        assert whole >= min(self.seen, 2), (whole, self.seen)
+        self.seen = max(self.seen, whole)
+        last = self.folder / "last.ckpt"
+        assert not os.path.lexists(last) or last.exists(), "the link leads nowhere"
+        assert not last.is_symlink() or is_checkpoint(last)
+
+
+def _kept(strategy: str, tmp: str, asynchronous: bool, save_last: Any) -> dict[str, Any]:
+    """Fit with two callbacks that keep checkpoints in one folder, on a slow disk."""
+    folder = Path(tmp, "async" if asynchronous else "sync")
+    every: dict[str, Any] = {"dirpath": folder, "every_n_train_steps": 1, "filename": "{step}"}
+    best = ModelCheckpoint(**every, monitor="loss", save_top_k=2, save_last=save_last)
+    newest = ModelCheckpoint(**every, monitor="step", mode="max", save_top_k=1)
+    module = Lit("adamw_groups", dropout=0.2)
+    run = new_trainer(
+        tmp,
+        strategy,
+        2,
+        {"async_save": asynchronous},
+        callbacks=[best, newest, Watch(folder)],
+        enable_checkpointing=True,
+    )
+    pl.seed_everything(5, verbose=False)
+    with disk(seconds=0.02):
+        run.fit(module, loader(5, 2))
+    names = sorted(path.name for path in folder.iterdir())
+    for name in names:
+        verify(folder / name)
+    run.save_checkpoint(folder / "after")  # nothing trains: it is complete when the call returns
+    verify(folder / "after")
+    return {
+        "names": names,
+        "losses": means(module.losses),
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+        "linked": (folder / "last.ckpt").is_symlink(),
+        "best": Path(best.best_model_path).name,
+    }
+
+
+def _resumed(strategy: str, tmp: str, path: str) -> dict[str, Any]:
+    """Go on from a checkpoint; the losses, and the whole state at the end."""
+    module = Lit("adamw_groups", dropout=0.2)
+    run = new_trainer(tmp, strategy, 2, ASYNC, max_epochs=2, limit_train_batches=5)
+    pl.seed_everything(6, verbose=False)
+    run.fit(module, loader(5, 2), ckpt_path=path)
+    return {
+        "losses": means(module.losses),
+        "model": full_state(run.strategy),
+        "optimizer": full_optimizer_state(run.strategy, run.optimizers[0]),
+    }
+
+
+class AtStep(pl.Callback):
+    """Does something once, after a step of training."""
+
+    def __init__(self, step: int, do: Callable[[pl.Trainer], None]) -> None:
+        self.step, self.do = step, do
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Do it."""
+        if batch_idx + 1 == self.step:
+            self.step = 0
+            self.do(trainer)
+
+
+def _changed_at_once(strategy: str, tmp: str, kind: str) -> tuple[bool, bool]:
+    """Save while fitting, and change all weights and plain data as soon as the call returns."""
+    path, want, module = f"{tmp}/it", {}, Lit("momentum")
+    note = module.hparams.setdefault("note", {"kept": True})
+    complete: list[bool] = []
+
+    def save(trainer: pl.Trainer) -> None:
+        want.update(full_state(trainer.strategy))
+        trainer.save_checkpoint(path)
+        complete.append(Path(path).is_file() or is_checkpoint(path))
+        note["kept"] = False
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.zero_()
+        used.opened.set()
+
+    with disk(opened=False) as used:
+        run = new_trainer(tmp, strategy, 2, options_of(kind, used), callbacks=[AtStep(1, save)])
+        run.fit(module, loader(2, 2))
+    saved = fsdp_core.load_state_dict(path)
+    assert saved.keys() == want.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in want.items())
+    everything: Any = torch.load(path, weights_only=True) if kind == "full" else load(path)["trainer"]
+    return complete[0], everything["hyper_parameters"]["note"]["kept"]
+
+
+def _stall(strategy: str, tmp: str, kind: str, seconds: float) -> tuple[float, int, float]:
+    """Save to a disk that takes so long for each file: the time of the call, the steps meanwhile, and of the fit."""
+    path, took, steps = f"{tmp}/it", [0.0], [0]
+
+    def save(trainer: pl.Trainer) -> None:
+        began = time.monotonic()
+        trainer.save_checkpoint(path)
+        took[0] = time.monotonic() - began
+
+    class Count(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            steps[0] += not os.path.exists(f"{path}/manifest.json") and not os.path.isfile(path)
+
+    began = time.monotonic()
+    with disk(seconds=seconds) as used:
+        run = new_trainer(tmp, strategy, 2, options_of(kind, used), callbacks=[AtStep(1, save), Count()])
+        run.fit(Lit("momentum"), loader(4, 2))
+    assert is_checkpoint(path) or kind == "full"
+    return took[0], steps[0], time.monotonic() - began
+
+
+def _fails(strategy: str, tmp: str, kind: str, when: str) -> dict[str, Any]:
+    """Fit on a disk that gets full on the last rank, before the second save; then fit again, on another."""
+    folder = Path(tmp, "kept")
+    rank = int(os.environ["RANK"])
+    bad_rank = 0 if kind == "full" else 1
+    module = Lit("momentum")
+
+    def fill(trainer: pl.Trainer) -> None:
+        trainer.strategy.wait_for_saves()  # type: ignore[attr-defined]
+        used.room = 10 if rank == bad_rank else None
+
+    def step(trainer: pl.Trainer) -> None:
+        time.sleep(0.01 * (rank + 1))
+
+    def save(trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(folder / "mine.ckpt")
+
+    kept: dict[str, Any] = {"dirpath": folder, "every_n_train_steps": 1, "monitor": "step"}
+    callbacks: list[pl.Callback] = [ModelCheckpoint(**kept, mode="min", filename="first"), AtStep(2, fill)]
+    if when == "save":
+        callbacks.append(ModelCheckpoint(**kept, mode="max", filename="newest-{step}"))
+    else:
+        callbacks.append(AtStep(3, save))
+    steps = 400 if when == "step" else 3
+    callbacks += [AtStep(i, step) for i in range(4, steps)]
+    with disk() as used:
+        run = new_trainer(
+            tmp, strategy, 2, options_of(kind, used), callbacks=callbacks, enable_checkpointing=True, max_steps=steps
+        )
+        with pytest.raises(CheckpointError) as error:
+            run.fit(module, loader(steps, 2))
+        used.room = None
+        losses = len(module.losses)
+        new_trainer(tmp, strategy, 2, options_of(kind, used)).fit(Lit("momentum"), loader(1, 2))
+    return {"told": str(error.value), "losses": losses, "left": sorted(path.name for path in folder.iterdir())}
+
+
+@contextmanager
+def _interrupts_restored() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the Trainer leaves interrupts ignored
+
+
+def _exception(strategy: str, tmp: str, exception: type[BaseException], room: int | None) -> str:
+    """Raise in a step while a save is pending; gives what was said beside the exception."""
+    path = f"{tmp}/it"
+
+    def save(trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(path)
+        raise exception("in training")
+
+    raised = SystemExit if exception is KeyboardInterrupt else exception
+    with _interrupts_restored(), disk(seconds=0.1, room=room):
+        run = new_trainer(tmp, strategy, 2, ASYNC, callbacks=[AtStep(1, save)])
+        with pytest.raises(raised) as error:
+            run.fit(Lit("momentum"), loader(3, 2))
+    assert is_checkpoint(path) == (room is None)
+    run.fit(Lit("momentum"), loader(1, 2))  # the strategy is as good as before
+    return "\n".join(getattr(error.value, "__notes__", []))
+
+
+def _fabric_steps(strategy: str, tmp: str) -> dict[str, Any]:
+    """Save behind steps under Fabric, on a disk that gets full on rank 1; at which step it is told."""
+    fabric = new_fabric(strategy, 2, ASYNC)
+    used: Any = fabric.strategy
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    told, at = "", -1
+    with disk() as slow:
+        fabric.save(f"{tmp}/one", {"model": model, "optimizer": optimizer})
+        used.wait_for_saves()
+        want = full_state(used)
+        slow.room = 10 if fabric.global_rank == 1 else None
+        fabric.save(f"{tmp}/one", {"model": model, "optimizer": optimizer, "more": 1})
+        for step in range(1000):
+            x, y = oracle.global_batches(1)[0]
+            fabric.backward(mse_loss(model(x), y))
+            try:
+                optimizer.step()
+            except CheckpointError as error:
+                told, at = str(error), step
+                break
+            optimizer.zero_grad()
+            time.sleep(0.005)
+        slow.room = None
+        optimizer.step()
+        fabric.load(f"{tmp}/one", {"model": model, "optimizer": optimizer})
+        got: dict[str, Tensor] = full_state(used)
+        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+        fabric.save(f"{tmp}/two", {"model": model, "optimizer": optimizer})
+        used.teardown()
+    verify(f"{tmp}/two")
+    return {"told": told, "at": at}
+
+
+class AsyncSavesSuite(Clauses):
+    """With ``async_save=True`` checkpoints are the same, training goes on meanwhile, and no failure is lost."""
+
+    @pytest.mark.parametrize("save_last", [True, "link"])
+    def test_callbacks_keep_what_they_keep_in_a_synchronous_run(
+        self, ranks: RankPool, tmp_path: Path, save_last: Any
+    ) -> None:
+        """And the losses are the same, and what follows from each of them."""
+        tmp = str(tmp_path)
+        want = ranks.run(2, _kept, self.strategy, tmp, False, save_last)
+        got = ranks.run(2, _kept, self.strategy, tmp, True, save_last)
+        assert got == want
+        assert got[0]["linked"] == (save_last == "link")
+        assert len(got[0]["names"]) >= 3
+        for name in got[0]["names"] if save_last is True else [got[0]["best"], "last.ckpt"]:
+            first = ranks.run(2, _resumed, self.strategy, tmp, str(tmp_path / "sync" / name))
+            second = ranks.run(2, _resumed, self.strategy, tmp, str(tmp_path / "async" / name))
+            for one, other in zip(first, second, strict=True):
+                assert one["losses"] == other["losses"]
+                assert_bit_equal(other, one)
+
+    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    def test_what_is_changed_after_the_call_is_not_saved(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+        for complete, kept in ranks.run(2, _changed_at_once, self.strategy, str(tmp_path), kind):
+            assert not complete
+            assert kept
+
+    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    def test_training_goes_on_while_a_slow_disk_writes(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+        for call, steps, fit in ranks.run(2, _stall, self.strategy, str(tmp_path), kind, 1.0):
+            assert call < 0.9
+            assert steps == 4
+            assert fit > 1.0
+
+    @pytest.mark.parametrize(
+        ("kind", "when"), [("sharded", "step"), ("sharded", "save"), ("sharded", "end"), ("full", "step")]
+    )
+    def test_a_save_that_fails_ends_the_fit_on_every_rank(
+        self, ranks: RankPool, tmp_path: Path, kind: str, when: str
+    ) -> None:
+        first, second = ranks.run(2, _fails, self.strategy, str(tmp_path), kind, when)
+        for got in (first, second):
+            assert "behind training has failed" in got["told"]
+            assert "No space left on device" in got["told"]
+            # what a newer checkpoint was to replace is still there
+            assert got["left"] == ["first.ckpt", *(["newest-step=1.ckpt"] if when == "save" else [])]
+        assert first["losses"] == second["losses"]
+        if when == "step":
+            assert 3 <= first["losses"] < 400
+
+    @pytest.mark.parametrize("exception", [ZeroDivisionError, KeyboardInterrupt])
+    def test_an_exception_lets_the_pending_save_finish(
+        self, ranks: RankPool, tmp_path: Path, exception: type[BaseException]
+    ) -> None:
+        for notes in ranks.run(2, _exception, self.strategy, str(tmp_path), exception, None):
+            assert notes == ""
+
+    def test_an_exception_takes_the_failure_with_it(self, ranks: RankPool, tmp_path: Path) -> None:
+        for notes in ranks.run(2, _exception, self.strategy, str(tmp_path), ZeroDivisionError, 10):
+            assert "No space left on device" in notes
+
+    def test_fabric_tells_a_failure_at_one_step(self, ranks: RankPool, tmp_path: Path) -> None:
+        first, second = ranks.run(2, _fabric_steps, self.strategy, str(tmp_path))
+        assert first == second
+        assert "No space left on device" in first["told"]
+
+    def test_a_script_that_ends_leaves_it_complete(self, tmp_path: Path) -> None:
+        ended = start(tmp_path, "async_save.py", self.strategy, str(tmp_path), "ends")
+        assert ended.status == 0, ended.output
+        assert [one["loaded"] for one in ended.said] == [2, 2]
+        for name, step in (("1", 1), ("2", 3)):
+            verify(tmp_path / name)
+            assert load(tmp_path / name)["step"] == step
+        for trouble in ("Traceback", "terminate called", "destroy_process_group() was not called"):
+            assert trouble not in ended.output, ended.output
+
+    def test_a_script_that_ends_tells_what_nobody_was_told(self, tmp_path: Path) -> None:
+        ended = start(tmp_path, "async_save.py", self.strategy, str(tmp_path), "fails")
+        assert ended.status == 1, ended.output
+        assert "No space left on device" in ended.output
+        assert load(tmp_path / "2")["step"] == 2
+        assert read_manifest(tmp_path / "2").world_size == 2

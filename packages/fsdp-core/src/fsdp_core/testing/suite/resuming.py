@@ -1,0 +1,376 @@
+"""Exact resume: a run that goes on from a checkpoint repeats the run that wrote it, bit for bit on as many ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import fsdp_core
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.suite.checkpoints import assert_bit_equal
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+__all__ = ["MOMENTS", "ExactResumeSuite"]
+
+#: Batches of an epoch; with two micro-batches to a step, the last step has one.
+STEPS, EPOCHS = 5, 3
+
+#: When a checkpoint may be written: in which hook, after which batch of the second epoch, and the Trainer's arguments.
+MOMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "between two steps": ("on_train_batch_end", 1, {}),
+    "between the micro-batches of a step": ("on_train_batch_end", 2, {}),
+    "before a validation amid the epoch": ("on_train_batch_end", 1, {"val_check_interval": 2}),
+    "amid a validation": ("on_validation_batch_end", 1, {"val_check_interval": 2}),
+    "after a validation amid the epoch": ("on_validation_end", 1, {"val_check_interval": 2}),
+    "after a validation between micro-batches": ("on_validation_end", 2, {"val_check_interval": 3}),
+    "after the last batch": ("on_train_batch_end", 4, {}),
+    "after the last batch, without validation": ("on_train_batch_end", 4, {"limit_val_batches": 0}),
+    "after the last validation": ("on_validation_end", 4, {}),
+    "after the epoch": ("on_train_epoch_end", 4, {}),
+    "after the epoch, without validation": ("on_train_epoch_end", 4, {"limit_val_batches": 0}),
+    "after the fit": ("on_fit_end", 4, {}),
+}
+
+#: Those at which the next epoch begins, and so what its order is drawn from.
+BETWEEN_EPOCHS = [name for name, (_, batch, _) in MOMENTS.items() if batch == STEPS - 1]
+
+#: What a backend may keep accumulated gradients by.
+ACCUMULATIONS: list[dict[str, Any]] = [
+    {},
+    {"options": {"sync_each_batch": True}},
+    {"options": {"state_dict_type": "full"}},
+    {"options": {"activation_checkpointing_policy": {oracle.Block}}},
+    {"precision": "bf16-mixed"},
+]
+
+
+class Noisy(Dataset[Any]):
+    """The suite's data, with noise from every generator of a process, and from the seed of the loader's workers."""
+
+    def __init__(self, noise: bool) -> None:
+        self.data = oracle.dataset(BATCH * STEPS)
+        self.noise = noise
+        self.seed = 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.data[index]
+        if self.noise:
+            x = x + 0.1 * torch.randn(FEATURES) + 0.1 * random.gauss(0, 1) + 0.1 * numpy.random.randn()
+            x = x + 0.1 * torch.randn(FEATURES, generator=torch.Generator().manual_seed(self.seed))
+        return x, y
+
+
+class SeedingLoader(DataLoader[Any]):
+    """Tells its dataset the seed that it would give to workers."""
+
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        seed: Any = self.dataset
+        seed.seed = iterator._base_seed
+        return iterator
+
+
+class Scheduled(Lit):
+    """Dropout, param groups, a schedule, and hooks that draw random numbers where a run begins and where it validates.
+
+    What the beginning draws is drawn once more when a run is resumed.
+    """
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__("adamw_groups", dropout=dropout)
+        self.drawn: list[float] = []
+
+    def on_train_start(self) -> None:
+        torch.rand(3)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        torch.rand(1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(random.random())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = oracle.adamw_groups(self)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class ByHand(Scheduled):
+    """Accumulates two batches by hand, under manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Saving(pl.Callback):
+    """Saves once, in a hook of the second epoch, and notes how many losses there were."""
+
+    def __init__(self, path: str, hook: str, batch: int) -> None:
+        self.path, self.hook, self.batch = path, hook, batch
+        self.at: int | None = None
+
+    def _save(self, hook: str, trainer: pl.Trainer) -> None:
+        second = trainer.current_epoch == 1 and trainer.fit_loop.batch_idx == self.batch
+        if hook == self.hook and second and self.at is None:
+            module: Any = trainer.lightning_module
+            self.at = len(module.losses)
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save("on_train_batch_end", trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save("on_validation_batch_end", trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save("on_validation_end", trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save("on_train_epoch_end", trainer)
+
+
+def _batches(world_size: int, seeded: bool) -> DataLoader[Any]:
+    """Shuffled by Lightning's sampler, or by numbers that the loader draws itself."""
+    kind = SeedingLoader if seeded else DataLoader
+    size = BATCH // world_size if not seeded else BATCH
+    return kind(Noisy(noise=True), batch_size=size, shuffle=True)
+
+
+def _fit(
+    module: Scheduled,
+    strategy: str,
+    tmp: str,
+    world_size: int,
+    seed: int,
+    data: DataLoader[Any],
+    resume: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **trainer: Any,
+) -> tuple[dict[str, Any], pl.Trainer]:
+    rank = int(os.environ.get("RANK", 0))  # every rank draws numbers of its own
+    torch.manual_seed(seed + rank)
+    random.seed(seed + rank)
+    numpy.random.seed(seed + rank)
+    accumulating = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3} if module.automatic_optimization else {}
+    run = new_trainer(tmp, strategy, world_size, options, **{"max_epochs": EPOCHS, **accumulating, **trainer})
+    run.fit(module, data, loader(1, world_size), ckpt_path=resume)
+    outcome = {
+        "losses": [loss.item() for loss in module.losses],
+        "drawn": module.drawn,
+        "model": full_state(run.strategy),
+        "optimizer": full_optimizer_state(run.strategy, run.optimizers[0]),
+    }
+    return outcome, run
+
+
+def _continued(
+    strategy: str,
+    tmp: str,
+    moment: str,
+    how: Mapping[str, Any],
+    seeded: bool = False,
+    by_hand: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run that saves and goes on, and one that goes on from what it saved: what both did from there."""
+    hook, batch, arguments = MOMENTS[moment]
+    path, module = f"{tmp}/checkpoint", ByHand if by_hand else Scheduled
+    given = {**arguments, **how, **({"use_distributed_sampler": False} if seeded else {})}
+    saving = Saving(path, hook, batch)
+    whole, _ = _fit(module(), strategy, tmp, 2, 10, _batches(2, seeded), callbacks=[saving], **given)
+    if hook == "on_fit_end":
+        _, first = _fit(module(), strategy, tmp, 2, 10, _batches(2, seeded), **{**given, "max_epochs": 2})
+        first.save_checkpoint(path)
+        saving.at = 2 * STEPS
+    resumed, _ = _fit(module(), strategy, tmp, 2, 90, _batches(2, seeded), resume=path, **given)
+    assert saving.at is not None
+    return {**whole, "losses": whole["losses"][saving.at :], "drawn": whole["drawn"][saving.at :]}, resumed
+
+
+def _saved_or_not(strategy: str, tmp: str) -> list[dict[str, Any]]:
+    outcomes = []
+    for moment in (None, "between the micro-batches of a step", "after a validation amid the epoch"):
+        hook, batch, arguments = MOMENTS[moment or "after a validation amid the epoch"]
+        callbacks = [] if moment is None else [Saving(f"{tmp}/checkpoint", hook, batch)]
+        data = _batches(2, seeded=False)
+        outcomes.append(_fit(Scheduled(), strategy, tmp, 2, 10, data, callbacks=callbacks, **arguments)[0])
+    return outcomes
+
+
+def _plain_data(world_size: int) -> DataLoader[Any]:
+    """The same global batches on any number of ranks, without noise."""
+    data: Any = Noisy(noise=False)
+    sampler: Any = DistributedSampler(data, world_size, int(os.environ.get("RANK", 0)), seed=3)
+    return DataLoader(data, batch_size=BATCH // world_size, sampler=sampler)
+
+
+def _elsewhere(
+    strategy: str, tmp: str, world_size: int, path: str, moment: str, resume: bool, options: Mapping[str, Any]
+) -> list[float]:
+    """Each step's mean loss of a run without randomness, after the moment at which it is saved, or from there."""
+    hook, batch, arguments = MOMENTS[moment]
+    saving = Saving(path, hook, batch)
+    data = _plain_data(world_size)
+    module = Scheduled(dropout=0.0)
+    trainer = {**arguments, "callbacks": [] if resume else [saving], "options": options}
+    _fit(module, strategy, tmp, world_size, 10, data, resume=path if resume else None, **trainer)
+    return means(module.losses)[saving.at or 0 :]
+
+
+def _fabric(strategy: str, tmp: str, kind: str) -> list[dict[str, Any]]:
+    """A loop that saves between two micro-batches and goes on, and one that goes on from there."""
+    return [_fabric_run(strategy, tmp, kind, load) for load in (False, True)]
+
+
+def _fabric_run(strategy: str, tmp: str, kind: str, load: bool) -> dict[str, Any]:
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    torch.manual_seed(100 * load + fabric.global_rank)
+    net = oracle.new_net(dropout=0.2)
+    torch.manual_seed(100 * load + fabric.global_rank)
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "random": fsdp_core.RandomState(),
+        "gradients": fsdp_core.AccumulatedGradients(model),
+        "batch": 0,
+    }
+    if load:
+        assert fabric.load(f"{tmp}/fabric", state) == {}
+    losses = []
+    while state["batch"] < 8:
+        x, y = oracle.global_batches(8)[state["batch"]]
+        half = BATCH // 2 * fabric.global_rank
+        stepping = state["batch"] % 2 == 1
+        with fabric.no_backward_sync(model, enabled=not stepping):
+            loss = mse_loss(model(x[half : half + BATCH // 2]), y[half : half + BATCH // 2])
+            fabric.backward(loss / 2)
+        losses.append(loss.item())
+        if stepping:
+            fabric.clip_gradients(model, optimizer, max_norm=0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        state["batch"] += 1
+        if not load and state["batch"] == 3:
+            fabric.save(f"{tmp}/fabric", state)
+            losses = []
+    strategy_used: Any = fabric.strategy
+    return {
+        "losses": losses,
+        "model": full_state(strategy_used),
+        "optimizer": full_optimizer_state(strategy_used, optimizer),
+    }
+
+
+def _warnings(strategy: str, tmp: str) -> list[str]:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    x, y = oracle.global_batches(1)[0]
+    with fabric.no_backward_sync(model):
+        fabric.backward(mse_loss(model(x), y))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fabric.save(f"{tmp}/fabric", {"model": model, "optimizer": optimizer})
+        fabric.save(f"{tmp}/fabric", {"model": model, "gradients": fsdp_core.AccumulatedGradients(model)})
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        fabric.save(f"{tmp}/fabric", {"model": model, "optimizer": optimizer})
+    return [str(one.message) for one in told if "AccumulatedGradients(model)" in str(one.message)]
+
+
+def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """Two runs did the very same: losses, what else was drawn, weights and optimizer state."""
+    assert got["losses"] == want["losses"]
+    assert got.get("drawn") == want.get("drawn")
+    assert_bit_equal(got, want)
+
+
+class ExactResumeSuite(Clauses):
+    """Losses, weights, optimizer state and random numbers after a resume are those of the run that was not stopped.
+
+    With dropout, random data, a schedule, clipping, gradient accumulation, param groups, and parameters that are
+    frozen, tied, 0-dim and of uneven sizes.
+    """
+
+    @pytest.mark.parametrize("moment", MOMENTS)
+    def test_resume_is_exact(self, ranks: RankPool, tmp_path: Path, moment: str) -> None:
+        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}):
+            assert_same(resumed, whole)
+
+    @pytest.mark.parametrize("moment", BETWEEN_EPOCHS)
+    def test_order_and_seeds_that_loaders_draw(self, ranks: RankPool, tmp_path: Path, moment: str) -> None:
+        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
+            assert_same(resumed, whole)
+
+    @pytest.mark.parametrize("how", ACCUMULATIONS, ids=str)
+    def test_accumulated_gradients(self, ranks: RankPool, tmp_path: Path, how: dict[str, Any]) -> None:
+        self.assert_goes_on_between_micro_batches(ranks, tmp_path, how)
+
+    def assert_goes_on_between_micro_batches(self, ranks: RankPool, tmp_path: Path, how: dict[str, Any]) -> None:
+        """Gradients that wait for their step are restored bit for bit; for a backend's own options too."""
+        moment = "between the micro-batches of a step"
+        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, how):
+            assert_same(resumed, whole)
+
+    def test_gradients_accumulated_by_hand(self, ranks: RankPool, tmp_path: Path) -> None:
+        moment = "between the micro-batches of a step"
+        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, False, True):
+            assert_same(resumed, whole)
+
+    def test_saving_and_validating_change_nothing(self, ranks: RankPool, tmp_path: Path) -> None:
+        for never, amid_step, amid_epoch in ranks.run(2, _saved_or_not, self.strategy, str(tmp_path)):
+            assert_same(amid_step, never)  # validates after an epoch alone
+            assert_same(amid_epoch, never)
+
+    @pytest.mark.parametrize(
+        ("saved_on", "resumed_on", "options"),
+        [(2, 1, {}), (1, 2, {}), (2, 3, {}), (2, 3, {"sync_each_batch": True})],
+    )
+    def test_on_another_number_of_ranks(
+        self, ranks: RankPool, tmp_path: Path, saved_on: int, resumed_on: int, options: dict[str, Any]
+    ) -> None:
+        """Nothing random, and gradients of half a step: what goes on differs by rounding alone."""
+        tmp, path, moment = str(tmp_path), str(tmp_path / "checkpoint"), "between the micro-batches of a step"
+        whole = ranks.run(saved_on, _elsewhere, self.strategy, tmp, saved_on, path, moment, False, options)[0]
+        resumed = ranks.run(resumed_on, _elsewhere, self.strategy, tmp, resumed_on, path, moment, True, options)[0]
+        assert len(whole) == len(resumed) == STEPS * EPOCHS - STEPS - 3
+        assert resumed == pytest.approx(whole, abs=FP32_TOLERANCE)
+
+    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    def test_fabric(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+        for whole, resumed in ranks.run(2, _fabric, self.strategy, str(tmp_path), kind):
+            assert_same(resumed, whole)
+
+    def test_fabric_says_what_a_save_leaves_out(self, ranks: RankPool, tmp_path: Path) -> None:
+        on_first, on_second = ranks.run(2, _warnings, self.strategy, str(tmp_path))
+        assert len(on_first) == 1
+        assert on_second == []

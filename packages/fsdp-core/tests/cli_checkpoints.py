@@ -1,0 +1,110 @@
+"""What the tests of ``fsdp checkpoint`` share: running it, and checkpoints to run it on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, save
+from fsdp_core.cli import fsdp
+from fsdp_core.runtime import ProcessGroupRuntime
+
+KINDS = {"model": "model", "optimizer/0": "optimizer"}
+
+
+def run(*arguments: object, status: int = 0) -> Result:
+    """Run ``fsdp checkpoint`` in this process; it must end with this status, and never with a traceback."""
+    result = CliRunner().invoke(fsdp, ["checkpoint", *map(str, arguments)], prog_name="fsdp")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result
+
+
+def save_alone(
+    path: Path | str, state: Mapping[str, Any], kinds: Mapping[str, str] | None = None, **options: Any
+) -> None:
+    """Save in one process."""
+    runtime = ProcessGroupRuntime()
+    save(path, state, runtime=runtime, strategy="test", kinds=KINDS if kinds is None else kinds, **options)
+
+
+def in_pieces(tensor: Tensor, axis: int, *cuts: int) -> ChunkedTensor:
+    """A tensor in chunks along an axis, as if several ranks held them."""
+    edges = [0, *cuts, tensor.shape[axis]]
+    return ChunkedTensor(
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        chunks=tuple(
+            Chunk(
+                offsets=tuple(first if dim == axis else 0 for dim in range(tensor.ndim)),
+                data=tensor.narrow(axis, first, last - first),
+            )
+            for first, last in pairwise(edges)
+        ),
+    )
+
+
+def trained(*, seed: int = 0) -> dict[str, Any]:
+    """A state of every kind: pieces by rows and columns, a tied name, param groups, plain data and a small tensor."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    wte = in_pieces(normal(6, 4), 0, 2, 5)
+    return {
+        "model": {
+            "wte.weight": wte,
+            "blocks.0.up.weight": in_pieces(normal(4, 6), 1, 1, 4),
+            "blocks.1.up.weight": in_pieces(normal(4, 6), 1, 3),
+            "scale": normal(),
+            "steps": torch.arange(3),
+            "nothing": torch.empty(0, 4),
+        },
+        "optimizer": [
+            {
+                "state": {"wte.weight": {"step": torch.tensor(3.0), "exp_avg": in_pieces(normal(6, 4), 0, 3)}},
+                "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "fused": None, "params": ["wte.weight"]}],
+            }
+        ],
+        "trainer": {"pytorch-lightning_version": "2.6.6"},
+        "epoch": 3,
+        "callbacks": {"best": torch.tensor([0.5, 0.25]), "path": Path("/runs/a"), "scores": [float("nan"), 1.5]},
+    }
+
+
+ALIASES = {"model/head.weight": "model/wte.weight"}
+
+
+def save_trained(path: Path, change: Callable[[dict[str, Any]], object] = lambda state: None, *, seed: int = 0) -> Path:
+    """Save :func:`trained`, perhaps with a change; gives the path."""
+    state = trained(seed=seed)
+    change(state)
+    save_alone(path, state, aliases=ALIASES)
+    return path
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest as somebody would who knows the format, its checksum included."""
+    content = json.loads((folder / "manifest.json").read_text())
+    content.pop("checksum")
+    change(content)
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    content["checksum"] = "xxh3:" + xxhash.xxh3_64_hexdigest(canonical)
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def flip(path: Path, position: int = -1) -> None:
+    """Change one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(bytes(data))

@@ -1,0 +1,74 @@
+"""A small checkpoint, and the ways in which tests damage it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from fsdp_core.checkpoint import load, save
+from fsdp_core.errors import CheckpointFormatError
+from fsdp_core.runtime import ProcessGroupRuntime
+
+STATE: dict[str, Any] = {
+    "model": {"w": torch.arange(6.0).reshape(3, 2), "b": torch.ones(3)},
+    "callbacks": {"best": torch.tensor(0.5), "seen": 3},
+}
+
+
+def save_small(path: Path, state: dict[str, Any] | None = None) -> Path:
+    """Save :data:`STATE` in one process."""
+    save(path, state or STATE, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
+    return path
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest as somebody would who knows the format, its checksum included."""
+    content = json.loads((folder / "manifest.json").read_text())
+    change(content)
+    content.pop("checksum")
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    content["checksum"] = "xxh3:" + xxhash.xxh3_64_hexdigest(canonical)
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def reseal(folder: Path, path: Path) -> None:
+    """Give the manifest a changed file's size and checksum."""
+    entry = {"size": path.stat().st_size, "checksum": "xxh3:" + xxhash.xxh3_64_hexdigest(path.read_bytes())}
+    rewrite(folder, lambda content: content["files"].update({str(path.relative_to(folder)): entry}))
+
+
+def chunk_of(content: dict[str, Any], key: str = "model/w") -> dict[str, Any]:
+    """The first chunk of a tensor in a manifest."""
+    found: dict[str, Any] = content["tensors"][key]["chunks"][0]
+    return found
+
+
+def model_file(folder: Path) -> Path:
+    """The file with the model's chunks."""
+    (path,) = (folder / "model").iterdir()
+    return path
+
+
+def state_file(folder: Path) -> Path:
+    """The file with the plain data."""
+    (path,) = folder.glob("state-*.json")
+    return path
+
+
+def flip(path: Path, position: int) -> None:
+    """Change a bit of a byte."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+def refused(folder: Path, message: str, error: type[Exception] = CheckpointFormatError) -> None:
+    """A load says this."""
+    with pytest.raises(error, match=message):
+        load(folder)

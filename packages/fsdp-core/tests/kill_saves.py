@@ -1,0 +1,154 @@
+"""Kills saves at random instants and looks at what is published after each; a script.
+
+Each save is a process forked from this one, which has torch imported already: that takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, load, read_manifest, save
+from fsdp_core.runtime import ProcessGroupRuntime
+
+ROWS = 64
+SECONDS = 20.0
+
+
+def state(version: float, rank: int, ranks: int) -> dict[str, Any]:
+    """A state of which every element says its version; this rank's rows of it."""
+
+    def rows(width: int) -> ChunkedTensor:
+        chunk = Chunk(offsets=(rank * ROWS, 0), data=torch.full((ROWS, width), version))
+        return ChunkedTensor(shape=(ranks * ROWS, width), dtype=torch.float32, chunks=(chunk,))
+
+    moments = {name: {"exp_avg": rows(width)} for name, width in (("w", 512), ("b", 3))}
+    return {
+        "model": {"w": rows(512), "b": rows(3)},
+        "optimizer": [{"state": moments, "param_groups": [{"params": ["w", "b"]}]}],
+        "best": torch.tensor([version]),
+        "version": version,
+    }
+
+
+def save_version(path: Path, version: float, runtime: ProcessGroupRuntime) -> None:
+    """Save it over what is there."""
+    kinds = {"model": "model", "optimizer/0": "optimizer"}
+    save(path, state(version, runtime.rank, runtime.world_size), runtime=runtime, strategy="test", kinds=kinds)
+
+
+def version_of(path: Path) -> float:
+    """The version that is published, once every byte of it has been verified and every element says it."""
+    nest = load(path)
+    tensors = [*nest["model"].values(), *(entry["exp_avg"] for entry in nest["optimizer"][0]["state"].values())]
+    version = float(nest["version"])
+    assert all(tensor.full().eq(version).all() for tensor in tensors), "versions are mixed"
+    assert nest["best"].item() == version, "versions are mixed"
+    return version
+
+
+def files_in(path: Path) -> set[str]:
+    """All files in a folder."""
+    return {str(found.relative_to(path)) for found in path.rglob("*") if found.is_file()}
+
+
+def save_forever(path: Path, meeting: Path, rank: int, ranks: int, version: float, acknowledged: int) -> None:
+    """Save one version after another, and write each to a pipe once it is saved."""
+    runtime = ProcessGroupRuntime()
+    runtime.rank, runtime.world_size = rank, ranks
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    while True:
+        save_version(path, version, runtime)
+        if rank == 0:
+            os.write(acknowledged, f"{version}\n".encode())
+        version += 1
+
+
+def fork_rank(*arguments: Any) -> int:
+    """Run :func:`save_forever` in a process of its own; gives its id."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the rank that is left complains of its dead peer
+            save_forever(*arguments)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def wait_for(pid: int) -> None:
+    """Wait until a process has ended."""
+    end = time.monotonic() + SECONDS
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise TimeoutError("a rank did not end after its peer was killed")
+        time.sleep(0.001)
+
+
+def kill_once(path: Path, meeting: Path, ranks: int, version: float, choice: random.Random, pace: float) -> float:
+    """Start saving after ``version``, kill at a random instant; gives the version acknowledged last."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    pids = [fork_rank(path, meeting, rank, ranks, version + 1, writer) for rank in range(ranks)]
+    os.close(writer)
+    told, end = b"", time.monotonic() + SECONDS
+    while not told and time.monotonic() < end:  # until it has saved once, so that the instant is one of a save
+        time.sleep(0.001)
+        told += _read(reader)
+    time.sleep(choice.uniform(0, 2 * pace))
+    victims = choice.sample(pids, k=choice.randint(1, ranks))
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        wait_for(pid)
+    told += _read(reader)
+    os.close(reader)
+    meeting.unlink(missing_ok=True)
+    return max([version, *map(float, told.split())])
+
+
+def _read(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, 2**16)
+    except BlockingIOError:
+        return b""
+
+
+def main(folder: Path, seed: int, kills: int, ranks: int) -> None:
+    """Kill so many saves, one after another over the same checkpoint; print what was seen."""
+    torch.set_num_threads(1)
+    choice, path, alone = random.Random(seed), folder / "last.ckpt", ProcessGroupRuntime()
+    began = time.monotonic()
+    for version in (1.0, 2.0, 3.0):
+        save_version(path, version, alone)
+    pace = (time.monotonic() - began) / 3
+    version, ahead, interrupted = 3.0, 0, 0
+    for number in range(kills):
+        acknowledged = kill_once(path, folder / f"meeting-{number}", ranks, version, choice, pace)
+        published = version_of(path)
+        assert acknowledged <= published <= acknowledged + 1, f"{acknowledged} was saved, and {published} is there"
+        ahead += published > acknowledged
+        interrupted += files_in(path) != {*read_manifest(path).files, "manifest.json"}
+        version = published
+    save_version(path, version + 1, alone)
+    assert version_of(path) == version + 1
+    left = files_in(path) - {*read_manifest(path).files, "manifest.json"}
+    beside = sorted(found.name for found in folder.iterdir())
+    print(json.dumps({"versions": version, "ahead": ahead, "interrupted": interrupted, "left": sorted(left),
+                      "beside": beside}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

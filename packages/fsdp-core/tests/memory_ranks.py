@@ -1,0 +1,86 @@
+"""What the memory tests run on ranks: the peak of a save and of a load, above what the rank holds anyway."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from checkpoint_ranks import started
+from fsdp_core.checkpoint import fill_all, load, load_state_dict, save
+
+TENSORS, SIDE = 2, 4096  # 64 MiB each
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """The bytes that this process has held at most during ``work``, above what it held before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def shards(mesh: DeviceMesh, layout: str, side: int, value: float) -> dict[str, Tensor]:
+    """Square tensors, sharded by rows, by rows that lie in memory as columns (``strided``), or by columns."""
+    ranks = mesh.size()
+    found: dict[str, Tensor] = {}
+    for index in range(TENSORS):
+        if layout == "columns":
+            local, axis = torch.full((side, side // ranks), value), 1
+        else:
+            local, axis = torch.full((side // ranks, side), value), 0
+        if layout == "strided":
+            local = torch.full((side, side // ranks), value).T
+        found[f"t{index}"] = DTensor.from_local(
+            local, mesh, [Shard(axis)], run_check=False, shape=torch.Size((side, side)), stride=(side, 1)
+        )
+    return found
+
+
+def save_peak(folder: Path, layout: str) -> int:
+    """The peak of a save."""
+    runtime = started()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def work(path: Path, state: dict[str, Tensor]) -> None:
+        save(path, {"model": state}, runtime=runtime, strategy="test", kinds={"model": "model"})
+
+    work(folder / "small", shards(mesh, layout, 8, 1.0))  # what is needed once, is there then
+    state = shards(mesh, layout, SIDE, 1.0)
+    return peak_of(lambda: work(folder / layout, state))
+
+
+def load_peak(path: Path, layout: str) -> int:
+    """The peak of a load into tensors that exist, verification included."""
+    runtime = started()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def work(path: Path, state: dict[str, Tensor]) -> None:
+        fill_all(state, load(path, runtime=runtime)["model"])
+
+    work(path.parent / "small", shards(mesh, layout, 8, 0.0))
+    state = shards(mesh, layout, SIDE, 0.0)
+    peak = peak_of(lambda: work(path, state))
+    assert all(tensor.to_local().eq(1.0).all() for tensor in state.values() if isinstance(tensor, DTensor))
+    return peak
+
+
+def whole_peak(path: Path) -> int:
+    """The peak of reading everything in one process, above the tensors that it gives."""
+    load_state_dict(path.parent / "small")
+    found: dict[str, Tensor] = {}
+    peak = peak_of(lambda: found.update(load_state_dict(path)))
+    return peak - sum(tensor.nbytes for tensor in found.values())

@@ -1,0 +1,348 @@
+"""Folders made to do harm: nothing in them runs, nothing outside of them is read, and nothing waits or fills memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hostile_reads
+from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_small, state_file
+from fsdp_core.checkpoint import load, load_state_dict, save, verify
+from fsdp_core.checkpoint.coverage import find_fault
+from fsdp_core.errors import CheckpointFormatError
+from fsdp_core.runtime import ProcessGroupRuntime
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_small(tmp_path / "run" / "a.ckpt")
+
+
+class Payload:
+    """What a hostile pickle holds: a command for whoever unpickles it."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.marker}",)
+
+
+def pickled(folder: Path) -> bytes:
+    return pickle.dumps(Payload(folder.parent / "it-ran"))
+
+
+def outside(folder: Path) -> Path:
+    """A secret beside the folder."""
+    path = folder.parent / "secret"
+    path.write_text('{"secret": 1}')
+    return path
+
+
+def replace_by(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def link(path: Path, to: Path) -> None:
+    path.unlink()
+    path.symlink_to(to)
+
+
+def link_to_moved(path: Path, to: Path) -> None:
+    path.rename(to)
+    path.symlink_to(to)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def name_in_manifest(folder: Path, name: str) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["files"][name] = {"size": 13, "checksum": "xxh3:" + "0" * 16}
+        chunk_of(content)["file"] = name
+
+    rewrite(folder, change)
+
+
+def name_secret(folder: Path, name: str) -> None:
+    outside(folder)
+    name_in_manifest(folder, name)
+
+
+def become_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def save_with_torch(folder: Path) -> None:
+    torch.save(Payload(folder.parent / "it-ran"), model_file(folder))
+    reseal(folder, model_file(folder))
+
+
+def write_state(folder: Path, text: str) -> None:
+    reseal(folder, replace_by(state_file(folder), text.encode()))
+
+
+def write_header(folder: Path, header: dict[str, Any], size: int = 64) -> None:
+    """Give the model's file a header of its own, and let the manifest agree with what it says of ``w``."""
+    text = json.dumps(header).encode()
+    reseal(folder, replace_by(model_file(folder), len(text).to_bytes(8, "little") + text + bytes(size)))
+
+
+def change_tensor(folder: Path, **values: Any) -> None:
+    rewrite(folder, lambda content: content["tensors"]["model/w"].update(values))
+
+
+def staggered(count: int) -> list[dict[str, Any]]:
+    """Chunks that begin one after another, and all overlap: comparing each with each would take minutes."""
+    return [
+        {"file": "x", "key": "x", "offsets": [i, 0], "lengths": [count, 1 + i % 2]} for i in range(count)
+    ]  # fmt: skip
+
+
+DEEP = 50_000
+
+#: How a good folder is made hostile; each of these must be refused.
+REFUSED: dict[str, Callable[[Path], object]] = {
+    "a parent's file": lambda f: name_secret(f, "../secret"),
+    "an absolute path": lambda f: name_in_manifest(f, str(outside(f))),
+    "a parent of a folder": lambda f: name_secret(f, "model/../../secret"),
+    "a URL": lambda f: name_in_manifest(f, f"file://{outside(f)}"),
+    "a chained URL": lambda f: name_in_manifest(f, "simplecache::memory://secret"),
+    "a link to a file": lambda f: link(model_file(f), outside(f)),
+    "a link to a moved file": lambda f: link_to_moved(model_file(f), f.parent / "moved"),
+    "a link to a moved folder": lambda f: link_to_moved(f / "model", f.parent / "moved"),
+    "a link to the state": lambda f: link_to_moved(state_file(f), f.parent / "moved"),
+    "a link for the manifest": lambda f: link_to_moved(f / "manifest.json", f.parent / "moved"),
+    "a link to /dev/zero": lambda f: link(model_file(f), Path("/dev/zero")),
+    "a link for the manifest to /dev/zero": lambda f: link(f / "manifest.json", Path("/dev/zero")),
+    "a link to itself": lambda f: link(model_file(f), model_file(f)),
+    "a pipe for a file": lambda f: pipe(model_file(f)),
+    "a pipe for the state": lambda f: pipe(state_file(f)),
+    "a pipe for the manifest": lambda f: pipe(f / "manifest.json"),
+    "a folder for the manifest": lambda f: become_folder(f / "manifest.json"),
+    "a pickle for the manifest": lambda f: replace_by(f / "manifest.json", pickled(f)),
+    "a pickle for the state": lambda f: reseal(f, replace_by(state_file(f), pickled(f))),
+    "a pickle for the weights": lambda f: reseal(f, replace_by(model_file(f), pickled(f))),
+    "a file of torch for the weights": save_with_torch,
+    "a header of 2**62 bytes": lambda f: reseal(
+        f, replace_by(model_file(f), (2**62).to_bytes(8, "little") + model_file(f).read_bytes()[8:])
+    ),
+    "a deep header": lambda f: reseal(
+        f, replace_by(model_file(f), DEEP.to_bytes(8, "little") + b"[" * DEEP)
+    ),
+    "a tensor of 2**40 elements": lambda f: write_header(
+        f, {"model/w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    ),
+    "a tensor of 2**40 elements in no bytes": lambda f: write_header(
+        f, {"model/w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 64]}}
+    ),
+    "tensors over one another": lambda f: write_header(
+        f, {n: {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]} for n in ("model/w", "model/b")}
+    ),
+    "2**40 elements in the manifest": lambda f: change_tensor(
+        f, shape=[2**40], chunks=[{"file": "x", "key": "x", "offsets": [0], "lengths": [2**40]}]
+    ),
+    "a size of 10**4000": lambda f: change_tensor(f, shape=[10**4000, 0], chunks=[]),
+    "thousands of overlapping chunks": lambda f: change_tensor(f, shape=[20_000, 2], chunks=staggered(10_000)),
+    "64 dimensions": lambda f: change_tensor(
+        f, shape=[2] * 50 + [1] * 14, chunks=[dict(chunk, offsets=[i % 2] * 50 + [0] * 14, lengths=[1] * 64)
+                                              for i, chunk in enumerate(staggered(1000))]
+    ),
+    "a deep manifest": lambda f: replace_by(f / "manifest.json", b'{"format": "fsdp-checkpoint", "a": ' + b"[" * DEEP),
+    "a deep state": lambda f: write_state(f, '{"a":' * DEEP + "1" + "}" * DEEP),
+    "deep tuples": lambda f: write_state(f, '{"a":' + '{"$tuple":[' * DEEP + "]}" * DEEP + "}"),
+    "deep sets": lambda f: write_state(f, '{"a":' + '{"$frozenset":[' * 900 + "]}" * 900 + "}"),
+    "the same tensor a thousand times": lambda f: write_state(
+        f, json.dumps({"a": [{"$tensor": "callbacks/best"}] * 1000})
+    ),
+    "code by name": lambda f: write_state(f, '{"a": {"$import": "os.system"}}'),
+    "an unknown factory": lambda f: write_state(f, '{"a": {"$defaultdict": ["os.system", []]}}'),
+    "numpy objects": lambda f: write_state(f, '{"a": {"$numpy": ["O", 1]}}'),
+    "numpy's own parser": lambda f: write_state(f, '{"a": {"$numpy": ["(2**40,)f4", 1]}}'),
+    "a dtype that is an attribute": lambda f: write_state(f, '{"a": {"$dtype": "__class__"}}'),
+    "an array that is no tensor": lambda f: write_state(f, '{"a": {"$ndarray": {"$path": "/etc/passwd"}}}'),
+    "a tensor by path": lambda f: write_state(f, '{"a": {"$tensor": "../secret"}}'),
+    "a class for a namespace": lambda f: write_state(f, '{"a": {"$namespace": [["__class__", "os"]]}}'),
+    "an unhashable key": lambda f: write_state(f, '{"a": {"$dict": [[[1], 2]]}}'),
+}  # fmt: skip
+
+#: What is strange, and may be read: it is data, and stays data.
+READ: dict[str, Callable[[Path], object]] = {
+    "more files than the manifest names": lambda f: [
+        replace_by(f / name, pickled(f)) for name in ("data.pkl", ".metadata", "state.pt", "conftest.py", "__init__.py")
+    ],
+    "paths and devices": lambda f: write_state(
+        f, '{"a": {"$path": "/etc/passwd"}, "b": {"$device": "cuda:7"}, "model": {"w": {"$saved": "model/w"}}}'
+    ),
+    "a link inside": lambda f: link_to_moved(model_file(f), f / "model" / "elsewhere.safetensors"),
+}
+
+
+def test_nothing_runs_and_nothing_outside_is_opened(tmp_path: Path) -> None:
+    good = save_small(tmp_path / "good" / "a.ckpt")
+    folders = {name: save_small(tmp_path / str(i) / "a.ckpt") for i, name in enumerate({**REFUSED, **READ})}
+    for name, make in {**REFUSED, **READ}.items():
+        make(folders[name])
+    script = Path(hostile_reads.__file__)
+    done = subprocess.run(
+        [sys.executable, str(script), str(good), *map(str, folders.values())],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    for name, folder in folders.items():
+        what = told[str(folder)]
+        assert what["seconds"] < 20, name
+        for event, argument in what["events"]:
+            assert event in hostile_reads.PATHS, (name, event, argument)
+            assert not argument.isdigit(), (name, event, argument)
+            assert Path(os.path.realpath(argument)).is_relative_to(folder), (name, event, argument)
+            assert event in ("open", "os.listdir", "os.scandir"), (name, event, argument)
+        ended = what["ended"]
+        if name in REFUSED:
+            assert ended["load"].startswith("refused: "), (name, ended)
+            assert ended["load without verification"].startswith("refused: "), (name, ended)
+        assert all(how == "read" or how.startswith("refused: ") for how in ended.values()), (name, ended)
+        if name in READ:
+            assert ended["load"] == ended["verify"] == "read", (name, ended)
+        assert not (folder.parent / "it-ran").exists(), name
+    # the hook sees what it must not see
+    assert ["open", os.devnull] in told["control"]["events"]
+    assert ["import", "there_is_no_such_module"] in told["control"]["events"]
+
+
+def test_a_file_of_another_kind_runs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    torch.save({"state_dict": Payload(tmp_path / "it-ran")}, path)
+    for read in (load, verify, load_state_dict):
+        with pytest.raises(CheckpointFormatError):
+            read(path)
+    assert not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.parametrize("dimensions", [2, 8])
+def test_chunks_that_interleave_are_compared_in_linear_time(dimensions: int) -> None:
+    count, rest = 10_000, (1,) * (dimensions - 2)
+    none = (0,) * (dimensions - 2)
+    shape = (count, count, *rest)
+    # Each column is cut at another row, so that at every row all columns begin or end somewhere else.
+    boxes = [((0, i, *none), (i, 1, *rest)) for i in range(1, count)]
+    boxes += [((i, i, *none), (count - i, 1, *rest)) for i in range(count)]
+    began = time.monotonic()
+    assert find_fault(shape, boxes) is None
+    assert find_fault(shape, boxes[1:]) is not None
+    offsets, lengths = boxes[-1]
+    fault = find_fault(shape, [*boxes[:-1], ((0, *offsets[1:]), lengths)])  # as large, elsewhere
+    assert fault is not None
+    assert "leave a hole or overlap" in fault or "cover" in fault
+    assert time.monotonic() - began < 20
+
+
+NAMES = ["", "/", "a/b", "..", "../../x", "$saved", "$tensor", "__metadata__", "a%2Fb", "a b", "ключ", "\n", "\x00",
+         "~", "@0,0", "w@0,0", "w", "__class__", "manifest.json", "state", "param_groups", "%", "\U0001f600", "a.b",
+         "C:\\x"]  # fmt: skip
+
+
+def test_odd_names_come_back(tmp_path: Path) -> None:
+    model = {name: torch.full((3,), float(i)) for i, name in enumerate(NAMES)}
+    moments = {name: {"exp_avg": value + 50} for name, value in model.items()}
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": [{"state": moments, "param_groups": [{"params": list(model)}]}],
+        **{name: value + 100 for name, value in model.items()},
+    }
+    path = tmp_path / "c"
+    save(
+        path,
+        state,
+        runtime=ProcessGroupRuntime(),
+        strategy="test",
+        kinds={"model": "model", "optimizer/0": "optimizer"},
+    )
+    verify(path)
+    nest = load(path)
+    for name, value in model.items():
+        assert nest["model"][name].full().equal(value), name
+        assert nest["optimizer"][0]["state"][name]["exp_avg"].full().equal(value + 50), name
+        assert nest[name].equal(value + 100), name
+    assert list(load_state_dict(path)) == NAMES
+
+
+HOSTILE_NAMES = [
+    "../outside.safetensors",
+    "model/../../outside.safetensors",
+    "/etc/passwd",
+    "model//x.safetensors",
+    "./x.safetensors",
+    "..",
+    "",
+    "model\\..\\..\\x",
+    "C:/x",
+    "file:///etc/passwd",
+    "x\x00.safetensors",
+    "manifest.json",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_a_file_name_must_stay_inside(folder: Path, name: str) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["files"][name] = {"size": 1, "checksum": "xxh3:" + "0" * 16}
+        chunk_of(content)["file"] = name
+
+    rewrite(folder, change)
+    refused(folder, "does not stay inside the checkpoint")
+    with pytest.raises(CheckpointFormatError, match="does not stay inside the checkpoint"):
+        verify(folder)
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES[:3])
+@pytest.mark.parametrize("field", ["json", "tensors"])
+def test_the_state_files_must_stay_inside(folder: Path, name: str, field: str) -> None:
+    rewrite(folder, lambda content: content["state"].update({field: name}))
+    refused(folder, "the state lies in .*, which is not among the files")
+
+
+@pytest.mark.parametrize("link", ["file", "folder"])
+def test_a_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path, link: str) -> None:
+    secret = tmp_path / "secret"
+    inner = folder / "model" if link == "folder" else model_file(folder)
+    inner.rename(secret)
+    inner.symlink_to(secret)
+    refused(folder, f"is a link to {secret}.*, outside of the checkpoint. Nothing was read from it")
+    with pytest.raises(CheckpointFormatError, match="outside of the checkpoint"):
+        verify(folder)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path) -> None:
+    path = model_file(folder)
+    path.unlink()
+    os.mkfifo(path)
+    refused(folder, f"model/{path.name} is missing")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"model": {"$saved": "model/nothing"}}', '{"x": {"$tensor": "../x"}}', '{"x": {"$saved": ["a"]}}', "[1]",
+     '{"x": {"$import": "os"}}', "[" * 100_000, '{"x": {"$tensor": {"$dict": []}}}', '{"$tuple": [1, 2]}'],
+    ids=range(8),
+)  # fmt: skip
+def test_plain_data_that_does_not_fit_is_refused(folder: Path, content: str) -> None:
+    write_state(folder, content)
+    refused(folder, "state")

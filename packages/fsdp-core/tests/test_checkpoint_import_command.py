@@ -1,0 +1,147 @@
+"""``fsdp checkpoint import`` as a user types it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import click
+import fsspec
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from fsdp_core.checkpoint import load, load_state_dict, read_manifest, verify
+from fsdp_core.checkpoint.importing import import_checkpoint
+from fsdp_core.cli import fsdp
+from fsdp_core.errors import CheckpointExistsError
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(fsdp, ["checkpoint", "import", *map(str, arguments)])
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    """A file of a Trainer, with two param groups."""
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW([{"params": [net.weight]}, {"params": [net.bias], "lr": 0.1}])
+    state = {"state_dict": net.state_dict(), "optimizer_states": [optimizer.state_dict()], "lr_schedulers": []}
+    rest = {"pytorch-lightning_version": "2.6.0", "epoch": 2, "loops": {"fit_loop": {}}, "callbacks": {}}
+    torch.save({**state, **rest, "hyper_parameters": {"lr": 1, "loss": torch.nn.MSELoss()}}, tmp_path / "old.ckpt")
+    return tmp_path / "old.ckpt"
+
+
+def test_from_the_first_message_to_the_checkpoint(ckpt: Path, tmp_path: Path) -> None:
+    new, order = tmp_path / "new.ckpt", tmp_path / "order.txt"
+    first = run(ckpt, new)
+    assert first.exit_code == 1
+    assert "'hyper_parameters/loss': torch.nn.modules.loss.MSELoss" in first.stderr
+    assert "`--drop hyper_parameters/loss`" in first.stderr
+    second = run(ckpt, new, "--drop", "hyper_parameters/loss")
+    assert second.exit_code == 1
+    assert "type `--parameter-order order.txt`" in second.stderr
+    order.write_text("weight\nbias\n")
+    done = run(ckpt, new, "--drop", "hyper_parameters/loss", "--parameter-order", order)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == (
+        f"Imported a full checkpoint of Lightning's Trainer to {new}: the model (2 tensors), optimizer 0, the "
+        f"Trainer's loops, the Trainer's callbacks, the Trainer's lr_schedulers.\n"
+        f'Use it by   trainer.fit(model, ckpt_path="{new}")\n'
+    )
+    assert done.stderr == ""
+    verify(new)
+    assert load(new)["trainer"]["hyper_parameters"] == {"lr": 1}
+    assert read_manifest(new).strategy == "import"
+
+
+def test_weights_only(ckpt: Path, tmp_path: Path) -> None:
+    done = run(ckpt, tmp_path / "new", "--weights-only", "--drop", "hyper_parameters")
+    assert done.exit_code == 0, done.output
+    assert "fsdp_core.load_state_dict(" in done.stdout
+    nest = load(tmp_path / "new")
+    assert set(nest) == {"model", "trainer"}
+    assert set(nest["trainer"]) == {"pytorch-lightning_version", "epoch", "loops"}
+
+
+def test_what_is_there_already(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "b.pt")
+    new = tmp_path / "new"
+    assert run(tmp_path / "a.pt", new, "--quiet").output == ""
+    refused = run(tmp_path / "b.pt", new)
+    assert refused.exit_code == 1
+    assert refused.stderr == f"{new} is there already: import to another path, or type --overwrite.\n"
+    assert load_state_dict(new)["w"].tolist() == [1, 1]
+    failed = run(tmp_path / "nothing.pt", new, "--overwrite")
+    assert failed.exit_code == 1
+    assert load_state_dict(new)["w"].tolist() == [1, 1]
+    assert run(tmp_path / "b.pt", new, "--overwrite").exit_code == 0
+    assert load_state_dict(new)["w"].tolist() == [0, 0]
+    own = run(new, tmp_path / "again")
+    assert "is a checkpoint of this format already" in own.stderr
+    itself = run(tmp_path / "a.pt", tmp_path / "a.pt", "--overwrite")
+    assert "is the source itself" in itself.stderr
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").write_text("mine")
+    foreign = run(tmp_path / "a.pt", tmp_path / "folder", "--overwrite")
+    assert foreign.exit_code == 1
+    assert "mine.txt" in foreign.stderr
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["a"], ["a", "b", "c"], ["a", "b", "--weight-only"],
+                                       ["a", "b", "--parameter-order", "missing.txt"]])  # fmt: skip
+def test_wrong_usage(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_every_option_has_help() -> None:
+    from fsdp_core.cli.checkpoint_import import import_checkpoint as command
+
+    assert all(option.help for option in command.params if isinstance(option, click.Option))
+
+
+def test_remote_source_and_target() -> None:
+    files = fsspec.filesystem("memory")
+    with files.open("memory://import/old.pt", "wb") as stream:
+        torch.save({"w": torch.arange(4.0)}, stream)
+    import_checkpoint("memory://import/old.pt", "memory://import/new")
+    assert load_state_dict("memory://import/new")["w"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(CheckpointExistsError, match=r"--overwrite"):
+        import_checkpoint("memory://import/old.pt", "memory://import/new")
+    files.rm("memory://import", recursive=True)
+
+
+def test_progress_reaches_the_whole(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(300, 400), "b": torch.ones(7)}, tmp_path / "old.pt")
+    seen: list[tuple[int, int]] = []
+    import_checkpoint(tmp_path / "old.pt", tmp_path / "new", on_bytes=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (480_028, 480_028)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_memory_stays_small(tmp_path: Path) -> None:
+    """A file of 240 MB, one tensor of it 160 MB, passes through less than 120 MB."""
+    state = {"big": torch.ones(40, 1000, 1000), **{f"{i}": torch.ones(1000, 1000) for i in range(20)}}
+    torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.0"}, tmp_path / "old.ckpt")
+    del state
+    code = textwrap.dedent(
+        """
+        import re, sys, torch
+        from fsdp_core.checkpoint.importing import import_checkpoint
+        def peak():
+            return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+        torch.save({"w": torch.ones(3)}, sys.argv[3])
+        import_checkpoint(sys.argv[3], sys.argv[3] + ".new")
+        before = peak()
+        import_checkpoint(sys.argv[1], sys.argv[2])
+        print(peak() - before)
+        """
+    )
+    paths = [str(tmp_path / name) for name in ("old.ckpt", "new", "small.pt")]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 120e6

@@ -1,0 +1,34 @@
+"""Saves killed at random instants: what is published is always whole, and never older than what was acknowledged."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kill_saves
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 70), (2, 35)])
+def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, ranks: int, kills: int) -> None:
+    seed = secrets.randbelow(2**32)
+    print(f"seed {seed}")
+    done = subprocess.run(
+        [sys.executable, kill_saves.__file__, str(tmp_path), str(seed), str(kills), str(ranks)],
+        capture_output=True, text=True, timeout=220, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
+    seen = json.loads(done.stdout)
+    assert seen["versions"] >= kills  # every process has saved before it was killed
+    assert seen["interrupted"] >= kills // 10  # and many were killed while they were writing
+    assert seen["left"] == []  # what they have left, the next save has removed
+    assert seen["beside"] == ["last.ckpt"]

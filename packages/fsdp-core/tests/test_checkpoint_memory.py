@@ -1,0 +1,47 @@
+"""How much memory a save and a load take above the shards that a rank holds: no more than a staging buffer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import memory_ranks
+from fsdp_core.checkpoint.safetensors_file import STAGING_BYTES
+from fsdp_core.testing.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets a process's peak"),
+]
+
+LIMIT = 1.2 * STAGING_BYTES
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("states")  # of 128 MiB
+    yield path
+    shutil.rmtree(path)
+
+
+def check(what: str, peaks: list[int]) -> None:
+    print(what, *(f"{peak / 2**20:.1f} MiB" for peak in peaks))
+    assert max(peaks) <= LIMIT
+
+
+def test_a_save_and_loads_of_any_layout(pool: RankPool, folder: Path) -> None:
+    """One test, for the states take a while to write."""
+    for layout in ("rows", "strided"):
+        check(f"save {layout}", pool.run(2, memory_ranks.save_peak, folder, layout, timeout=120))
+    for layout in ("rows", "strided", "columns"):
+        check(f"load into {layout}", pool.run(2, memory_ranks.load_peak, folder / "rows", layout, timeout=120))
+    check("load in one process", pool.run(1, memory_ranks.whole_peak, folder / "rows", timeout=120))

@@ -1,0 +1,366 @@
+"""Targets that can't be written: said on every rank with what to do, nothing left behind, the old one still there."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import resource
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from checkpoint_ranks import started
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, save, verify
+from fsdp_core.errors import CheckpointError, CheckpointExistsError
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.testing.ranks import RankPool
+
+pytestmark = pytest.mark.timeout(60)
+
+ROWS = 4096
+NOBODY = 65534
+
+
+def save_value(path: Any, value: float, runtime: Runtime | None = None, **options: Any) -> None:
+    """Save rows of one value; each rank has as many."""
+    runtime = runtime or ProcessGroupRuntime()
+    rows = torch.full((ROWS, 16), value)
+    chunk = Chunk(offsets=(runtime.rank * ROWS, 0), data=rows)
+    weight = ChunkedTensor(shape=(ROWS * runtime.world_size, 16), dtype=rows.dtype, chunks=(chunk,))
+    save(path, {"model": {"w": weight}}, runtime=runtime, strategy="test", kinds={"model": "model"}, **options)
+
+
+def value_of(path: Any) -> float:
+    verify(path)
+    weight = load_state_dict(path)["w"]
+    assert (weight == weight[0, 0]).all()
+    return float(weight[0, 0])
+
+
+def everything(folder: Path) -> dict[str, str | bytes]:
+    """What is in a folder, links and contents included."""
+    found: dict[str, str | bytes] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        found[name] = os.readlink(path) if path.is_symlink() else b"" if path.is_dir() else path.read_bytes()
+    return found
+
+
+def a_checkpoint(path: Path) -> None:
+    save_value(path, 1.0)
+
+
+def a_foreign_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "model.bin").write_bytes(b"mine")
+
+
+def a_foreign_manifest(path: Path) -> None:
+    path.mkdir()
+    (path / "manifest.json").write_text('{"name": "an app"}')
+
+
+def a_file(path: Path) -> None:
+    path.write_bytes(b"an earlier full checkpoint")
+
+
+def a_link(path: Path) -> None:
+    a_checkpoint(path.with_name("other"))
+    path.symlink_to("other")
+
+
+def a_dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def a_parent_that_is_a_file(path: Path) -> None:
+    path.parent.write_bytes(b"a file")
+
+
+def a_section_that_is_a_file(path: Path) -> None:
+    path.mkdir()
+    (path / "model").write_bytes(b"mine")
+
+
+def nothing(path: Path) -> None:
+    return
+
+
+EXISTS = "is there already, and overwrite=False: save to another path or pass overwrite=True"
+FOREIGN = r"is a folder with something else in it \({}\), which a save does not replace: save to another path, or move"
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "overwrite", "kind", "message"),
+    [
+        (a_checkpoint, "c", False, CheckpointExistsError, EXISTS),
+        (a_foreign_folder, "c", False, CheckpointExistsError, EXISTS),
+        (a_file, "c", False, CheckpointExistsError, EXISTS),
+        (a_link, "c", False, CheckpointExistsError, EXISTS),
+        (a_dangling_link, "c", False, CheckpointExistsError, EXISTS),
+        (a_foreign_folder, "c", True, CheckpointExistsError, FOREIGN.format("model.bin")),
+        (a_foreign_manifest, "c", True, CheckpointExistsError, FOREIGN.format("manifest.json")),
+        (a_section_that_is_a_file, "c", True, CheckpointExistsError, FOREIGN.format("model")),
+        (
+            a_parent_that_is_a_file,
+            "p/c",
+            True,
+            CheckpointError,
+            "p/c failed: .*A file lies where a folder must be: move",
+        ),
+        (nothing, "x" * 300, True, CheckpointError, "too long.*: use a shorter one"),
+    ],
+    ids=[
+        "checkpoint",
+        "folder",
+        "file",
+        "link",
+        "dangling_link",  # overwrite=False
+        "foreign_folder",
+        "foreign_manifest",
+        "foreign_section",
+        "parent_is_a_file",
+        "long_name",
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_target_that_is_refused_stays_as_it_is(
+    pool: RankPool,
+    tmp_path: Path,
+    make: Callable[[Path], None],
+    name: str,
+    overwrite: bool,
+    kind: type[CheckpointError],
+    message: str,
+    ranks: int,
+) -> None:
+    make(tmp_path / name)
+    before = everything(tmp_path)
+    if ranks == 1:
+        with pytest.raises(kind, match=message) as caught:
+            save_value(tmp_path / name, 2.0, overwrite=overwrite)
+        assert type(caught.value) is kind
+        assert name in str(caught.value)
+    else:
+        errors = pool.run(2, fail_to_save, tmp_path / name, overwrite, None, timeout=40)
+        assert errors[0] == errors[1]
+        assert errors[0][0] == kind.__name__
+        with pytest.raises(kind, match=message):
+            raise kind(errors[0][1])
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("make", [a_checkpoint, a_file, a_link, a_dangling_link], ids=lambda make: make.__name__)
+def test_what_may_be_replaced_is(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "c")
+    save_value(tmp_path / "c", 2.0)
+    assert value_of(tmp_path / "c") == 2.0
+    assert not (tmp_path / "c").is_symlink()
+    if make is a_link:  # what it pointed to is another checkpoint
+        assert value_of(tmp_path / "other") == 1.0
+
+
+def test_parents_that_do_not_exist_are_made(tmp_path: Path) -> None:
+    save_value(tmp_path / "a" / "b" / "c", 1.0, overwrite=False)
+    assert value_of(tmp_path / "a" / "b" / "c") == 1.0
+
+
+# --- The disk says no -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """No file of this process may become larger than ``size`` bytes: writing on fails with EFBIG, as on a full disk."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))  # Python ignores the signal that goes with it
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def fail_to_save(path: Path, overwrite: bool, limited_rank: int | None) -> tuple[str, str]:
+    """Save on this rank, which may have no room; gives the error."""
+    runtime = started()
+    try:
+        with limited_files(ROWS * 16 if runtime.rank == limited_rank else resource.RLIM_INFINITY):
+            save_value(path, 2.0, runtime, overwrite=overwrite)
+    except CheckpointError as error:
+        return type(error).__name__, str(error)
+    return "saved", ""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool() as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("limited_rank", [0, 1])
+@pytest.mark.parametrize("make", [a_checkpoint, a_file, a_link, nothing], ids=lambda make: make.__name__)
+def test_one_rank_of_two_has_no_room(
+    pool: RankPool, tmp_path: Path, make: Callable[[Path], None], limited_rank: int
+) -> None:
+    path = tmp_path / "c"
+    make(path)
+    before = everything(tmp_path)
+    errors = pool.run(2, fail_to_save, path, True, limited_rank, timeout=40)
+    assert errors[0] == errors[1]
+    kind, message = errors[0]
+    assert kind == "CheckpointError"
+    assert "File too large" in message
+    assert "ulimit -f" in message
+    assert "use another path" in message
+    assert f"(on rank {limited_rank} of 2, while writing {path}" in message
+    assert everything(tmp_path) == before
+    assert pool.run(2, fail_to_save, path, True, None, timeout=40) == [("saved", "")] * 2
+    assert value_of(path) == 2.0
+
+
+def test_a_process_alone_has_no_room(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save_value(path, 1.0)
+    before = everything(tmp_path)
+    told = f"^writing {path} failed: OSError: .*File too large.*allows no larger file: raise the limit, or use another"
+    with limited_files(ROWS * 16), pytest.raises(CheckpointError, match=told):
+        save_value(path, 2.0)
+    assert everything(tmp_path) == before
+    assert value_of(path) == 1.0
+
+
+def as_nobody(work: Callable[..., Any], *args: Any) -> str:
+    """Run ``work`` in a process that may not do what root may; gives the error that it raised."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def run() -> None:
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        torch.set_num_threads(1)
+        try:
+            work(*args)
+            theirs.send("nothing was raised")
+        except Exception as error:
+            theirs.send(f"{type(error).__name__}: {error}")
+
+    process = context.Process(target=run, daemon=True)
+    process.start()
+    try:
+        assert ours.poll(30), "the process did not answer"
+        return str(ours.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A folder that every user may enter; pytest's own are their owner's."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("make", [a_checkpoint, nothing], ids=lambda make: make.__name__)
+def test_a_folder_that_this_user_may_not_write(open_path: Path, make: Callable[[Path], None]) -> None:
+    path = open_path / "runs" / "c"
+    path.parent.mkdir()
+    make(path)
+    before = everything(open_path)
+    for folder in (path.parent, *(found for found in path.parent.rglob("*") if found.is_dir())):
+        folder.chmod(0o555)
+    told = as_nobody(save_value, path, 2.0)
+    assert told.startswith(f"CheckpointError: writing {path} failed: PermissionError: ")
+    assert "This user may not do that there: ask for the right, or use another path." in told
+    for folder in (path.parent, *(found for found in path.parent.rglob("*") if found.is_dir())):
+        folder.chmod(0o755)
+    assert everything(open_path) == before
+    if make is a_checkpoint:
+        assert value_of(path) == 1.0
+
+
+def test_a_filesystem_that_takes_no_files() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"writing /proc/self/c failed: .*No such file|writing /proc/self/c failed: "
+    ):
+        save_value("/proc/self/c", 1.0)
+
+
+class Full(MemoryFileSystem):  # type: ignore[misc]
+    """A store in memory that fails as a test says: with which error, at files of which names."""
+
+    protocol = "full"
+    store: dict[str, Any] = {}  # noqa: RUF012
+    pseudo_dirs: list[str] = [""]  # noqa: RUF012
+    error: OSError | None = None
+    at = ""
+
+    def _check(self, path: str) -> None:
+        if Full.error is not None and Full.at in path:
+            raise Full.error
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        stream = super()._open(path, mode=mode, **kwargs)
+        if mode == "wb" and Full.error is not None and Full.at in path:
+            # Writes to this device fail with ENOSPC once the buffer is flushed.
+            stream.write(b"half of it")
+            if Full.error.errno == errno.ENOSPC:
+                with open("/dev/full", "wb") as device:
+                    device.write(b"the other half")
+            raise Full.error
+        return stream
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        self._check(path)
+        super().pipe_file(path, value, mode=mode, **kwargs)
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    fsspec.register_implementation("full", Full, clobber=True)
+    yield "full:///runs/c"
+    Full.store.clear()
+    Full.pseudo_dirs[:] = [""]
+    Full.error = None
+
+
+@pytest.mark.parametrize("at", ["model/", "state-", "manifest.json"])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"No space left on device.*There is no room left: free some",
+        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), r"Disk quota exceeded.*There is no room left: free some"),
+        (PermissionError("Access Denied"), r"Access Denied.*This user may not do that there: ask for the right"),
+        (OSError(errno.EROFS, "Read-only file system"), r"Read-only file system.*It is mounted for reading alone: use"),
+        (OSError("connection reset"), r"connection reset.*Check the disk or the connection, and try again"),
+    ],
+    ids=["full", "quota", "permission", "read_only", "connection"],
+)
+@pytest.mark.parametrize("old", [True, False])
+def test_whatever_a_filesystem_refuses(full: str, at: str, error: OSError, message: str, old: bool) -> None:
+    if old:
+        save_value(full, 1.0)
+    before = {name: file.getvalue() for name, file in Full.store.items()}
+    Full.error, Full.at = error, at
+    doing = "writing" if at == "model/" else "publishing"
+    with pytest.raises(CheckpointError, match=f"^{doing} {full} failed: {type(error).__name__}: .*{message}"):
+        save_value(full, 2.0)
+    Full.error = None
+    assert {name: file.getvalue() for name, file in Full.store.items()} == before
+    if old:
+        assert value_of(full) == 1.0
+    save_value(full, 3.0)
+    assert value_of(full) == 3.0

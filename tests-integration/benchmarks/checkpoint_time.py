@@ -1,0 +1,210 @@
+"""Time, stall and memory of saving and loading, beside torch's own checkpoints. A script that each rank runs."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from contenders import STRATEGIES
+from device import ACCELERATOR, finish
+from lightning.fabric import Fabric
+from ranks import be_a_rank
+from step_time import compare
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformer import Size, batch, optimizer, transformer
+
+import fsdp_core
+from fsdp_core.checkpoint.safetensors_file import STAGING_BYTES
+
+__all__ = ["LARGE", "SMALL"]
+
+LARGE = Size(width=768, layers=12, windows=1, context=16)  # 85 million parameters: with AdamW's moments 1.02 GB
+SMALL = Size(width=128, layers=4, windows=1, context=16)
+
+Step = Callable[[], Any]
+
+
+class Trained:
+    """A model and an optimizer that has stepped, sharded by one of our strategies."""
+
+    def __init__(self, strategy: str, size: Size, **options: Any) -> None:
+        made = fsdp_core.resolve(strategy, "fabric")(**options)
+        self.fabric = Fabric(accelerator=ACCELERATOR, devices=dist.get_world_size(), strategy=made)
+        self.fabric.launch()
+        model = transformer(size)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer(model))
+        self.fabric.backward(self.model(batch(size, 0, dist.get_rank()).to(self.fabric.device)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def for_dcp(self) -> dict[str, Any]:
+        """The same state as torch's own checkpoints take it."""
+        (root,) = self.fabric.strategy.roots  # type: ignore[attr-defined]
+        model, optimizers = get_state_dict(root, self.optimizer.optimizer)
+        return {"model": model, "optimizer": optimizers}
+
+
+def memory() -> tuple[int, int]:
+    """The memory of this process in bytes: now, and at its peak since the last :func:`forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    now, peak = (re.search(rf"{name}:\s+(\d+) kB", status) for name in ("VmRSS", "VmHWM"))
+    assert now is not None
+    assert peak is not None
+    return 1024 * int(now[1]), 1024 * int(peak[1])
+
+
+def forget_peak() -> None:
+    """Let the peak begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class Measured:
+    """Seconds by what was done, slowest rank of each turn; and how far memory rose above where it stood."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.extra: dict[str, int] = {}
+
+    def __call__(self, name: str, step: Step) -> None:
+        """Do it once, all ranks together, with nothing left to write from before."""
+        gc.collect()
+        if dist.get_rank() == 0:
+            os.sync()
+        dist.barrier()
+        before, _ = memory()
+        forget_peak()
+        finish()
+        began = time.perf_counter()
+        step()
+        finish()
+        took = time.perf_counter() - began
+        _, peak = memory()
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (took, peak - before))
+        self.seconds.setdefault(name, []).append(max(each for each, _ in found))
+        self.extra[name] = max(self.extra.get(name, 0), *(each for _, each in found))
+
+
+def fresh(path: Path) -> str:
+    """A path with nothing at it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    dist.barrier()
+    return str(path)
+
+
+def shard_bytes(state: dict[str, Any]) -> int:
+    """What this rank holds of a state."""
+    total = 0
+    for value in state.values():
+        if isinstance(value, dict):
+            total += shard_bytes(value)
+        elif isinstance(value, torch.Tensor):
+            local = value.to_local() if hasattr(value, "to_local") else value
+            total += local.nbytes
+    return total
+
+
+def save_and_load(strategy: str, size: Size, folder: Path, turns: int) -> dict[str, Any]:
+    """Save and load in turn with torch's own, and save behind training."""
+    mine, behind = Trained(strategy, size), Trained(strategy, size, async_save=True)
+    theirs = mine.for_dcp()
+    places = {
+        "save": folder / "ours",
+        "save by torch DCP": folder / "dcp",
+        "stall of an async save": folder / "behind",
+    }
+    ours_at, dcp_at, behind_at = map(str, places.values())
+    saves: dict[str, Step] = {
+        "save": lambda: mine.fabric.save(ours_at, mine.state),
+        "save by torch DCP": lambda: dcp.save(theirs, checkpoint_id=dcp_at),
+        "stall of an async save": lambda: behind.fabric.save(behind_at, behind.state),
+    }
+    loads: dict[str, Step] = {
+        "load": lambda: mine.fabric.load(ours_at, mine.state),
+        "load by torch DCP": lambda: dcp.load(theirs, checkpoint_id=dcp_at),
+    }
+    measured, dice = Measured(), random.Random(0)
+    for turn in range(turns + 1):
+        for name in dice.sample(list(saves), len(saves)):
+            fresh(places[name])
+            measured(name, saves[name])
+            behind.fabric.strategy.wait_for_save()  # type: ignore[attr-defined]
+            dist.barrier()
+        for name in dice.sample(list(loads), len(loads)):
+            measured(name, loads[name])
+        if turn == 0:  # what is allocated once is allocated now
+            measured.seconds.clear()
+            measured.extra.clear()
+    shard = shard_bytes(theirs)
+    seconds = measured.seconds
+    pairs = [
+        ("save", "save by torch DCP"),
+        ("load", "load by torch DCP"),
+        ("stall of an async save", "save"),
+    ]
+    return {
+        "turns": turns,
+        "shard": shard,
+        "seconds": seconds,
+        "medians": {name: median(each) for name, each in seconds.items()},
+        "ratios": {f"{a} ÷ {b}": compare(seconds, a, b) for a, b in pairs},
+        "extra memory": measured.extra,
+        "extra memory ÷ (shard + staging)": {k: v / (shard + STAGING_BYTES) for k, v in measured.extra.items()},
+    }
+
+
+def reshard(strategy: str, size: Size, folder: Path, turns: int) -> dict[str, Any]:
+    """Load what another number of ranks has saved in turn with what this number has."""
+    mine, measured, dice = Trained(strategy, size), Measured(), random.Random(0)
+    mine.fabric.save(fresh(folder / "same"), mine.state)
+    loads: dict[str, Step] = {
+        "load of another layout": lambda: mine.fabric.load(str(folder / "ours"), mine.state),
+        "load of the same layout": lambda: mine.fabric.load(str(folder / "same"), mine.state),
+    }
+    for turn in range(turns + 1):
+        for name in dice.sample(list(loads), len(loads)):
+            measured(name, loads[name])
+        if turn == 0:
+            measured.seconds.clear()
+    names = list(loads)
+    return {
+        "seconds": measured.seconds,
+        "medians": {name: median(each) for name, each in measured.seconds.items()},
+        "ratios": {" ÷ ".join(names): compare(measured.seconds, *names)},
+    }
+
+
+def main() -> None:
+    """Be one of the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--strategy", choices=STRATEGIES, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--turns", type=int, required=True)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--reshard", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    measure = reshard if args.reshard else save_and_load
+    be_a_rank(
+        lambda: measure(args.strategy, SMALL if args.small else LARGE, args.folder, args.turns),
+        args.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
