@@ -109,7 +109,7 @@ def shared_python(session: nox.Session) -> str:
     stamp.unlink(missing_ok=True)
     if not python.exists():
         session.run_install(sys.executable, "-m", "venv", "--clear", str(place), external=True)
-    tools = ("mypy", "build", "sphinx", "furo", "myst-parser", "matplotlib", "psutil")
+    tools = ("mypy", "build", "sphinx", "furo", "myst-parser", "matplotlib", "psutil", "torchdata")
     install(session, *TESTS_NEED, *tools, *editable(SHARING), python=str(python))
     stamp.write_text(state)
     return str(python)

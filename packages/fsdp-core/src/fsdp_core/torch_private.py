@@ -24,6 +24,7 @@ __all__ = [
     "is_flattened",
     "iterates_as_torch",
     "make_scaler_sharded",
+    "process_groups",
     "queue_backward_callback",
     "watch_iterators",
 ]
@@ -131,3 +132,8 @@ def batches_given(iterator: Any) -> int:
 def is_exhausted(iterator: Any) -> bool:
     """Whether an iterator of torchdata's has told that there is no more batch; torch's own don't keep it."""
     return bool(getattr(iterator, "_finished", False))
+
+
+def process_groups() -> int:
+    """How many process groups there are, the default one included; torch counts them for itself alone."""
+    return len(torch.distributed.distributed_c10d._world.pg_map)

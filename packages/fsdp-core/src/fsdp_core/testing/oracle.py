@@ -14,6 +14,7 @@ __all__ = [
     "FEATURES",
     "FP32_TOLERANCE",
     "HALF_TOLERANCE",
+    "RESUME_TOLERANCE",
     "Block",
     "Net",
     "Trained",
@@ -30,6 +31,9 @@ __all__ = [
 
 #: fp32: the order of additions differs between one process and several; measured differences stay below 2e-6.
 FP32_TOLERANCE = 1e-5
+
+#: fp32: a run that goes on from a checkpoint on another number of ranks; measured differences stay below 3e-7.
+RESUME_TOLERANCE = 1e-6
 
 #: Half precision has 8 (bf16) or 11 (fp16) bits of mantissa: a loss is right to some units of 2**-8.
 HALF_TOLERANCE = 3e-2

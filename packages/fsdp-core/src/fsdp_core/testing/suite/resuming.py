@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fsdp_core
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE
+from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.clauses import Clauses
@@ -54,6 +54,7 @@ ACCUMULATIONS: list[dict[str, Any]] = [
     {},
     {"options": {"sync_each_batch": True}},
     {"options": {"state_dict_type": "full"}},
+    {"options": {"async_save": True}},
     {"options": {"activation_checkpointing_policy": {oracle.Block}}},
     {"precision": "bf16-mixed"},
 ]
@@ -363,7 +364,7 @@ class ExactResumeSuite(Clauses):
         whole = ranks.run(saved_on, _elsewhere, self.strategy, tmp, saved_on, path, moment, False, options)[0]
         resumed = ranks.run(resumed_on, _elsewhere, self.strategy, tmp, resumed_on, path, moment, True, options)[0]
         assert len(whole) == len(resumed) == STEPS * EPOCHS - STEPS - 3
-        assert resumed == pytest.approx(whole, abs=FP32_TOLERANCE)
+        assert resumed == pytest.approx(whole, abs=RESUME_TOLERANCE)
 
     @pytest.mark.parametrize("kind", ["sharded", "full"])
     def test_fabric(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
