@@ -139,7 +139,7 @@ def every_tag(runtime: Runtime) -> dict[str, Any]:
         "floats": [float("nan"), float("inf"), -float("inf")],
         "complex": [1.5 - 2j, complex(float("inf"), -0.0)],
         "bytes": bytes(range(256)),
-        "path": PurePosixPath("/tmp/x"),
+        "path": PurePosixPath("/data/x"),
         "times": [timedelta(days=-1, seconds=3, microseconds=7), datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC)],
         "dates": [datetime(2026, 1, 2, 3, 4), date(2026, 1, 2), time(3, 4, 5)],
         "torch": [torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])],
