@@ -31,7 +31,9 @@ nox.options.sessions = ["lint", "typecheck", "tests", "integration", "docs"]
 
 ROOT = Path(__file__).parent
 PINS = ROOT / "constraints.txt"
-TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "pytest", "pytest-timeout")
+TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "pytest", "pytest-timeout", "pytest-xdist")
+# Multi-rank tests spend much of their time starting interpreters and waiting for each other.
+SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ def wheels(session: nox.Session, python: str, *kinds: str) -> list[str]:
 def run_pytest(session: nox.Session, *everything: str) -> None:
     """Run all of a session's tests, or those that the words after ``--`` name by path."""
     named = any(Path(word.split("::")[0]).exists() for word in session.posargs)
-    session.run("python", "-m", "pytest", *(() if named else everything), *session.posargs)
+    session.run("python", "-m", "pytest", *(() if named else (*SIDE_BY_SIDE, *everything)), *session.posargs)
 
 
 @nox.session

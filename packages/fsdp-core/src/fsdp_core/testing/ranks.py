@@ -28,7 +28,7 @@ class RankPool:
 
     Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning
     takes the ranks as they are. Processes live on between calls, since importing torch and Lightning takes seconds;
-    a process group left open by a call is closed after it.
+    a process group left open by a call is closed after it, and the environment variables that it set are taken back.
 
     Example:
         .. code-block:: python
@@ -158,6 +158,7 @@ def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: 
     import torch
     import torch.distributed as dist
 
+    environment = dict(os.environ)
     sys.path[:] = path
     os.environ.update(
         RANK=str(rank),
@@ -178,4 +179,7 @@ def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: 
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        for variable in set(os.environ) - set(environment):
+            del os.environ[variable]
+        os.environ.update(environment)
         gc.collect()

@@ -327,7 +327,9 @@ def fabric_epochs(
     fabric = new_fabric(strategy, world_size, run.options)
     net = oracle.new_net()
     model = fabric.setup(net)
-    loader: Any = fabric.setup_dataloaders(run.loader())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PL_GLOBAL_SEED", str(run.seed))
+        loader: Any = fabric.setup_dataloaders(run.loader())
     if run.resume:
         fabric.load(run.resume, {"model": model, "loader": loader})
     seen: list[list[list[int]]] = []
