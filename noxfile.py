@@ -32,8 +32,10 @@ nox.options.sessions = ["lint", "typecheck", "tests", "integration", "docs"]
 ROOT = Path(__file__).parent
 PINS = ROOT / "constraints.txt"
 TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "pytest", "pytest-timeout", "pytest-xdist")
-# Multi-rank tests spend much of their time starting interpreters and waiting for each other.
+# Multi-rank tests spend much of their time starting interpreters and waiting for each other. Tests of a file may share
+# what takes long to make; most of a backend's tests are clauses of one suite in one file, which share nothing.
 SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile")
+CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +127,10 @@ def wheels(session: nox.Session, python: str, *kinds: str) -> list[str]:
     return [str(path) for path in sorted(ROOT.glob("dist/*.whl"))]
 
 
-def run_pytest(session: nox.Session, *everything: str) -> None:
+def run_pytest(session: nox.Session, *everything: str, side_by_side: tuple[str, ...] = SIDE_BY_SIDE) -> None:
     """Run all of a session's tests, or those that the words after ``--`` name by path."""
     named = any(Path(word.split("::")[0]).exists() for word in session.posargs)
-    session.run("python", "-m", "pytest", *(() if named else (*SIDE_BY_SIDE, *everything)), *session.posargs)
+    session.run("python", "-m", "pytest", *(() if named else (*side_by_side, *everything)), *session.posargs)
 
 
 @nox.session
@@ -153,17 +155,27 @@ def tests(session: nox.Session, package: str) -> None:
     """Each package's tests and doctests, in an environment of its own. Words after `--` go to pytest."""
     chosen = PACKAGES[package]
     install(session, *chosen.tests_need, *editable(with_dependencies(chosen)), pins=chosen.pins)
-    run_pytest(session, "--doctest-modules", str(chosen.modules), str(chosen.path / "tests"))
+    side_by_side = CLAUSES_SIDE_BY_SIDE if chosen.strategies else SIDE_BY_SIDE
+    places = (str(chosen.modules), str(chosen.path / "tests"))
+    run_pytest(session, "--doctest-modules", *places, side_by_side=side_by_side)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """The packages as users get them, built and installed as wheels: `tests-integration/`."""
-    install(session, *TESTS_NEED, "build", "psutil")
+    install(session, *TESTS_NEED, "build", "psutil", "torchdata")
     built = wheels(session, "python", "--wheel")
     install(session, "--force-reinstall", "--no-deps", *built)
     install(session, *built)
     run_pytest(session, "tests-integration")
+
+
+@nox.session
+def example(session: nox.Session) -> None:
+    """The stranger's package, `tests-integration/example-backend/`: the whole conformance suite over it."""
+    place = "tests-integration/example-backend"
+    install(session, *TESTS_NEED, "--editable", "./packages/fsdp-core[testing]", "--editable", f"./{place}")
+    session.run("python", "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, f"{place}/tests", *session.posargs)
 
 
 @nox.session(python=False)

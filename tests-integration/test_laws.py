@@ -19,7 +19,9 @@ SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 CORE = ROOT / "packages/fsdp-core/src/fsdp_core"
 LIGHT = [
     *(CORE / f"{name}.py" for name in ("__init__", "hookspecs", "registry", "strategy_info", "errors", "autoload")),
+    *(CORE / f"{name}.py" for name in ("availability", "contract", "discovery", "side_effects")),
     *sorted(CORE.glob("cli/**/*.py")),
+    *sorted(CORE.glob("doctor/*.py")),
     *sorted(ROOT.glob("packages/*/src/*/plugin.py")),
 ]
 HEAVY = ("torch", "torch_xla", "lightning", "lightning_fabric", "pytorch_lightning", "numpy")

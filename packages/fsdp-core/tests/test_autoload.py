@@ -40,6 +40,9 @@ def test_a_script_that_imports_lightning_alone_can_say_the_name(tiny_site: Site)
         import sys
         from lightning.pytorch import Trainer
         from lightning.fabric import Fabric
+        assert "tiny_plugin_plugin" not in sys.modules
+        from lightning.pytorch.strategies import StrategyRegistry
+        assert "tiny" in StrategyRegistry
         assert "tiny_plugin_plugin" in sys.modules and "tiny_impl" not in sys.modules
 
         quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
@@ -51,7 +54,6 @@ def test_a_script_that_imports_lightning_alone_can_say_the_name(tiny_site: Site)
         from lightning.pytorch.demos.boring_classes import BoringModel
         Trainer(strategy="tiny", accelerator="cpu", fast_dev_run=True, **quiet).fit(BoringModel())
 
-        from lightning.pytorch.strategies import StrategyRegistry
         assert StrategyRegistry["tiny"]["description"] == "One device."
         """,
         "-W",
@@ -171,7 +173,7 @@ def test_a_fault_of_ours_is_one_warning_and_lightning_works(site: Site, action: 
     )
     message = (
         "fsdp-core could not enter its strategy names in lightning.fabric.strategies: OSError: the disk is on fire\n"
-        "Lightning works without them. `fsdp list` shows what is installed."
+        "Lightning works without them. `fsdp doctor` shows what is wrong."
     )
     assert done.stderr.count(message) == 1
 

@@ -1,4 +1,4 @@
-"""Exact resume: a run that goes on from a checkpoint repeats the run that wrote it."""
+"""Exact resume, however FSDP1 shards."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.suite.resuming import ExactResumeSuite
+from fsdp_core.testing.suite.resuming import assert_goes_on_between_micro_batches
 
 
-class TestExactResume(ExactResumeSuite):
-    strategy = "fsdp_native"
-
-    @pytest.mark.parametrize("sync_each_batch", [False, True])
-    @pytest.mark.parametrize("sharding", ["SHARD_GRAD_OP", "NO_SHARD"])
-    def test_accumulated_gradients_however_sharded(
-        self, ranks: RankPool, tmp_path: Path, sharding: str, sync_each_batch: bool
-    ) -> None:
-        options: dict[str, Any] = {"sharding_strategy": sharding, "sync_each_batch": sync_each_batch}
-        self.assert_goes_on_between_micro_batches(ranks, tmp_path, {"options": options})
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+@pytest.mark.parametrize("sharding", ["SHARD_GRAD_OP", "NO_SHARD"])
+def test_accumulated_gradients(ranks: RankPool, tmp_path: Path, sharding: str, sync_each_batch: bool) -> None:
+    options: dict[str, Any] = {"sharding_strategy": sharding, "sync_each_batch": sync_each_batch}
+    assert_goes_on_between_micro_batches(ranks, tmp_path, "fsdp_native", {"options": options})

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, fully_shard
 
+import fsdp_core
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.precision import ShardPrecision
 from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.bad_modules import BadModulesSuite, refused_setup
-from fsdp_core.testing.suite.bad_options import BOTH, BadOptionsSuite, set_up, unfit_options
+from fsdp_core.testing.suite.bad_modules import refused_setup
+from fsdp_core.testing.suite.bad_options import BOTH, assert_refused_at_once, set_up, unfit_options
 from fsdp_core.testing.training import Lit
 
 #: Options of FSDP1, and what to write for them here.
@@ -43,34 +43,19 @@ def misused(tmp: str, front_end: FrontEnd, case: str) -> tuple[str, bool]:
     return unfit_options("fsdp2", tmp, front_end, MISUSED[case][0], UnsupportedCapabilityError)
 
 
-class TestBadOptions(BadOptionsSuite):
-    strategy = "fsdp2"
+@BOTH
+@pytest.mark.parametrize("option", FSDP1)
+def test_option_of_fsdp1(front_end: FrontEnd, option: str) -> None:
+    value, words = FSDP1[option]
+    assert_refused_at_once(fsdp_core.resolve("fsdp2", front_end), {option: value}, [option, *words])
 
-    @BOTH
-    @pytest.mark.parametrize("option", FSDP1)
-    def test_option_of_fsdp1(self, front_end: FrontEnd, option: str) -> None:
-        value, words = FSDP1[option]
-        self.assert_refused_at_once(front_end, {option: value}, [option, *words])
 
-    @BOTH
-    @pytest.mark.parametrize("case", MISUSED)
-    def test_option_of_fsdp2_that_is_misused(
-        self, ranks: RankPool, tmp_path: Path, front_end: FrontEnd, case: str
-    ) -> None:
-        ((told, as_it_was),) = ranks.run(1, misused, str(tmp_path), front_end, case)
-        assert_says(told, *MISUSED[case][1])
-        assert as_it_was
-
-    @pytest.mark.parametrize(("precision", "instead"), [("bf16-mixed", "16-mixed"), ("bf16-true", "16-true")])
-    def test_device_without_bf16(self, precision: str, instead: str) -> None:
-        dtypes, device = ShardPrecision.named(precision), torch.device("cuda", 0)
-        told = refusal(UnsupportedCapabilityError, lambda: dtypes.check_device(device, bf16_supported=False))
-        assert_says(told, f"precision={precision!r}", "cuda:0", f"precision={instead!r}", "precision='32-true'")
-
-    @pytest.mark.parametrize("precision", ["64-true", "transformer-engine"])
-    def test_precision_string_without_meaning_for_shards(self, precision: str) -> None:
-        told = refusal(UnsupportedCapabilityError, lambda: ShardPrecision.named(precision))
-        assert_says(told, repr(precision), "'bf16-mixed'")
+@BOTH
+@pytest.mark.parametrize("case", MISUSED)
+def test_option_of_fsdp2_that_is_misused(ranks: RankPool, tmp_path: Path, front_end: FrontEnd, case: str) -> None:
+    ((told, as_it_was),) = ranks.run(1, misused, str(tmp_path), front_end, case)
+    assert_says(told, *MISUSED[case][1])
+    assert as_it_was
 
 
 class AlreadySharded(Lit):
@@ -85,14 +70,12 @@ def sharded_before(tmp: str) -> list[str]:
     return [*told, refusal(ShardingError, lambda: set_up("fsdp2", tmp, "fabric", net))]
 
 
-class TestBadModules(BadModulesSuite):
-    strategy = "fsdp2"
+def test_fully_shard_by_hand(ranks: RankPool, tmp_path: Path) -> None:
+    (told,) = ranks.run(1, sharded_before, str(tmp_path))
+    for message, name in zip(told, ["net.blocks.1.up", "blocks.1.up"], strict=True):
+        assert_says(message, "already sharded", repr(name), "Remove", "auto_wrap_policy={MyBlock}")
 
-    def test_fully_shard_by_hand(self, ranks: RankPool, tmp_path: Path) -> None:
-        (told,) = ranks.run(1, sharded_before, str(tmp_path))
-        for message, name in zip(told, ["net.blocks.1.up", "blocks.1.up"], strict=True):
-            assert_says(message, "already sharded", repr(name), "Remove", "auto_wrap_policy={MyBlock}")
 
-    def test_gradient_hook_is_told_where_to_go(self, ranks: RankPool, tmp_path: Path) -> None:
-        for told in ranks.run(2, refused_setup, "fsdp2", "gradient hook", str(tmp_path / "checkpoint")):
-            assert_says(told, "register_post_accumulate_grad_hook")
+def test_gradient_hook_is_told_where_to_go(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(2, refused_setup, "fsdp2", "gradient hook", str(tmp_path / "checkpoint")):
+        assert_says(told, "register_post_accumulate_grad_hook")

@@ -1,4 +1,4 @@
-"""Every way to start a script."""
+"""Ways to start a script that are fsdp2's own."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from pathlib import Path
 import pytest
 
 from fsdp_core.testing.processes import start
-from fsdp_core.testing.suite.launching import COMMAND, LaunchingSuite
+from fsdp_core.testing.suite.launching import COMMAND
 
 
-class TestLaunching(LaunchingSuite):
-    strategy = "fsdp2"
+def test_name_that_offloads(tmp_path: Path) -> None:
+    ended = start(tmp_path, "-m", "train", "fabric", "--strategy=fsdp2_cpu_offload")
+    assert ended.status == 0, ended.output
+    assert [(one["rank"], one["cpu_offload"]) for one in ended.reports("fabric")] == [(0, True), (1, True)]
 
-    def test_name_that_offloads(self, tmp_path: Path) -> None:
-        ended = start(tmp_path, "-m", "train", "fabric", "--strategy=fsdp2_cpu_offload")
-        self.assert_trained(ended, "fabric", cpu_offload=True)
 
-    def test_command_line_takes_the_public_class_with_an_option_of_its_own(self, tmp_path: Path) -> None:
-        pytest.importorskip("jsonargparse")
-        options = (
-            "--trainer.strategy=fsdp_fsdp2.FSDP2Strategy",
-            "--trainer.strategy.reshard_after_forward=false",
-            "--trainer.strategy.cpu_offload=true",
-        )
-        self.assert_trained(start(tmp_path, "cli.py", *COMMAND, *options), "cli", passes=1, cpu_offload=True)
+def test_command_line_takes_the_public_class_with_an_option_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    options = (
+        "--trainer.strategy=fsdp_fsdp2.FSDP2Strategy",
+        "--trainer.strategy.reshard_after_forward=false",
+        "--trainer.strategy.cpu_offload=true",
+    )
+    ended = start(tmp_path, "cli.py", *COMMAND, *options)
+    assert ended.status == 0, ended.output
+    assert [(one["rank"], one["cpu_offload"]) for one in ended.reports("cli 0")] == [(0, True), (1, True)]

@@ -1,15 +1,12 @@
-"""Optimizers that are older or younger than the shards."""
+"""Optimizers over shards."""
 
 from __future__ import annotations
 
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.suite.optimizers import OptimizersSuite, assert_all_trained, built_after_evaluation
+from fsdp_core.testing.suite.optimizers import assert_all_trained, built_after_evaluation
 
 
-class TestOptimizers(OptimizersSuite):
-    strategy = "fsdp2"
-
-    def test_groups_by_ndim_can_be_made_of_shards(self, ranks: RankPool) -> None:
-        """DTensors show the shapes that the user wrote, outside of ``configure_optimizers`` too."""
-        for got in ranks.run(2, built_after_evaluation, "fsdp2", "adamw_groups"):
-            assert_all_trained(got)
+def test_groups_by_ndim_can_be_made_of_shards(ranks: RankPool) -> None:
+    """DTensors show the shapes that the user wrote, outside of ``configure_optimizers`` too."""
+    for got in ranks.run(2, built_after_evaluation, "fsdp2", "adamw_groups"):
+        assert_all_trained(got)

@@ -9,18 +9,9 @@ import pytest
 import fsdp_core
 import fsdp_fsdp2
 from fsdp_core import registry
-from fsdp_core.testing.suite.listing import ListingSuite
 from fsdp_fsdp2.plugin import fsdp_strategies, why_not_here
 
 NAMES = ["fsdp2", "fsdp2_cpu_offload"]
-
-
-class TestListing(ListingSuite):
-    strategy = "fsdp2"
-
-
-class TestListingWithOffload(ListingSuite):
-    strategy = "fsdp2_cpu_offload"
 
 
 def test_it_is_found_under_its_two_names() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.suite.shards import ShardsSuite, Shared
+from fsdp_core.testing.suite.shards import Shared
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 
@@ -64,26 +64,27 @@ def largest_storage() -> int:
     return max(t.untyped_storage().nbytes() for t in held)
 
 
-class TestShards(ShardsSuite):
-    strategy = "fsdp2"
+def test_tied_parameters_stay_in_one_unit(ranks: RankPool) -> None:
+    for units, whole in ranks.run(2, shared_units):
+        assert units == ["", "blocks.3"]
+        assert whole == [f"blocks.{i}.gain" for i in range(4)]
 
-    def test_tied_parameters_stay_in_one_unit(self, ranks: RankPool) -> None:
-        for units, whole in ranks.run(2, shared_units):
-            assert units == ["", "blocks.3"]
-            assert whole == [f"blocks.{i}.gain" for i in range(4)]
 
-    def test_evaluation_leaves_dtensors(self, ranks: RankPool, tmp_path: Path) -> None:
-        assert ranks.run(2, placed_after_evaluation, str(tmp_path)) == [True, True]
+def test_evaluation_leaves_dtensors(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, placed_after_evaluation, str(tmp_path)) == [True, True]
 
-    @pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": None}, {"auto_wrap_policy": {oracle.Block}}], ids=str)
-    def test_stages_leave_the_units_alone(self, ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
-        root_only = options.get("auto_wrap_policy", "auto") is None
-        want = [""] if root_only else ["", "net.blocks.0", "net.blocks.1", "net.blocks.2"]
-        assert ranks.run(2, units_after_stages, str(tmp_path), options) == [[want] * 3] * 2
 
-    @pytest.mark.parametrize("joint", [True, False])
-    def test_optimizers_let_go_of_unsharded_parameters(self, ranks: RankPool, joint: bool) -> None:
-        assert ranks.run(2, replaced_by_setup, joint) == [True, True]
+@pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": None}, {"auto_wrap_policy": {oracle.Block}}], ids=str)
+def test_stages_leave_the_units_alone(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    root_only = options.get("auto_wrap_policy", "auto") is None
+    want = [""] if root_only else ["", "net.blocks.0", "net.blocks.1", "net.blocks.2"]
+    assert ranks.run(2, units_after_stages, str(tmp_path), options) == [[want] * 3] * 2
 
-    def test_each_shard_has_memory_of_its_own(self, ranks: RankPool) -> None:
-        assert ranks.run(2, largest_storage) == [512 * 512 * 4 / 2] * 2
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_optimizers_let_go_of_unsharded_parameters(ranks: RankPool, joint: bool) -> None:
+    assert ranks.run(2, replaced_by_setup, joint) == [True, True]
+
+
+def test_each_shard_has_memory_of_its_own(ranks: RankPool) -> None:
+    assert ranks.run(2, largest_storage) == [512 * 512 * 4 / 2] * 2

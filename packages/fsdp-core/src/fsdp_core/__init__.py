@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fsdp_core.accumulated_gradients import AccumulatedGradients
     from fsdp_core.backend import Backend
     from fsdp_core.checkpoint import load_state_dict
+    from fsdp_core.contract import CONTRACT_VERSION
     from fsdp_core.errors import (
         BrokenStrategyError,
         CheckpointError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         CheckpointFormatError,
         CheckpointMismatchError,
         CheckpointValueError,
+        ContractVersionError,
         DuplicateStrategyError,
         FSDPError,
         OptimizerMismatchError,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "CONTRACT_VERSION",
     "AccumulatedGradients",
     "Backend",
     "BrokenStrategyError",
@@ -57,6 +60,7 @@ __all__ = [
     "CheckpointFormatError",
     "CheckpointMismatchError",
     "CheckpointValueError",
+    "ContractVersionError",
     "DuplicateStrategyError",
     "FSDPError",
     "OptimizerMismatchError",
@@ -80,6 +84,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CONTRACT_VERSION": "contract",
     "AccumulatedGradients": "accumulated_gradients",
     "Backend": "backend",
     "Capability": "strategy_info",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["STRATEGY_MODULES", "install", "warn"]
+__all__ = ["STRATEGY_MODULES", "install", "warn", "warn_of_fault"]
 
 STRATEGY_MODULES = (
     "lightning.fabric.strategies",
@@ -101,7 +101,7 @@ _being_entered: set[str] = set()
 
 
 def _enter_names(name: str, module: ModuleType) -> None:
-    """Enter our names in ``module``'s registry, and have our folders opened where Lightning opens files.
+    """Have our names entered in ``module``'s registry, and have our folders opened where Lightning opens files.
 
     A fault of ours must not break the import of Lightning.
     """
@@ -115,12 +115,17 @@ def _enter_names(name: str, module: ModuleType) -> None:
         install_opening(module)
         enter(module)
     except Exception as error:
-        warn(
-            f"fsdp-core could not enter its strategy names in {name}: {type(error).__name__}: {error}\n"
-            "Lightning works without them. `fsdp list` shows what is installed."
-        )
+        warn_of_fault(name, error)
     finally:
         _being_entered.discard(name)
+
+
+def warn_of_fault(name: str, error: Exception) -> None:
+    """Warn that the registry of a strategies module of Lightning lacks our names."""
+    warn(
+        f"fsdp-core could not enter its strategy names in {name}: {type(error).__name__}: {error}\n"
+        "Lightning works without them. `fsdp doctor` shows what is wrong."
+    )
 
 
 def warn(message: str) -> None:

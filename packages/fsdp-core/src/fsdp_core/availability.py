@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_core.discovery import Claim, error_text
 from fsdp_core.errors import BrokenStrategyError
+from fsdp_core.side_effects import SideEffect, watched
 
 __all__ = ["import_object", "why_unavailable"]
 
@@ -41,7 +42,9 @@ def why_unavailable(claim: Claim) -> str | None:
             reason = _why_unmet(requirement)
             if reason is not None:
                 return reason
-        answer = None if info.probe is None else import_object(info.probe)()
+        noted: list[SideEffect] = []
+        with watched(noted):
+            answer = None if info.probe is None else import_object(info.probe)()
         if answer is not None and not isinstance(answer, str):
             raise TypeError(f"{info.probe} returned a {type(answer).__name__} where None or a reason is due")
     except KeyboardInterrupt:

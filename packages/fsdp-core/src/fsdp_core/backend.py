@@ -42,8 +42,8 @@ class Backend(ABC):
 
     A backend must write :meth:`shard` and :meth:`no_sync`. The rest is written here for libraries that shard in place
     and show parameters as DTensors, whose ``state_dict()`` shares memory with the module. One that wraps writes
-    :meth:`written_module` too, and one that shows something else than the parameters :meth:`as_written` and
-    :meth:`layout`.
+    :meth:`written_module` too, and one that shows something else than the parameters :meth:`as_written`,
+    :meth:`layout` and :meth:`holds_part`.
 
     Example:
         The smallest backend keeps every parameter whole and averages gradients after the backward pass:
@@ -284,6 +284,10 @@ class Backend(ABC):
     def reset(self, module: nn.Module) -> None:
         """Make the module usable again after an exception in a forward or backward pass."""
 
+    def holds_part(self, parameter: Tensor) -> bool:
+        """Whether ranks hold different parts of what an optimizer holds; DTensors say so by themselves."""
+        return is_sharded_dtensor(parameter)
+
     def clip_norm(
         self,
         parameters: Iterable[Tensor],
@@ -296,7 +300,7 @@ class Backend(ABC):
             parameters,
             max_norm,
             runtime=self.runtime,
-            is_sharded=is_sharded_dtensor,
+            is_sharded=self.holds_part,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )

@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointFormatError",
     "CheckpointMismatchError",
     "CheckpointValueError",
+    "ContractVersionError",
     "DuplicateStrategyError",
     "FSDPError",
     "OptimizerMismatchError",
@@ -39,6 +40,18 @@ class DuplicateStrategyError(FSDPError, ValueError):
 
 class BrokenStrategyError(FSDPError, RuntimeError):
     """The plugin behind a strategy name failed to load."""
+
+
+class ContractVersionError(FSDPError, RuntimeError):
+    """A plugin was built for another version of the contract than that of the installed fsdp-core.
+
+    Attributes:
+        remedy: The command that mends it.
+    """
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 class StrategyInfoError(FSDPError, ValueError):

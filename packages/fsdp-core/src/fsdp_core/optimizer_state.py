@@ -250,7 +250,8 @@ def _restored(
     if not isinstance(value, SavedTensor | Tensor):
         return value
     shape = tuple(value.shape)
-    is_shaped = bool(shape) and shape == parts[0].shape
+    # of a 0-dim parameter, whatever is not a step count may be of its shape
+    is_shaped = shape == parts[0].shape and (bool(shape) or (parts[0].range is not None and key != "step"))
     if is_shaped and parts[0].range is not None:
         flat = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
         for part, of_part in zip(parts, values, strict=True):

@@ -22,6 +22,7 @@ from fsdp_core.strategy_info import FrontEnd, StrategyInfo
 __all__ = [
     "CUTOFF",
     "FIRST_PARTY",
+    "ambiguity",
     "ambiguous_strategy",
     "broken",
     "claimants",
@@ -196,16 +197,26 @@ def unknown_strategy(name: str, lightning_names: Iterable[str] = ()) -> UnknownS
 
 def ambiguous_strategy(name: str) -> DuplicateStrategyError:
     """The error for a name that several claim, one of :func:`duplicates`."""
-    providers = list(dict.fromkeys(duplicates()[name]))
+    return DuplicateStrategyError("\n".join(ambiguity(name, duplicates()[name])))
+
+
+def ambiguity(name: str, claimed_by: Iterable[Provider]) -> tuple[str, str]:
+    """What is wrong with a name that several claim, and what to type.
+
+    Example:
+        >>> ambiguity("mine", [Provider(name="a-plugin", version="1.0"), Provider(name="b-plugin", version="2.0")])[1]
+        'Uninstall all but one; type: pip uninstall a-plugin or pip uninstall b-plugin'
+    """
+    providers = list(dict.fromkeys(claimed_by))
     if len(providers) == 1:
-        return DuplicateStrategyError(
-            f"strategy {name!r} is ambiguous: {providers[0]} provides it more than once.\n"
+        return (
+            f"strategy {name!r} is ambiguous: {providers[0]} provides it more than once.",
             f"Report this to the authors of {providers[0].name}; to get rid of it, type: "
-            f"pip uninstall {providers[0].name}"
+            f"pip uninstall {providers[0].name}",
         )
-    return DuplicateStrategyError(
-        f"strategy {name!r} is ambiguous: {_and(providers)} provide it.\n"
-        f"Uninstall all but one; type: {' or '.join(f'pip uninstall {one.name}' for one in providers)}"
+    return (
+        f"strategy {name!r} is ambiguous: {_and(providers)} provide it.",
+        f"Uninstall all but one; type: {' or '.join(f'pip uninstall {one.name}' for one in providers)}",
     )
 
 
@@ -236,8 +247,7 @@ def _find(name: str) -> Claim:
         raise ambiguous_strategy(key)
     for plugin in _failed(key):
         raise BrokenStrategyError(
-            f"strategy {key!r} can't be used: {plugin}\n"
-            f"Mend that, or type: pip install --upgrade --force-reinstall {plugin.provider.name}"
+            f"strategy {key!r} can't be used: {plugin}\nMend that, or type: {plugin.remedy}"
         ) from plugin.error
     package = FIRST_PARTY.get(key)
     if package in _packages():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from fsdp_core.backward import EndOfBackward
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import BatchNorm, queue_backward_callback
+from fsdp_core.torch_private import BatchNorm
 
 __all__ = ["ReplicatedParameters", "stays_whole"]
 
@@ -35,44 +35,23 @@ class ReplicatedParameters:
         parameters: Parameters of ``root`` whose values are the same on every rank.
         root: The module whose forward passes the backward passes belong to.
         runtime: The world to average over.
-
-    Attributes:
-        sync: Whether backward passes average. Off while gradients are accumulated.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], root: nn.Module, runtime: Runtime) -> None:
         self.parameters = tuple(parameters)
-        self.sync = True
         self._runtime = runtime
-        self._queued = False
-        for parameter in self.parameters:
-            required = parameter.requires_grad
-            parameter.requires_grad_(True)  # a hook can't be placed otherwise, and it may be unfrozen later
-            parameter.register_post_accumulate_grad_hook(self._at_end_of_backward)
-            parameter.requires_grad_(required)
-        root.register_forward_pre_hook(self._before_forward)
-        root.register_forward_hook(self._after_forward)
+        self._end = EndOfBackward(self.parameters, root, self._average)
 
-    def _before_forward(self, root: nn.Module, args: Any) -> None:
-        self._queued = False  # an exception may have ended the last backward pass before its end
+    @property
+    def sync(self) -> bool:
+        """Whether backward passes average. Off while gradients are accumulated."""
+        return self._end.enabled
 
-    def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
-        """Let a backward pass from ``output`` average, also if it reaches none of the parameters itself.
-
-        Gradients of the micro-batches before it may be waiting.
-        """
-        if torch.is_grad_enabled():
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._at_end_of_backward)
-
-    def _at_end_of_backward(self, _: Tensor) -> None:
-        if self.sync and not self._queued:
-            self._queued = True
-            queue_backward_callback(self._average)
+    @sync.setter
+    def sync(self, sync: bool) -> None:
+        self._end.enabled = sync
 
     def _average(self) -> None:
-        self._queued = False
         trainable = [p for p in self.parameters if p.requires_grad]
         if not trainable:
             return
@@ -92,14 +71,3 @@ class ReplicatedParameters:
                     parameter.grad = mean
                 else:
                     parameter.grad.copy_(mean)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)

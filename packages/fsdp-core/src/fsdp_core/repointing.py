@@ -25,7 +25,8 @@ def repoint(
 
     Raises:
         OptimizerMismatchError: A parameter is foreign, or the optimizer has stepped over unsharded parameters, or
-            parameters that share a sharded one are not all in the same group.
+            parameters that share a sharded one are not all in the same group, or the optimizer would look at shapes
+            that are not those that the user wrote.
     """
     groups: list[list[nn.Parameter]] = []
     counts: dict[nn.Parameter, int] = {}
@@ -47,6 +48,7 @@ def repoint(
                 counts[target] = counts.get(target, 0) + 1
             now[target] = None
         groups.append(list(now))
+    _check_shapes(optimizer, groups, layout)
     if not counts:
         return optimizer
     for target, count in counts.items():
@@ -61,6 +63,20 @@ def repoint(
         group["params"] = params
     optimizer.state.clear()
     return optimizer
+
+
+#: Optimizers of torch that treat matrices otherwise than vectors.
+_BY_SHAPE = ("Adafactor", "Muon")
+
+
+def _check_shapes(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]], layout: Layout) -> None:
+    if type(optimizer).__name__ not in _BY_SHAPE:
+        return
+    if any(tuple(held.shape) != part.shape for group in groups for held in group for part in layout[held]):
+        raise OptimizerMismatchError(
+            f"{type(optimizer).__name__} looks at each parameter's shape, and this strategy shows it 1-D shards: it "
+            "would train something else without a word.\nUse strategy='fsdp2', or another optimizer."
+        )
 
 
 def _divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:

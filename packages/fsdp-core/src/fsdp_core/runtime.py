@@ -23,6 +23,9 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 #: Long enough for threads that have done their work to let go of it, on a loaded machine too.
 _SECONDS_FOR_THREADS = 0.1
 
+# torch 2.13 deprecates the second name for the first
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Runtime(ABC):
     """Tells a backend and a checkpoint which rank this is, and lets the ranks of one run talk.
@@ -84,6 +87,18 @@ class Runtime(ABC):
         Returns:
             The reduced tensor, which is ``tensor`` itself where its dtype can hold the result.
         """
+
+    def reduce_scatter(self, tensor: Tensor, op: ReduceOp | str = "mean") -> Tensor:
+        """Reduce ``tensor`` over the ranks, and give each its own row.
+
+        Args:
+            tensor: Shape ``(world_size, ...)``, the same on every rank; its values are lost.
+            op: As for :meth:`all_reduce`.
+
+        Returns:
+            A tensor of shape ``(...)``: row :attr:`rank` of the reduced one.
+        """
+        return self.all_reduce(tensor, op)[self.rank]
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -223,6 +238,14 @@ class ProcessGroupRuntime(Runtime):
             return tensor.div_(count) if tensor.is_floating_point() else tensor.copy_(tensor / count)
         dist.all_reduce(tensor, getattr(dist.ReduceOp, str(op).upper()), group=group)
         return tensor
+
+    def reduce_scatter(self, tensor: Tensor, op: ReduceOp | str = "mean") -> Tensor:
+        if self._alone:
+            return tensor[0]
+        row = torch.empty_like(tensor[0])
+        reduce_op = dist.ReduceOp.SUM if op == "mean" else getattr(dist.ReduceOp, str(op).upper())
+        _reduce_scatter(row.view(-1), tensor.reshape(-1), reduce_op, group=self._group)
+        return row.div_(len(tensor)) if op == "mean" else row
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         from torch.distributed.tensor import DTensor

@@ -121,21 +121,27 @@ class StrategyInfo:
     probe: str | None = None
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(str(self.name)):
+        if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
             raise StrategyInfoError(
                 f"a strategy can't be called {self.name!r}.\n"
                 "Use a lower-case letter, then lower-case letters, digits, '_', '-' or '.', such as 'my_fsdp'."
             )
+        if not isinstance(vars(self)["summary"], str):
+            raise self._error(f"summary is a {type(self.summary).__name__}", "Write one sentence, as a string.")
         for role in ("trainer", "fabric", "probe"):
             target = getattr(self, role)
             if target is not None and not (isinstance(target, str) and _OBJECT.fullmatch(target)):
                 raise self._error(f"{role} is {target!r}", "Write it as a string, 'package.module:attribute'.")
         if self.trainer is None and self.fabric is None:
             raise self._error("it has neither a Trainer nor a Fabric class", "Give trainer=, fabric= or both.")
-        for role in ("accelerators", "options", "requires"):
+        for role, kind in {"accelerators": str, "options": Option, "requires": str}.items():
             if isinstance(getattr(self, role), str):
                 raise self._error(f"{role} is a string", f"Give a tuple: {role}=({getattr(self, role)!r},).")
             object.__setattr__(self, role, tuple(getattr(self, role)))
+            for one in getattr(self, role):
+                if not isinstance(one, kind):
+                    wrong = f"{role} holds a {type(one).__name__} where a {kind.__name__} is due"
+                    raise self._error(wrong, f"Give a tuple of {kind.__name__}.")
         if not self.accelerators:
             raise self._error("accelerators is empty", "Name what it runs on, such as accelerators=('cuda', 'cpu').")
         try:
@@ -143,6 +149,10 @@ class StrategyInfo:
         except ValueError as error:
             raise self._error(str(error), f"There are: {', '.join(Capability)}.") from None
         object.__setattr__(self, "presets", dict(self.presets))
+        for name, value in vars(self)["presets"].items():
+            if not isinstance(value, Plain):
+                wrong = f"the preset {name!r} is a {type(value).__name__}, which isn't plain data"
+                raise self._error(wrong, "Write None, a bool, a number or a string.")
         unknown = self.presets.keys() - {option.name for option in self.options}
         if unknown:
             raise self._error(

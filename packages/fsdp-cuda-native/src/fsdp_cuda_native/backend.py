@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.clipping import clip_grads_by_norm
-from fsdp_core.errors import OptimizerMismatchError, ShardingError, UnsupportedCapabilityError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import clean_name
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.materialize import place
@@ -190,16 +190,6 @@ class NativeBackend(Backend):
         self.reshard(root)
         return layout_of(root)
 
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Any) -> None:
-        optimizers = list(optimizers)
-        super().repoint(optimizers, modules)
-        for optimizer in optimizers:
-            if type(optimizer).__name__ in _BY_SHAPE and self._shards:
-                raise OptimizerMismatchError(
-                    f"{type(optimizer).__name__} looks at each parameter's shape, and FSDP1 shows it 1-D shards: it "
-                    "would train something else without a word.\nUse strategy='fsdp2', or another optimizer."
-                )
-
     # -- steps -----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -364,9 +354,6 @@ class NativeBackend(Backend):
 
 
 _ROOT = "_fsdp_cuda_native_root"
-
-#: Optimizers of torch that treat matrices otherwise than vectors.
-_BY_SHAPE = ("Adafactor", "Muon")
 
 
 def _root_of(module: nn.Module) -> FullyShardedDataParallel:

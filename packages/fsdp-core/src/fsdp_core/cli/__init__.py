@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from io import TextIOWrapper
 
@@ -15,6 +16,8 @@ __all__ = ["fsdp", "main"]
 _COMMANDS = {
     "list": ("fsdp_core.cli.strategies:list_strategies", "Show the strategies, and which can run here."),
     "describe": ("fsdp_core.cli.strategies:describe_strategy", "Show what a strategy can do, and its options."),
+    "doctor": ("fsdp_core.cli.doctor:doctor", "Look for what is broken here, for you and for bug reports."),
+    "new-backend": ("fsdp_core.cli.new_backend:new_backend", "Write the skeleton of a package with a backend."),
     "checkpoint": ("fsdp_core.cli.checkpoint:checkpoint", "Look into checkpoints, compare and convert them."),
 }
 
@@ -30,4 +33,38 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # '→' on a terminal that can't show it
-    fsdp(prog_name="fsdp")
+    _keep_stdout()
+    try:
+        fsdp(prog_name="fsdp")
+    except SystemExit as ending:
+        _leave(ending.code)
+        raise
+
+
+def _keep_stdout() -> None:
+    """Keep stdout for what commands print: what a plugin's libraries write there by themselves goes to stderr.
+
+    Python's own prints while a plugin is loaded do so too, by :func:`fsdp_core.side_effects.watched`.
+    """
+    ours = sys.stdout
+    if not isinstance(ours, TextIOWrapper) or ours is not sys.__stdout__ or sys.stderr is None:
+        return
+    try:
+        number, fallback = ours.fileno(), sys.stderr.fileno()
+        kept = os.dup(number)
+        os.dup2(fallback, number)
+    except OSError:  # no file behind it
+        return
+    binary = os.fdopen(kept, "wb")
+    sys.stdout = TextIOWrapper(binary, ours.encoding, "replace", line_buffering=ours.line_buffering)
+
+
+def _leave(status: object) -> None:
+    """End the process at once if a plugin left threads or exit handlers, which could change its status, or keep it."""
+    found = sys.modules.get("fsdp_core.side_effects")
+    if found is None or not found.lasting():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))

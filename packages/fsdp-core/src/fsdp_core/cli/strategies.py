@@ -9,7 +9,7 @@ import click
 
 from fsdp_core import registry
 from fsdp_core.cli.output import print_table
-from fsdp_core.discovery import error_text
+from fsdp_core.discovery import discover, error_text
 from fsdp_core.errors import BrokenStrategyError
 
 __all__ = ["describe_strategy", "list_strategies"]
@@ -22,7 +22,8 @@ _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for
 def list_strategies(as_json: bool) -> None:
     """Show the strategies, and which can run here.
 
-    Also shows which packages could be installed, which plugins are broken, and which names are ambiguous.
+    Also shows which packages could be installed, which plugins are broken or do more than to list their names, and
+    which names are ambiguous.
     """
     everything = {
         "strategies": [_row(name) for name in registry.strategies()],
@@ -36,7 +37,7 @@ def list_strategies(as_json: bool) -> None:
                 "package": plugin.provider.name,
                 "version": plugin.provider.version,
                 "error": error_text(plugin.error),
-                "remedy": f"pip install --upgrade --force-reinstall {plugin.provider.name}",
+                "remedy": plugin.remedy,
             }
             for plugin in registry.broken()
         ],
@@ -47,6 +48,17 @@ def list_strategies(as_json: bool) -> None:
                 "error": str(registry.ambiguous_strategy(name)),
             }
             for name, providers in registry.duplicates().items()
+        ],
+        "side_effects": [
+            {
+                "name": plugin.name,
+                "package": plugin.provider.name,
+                "version": plugin.provider.version,
+                "what": effect.what,
+                "remedy": effect.remedy,
+            }
+            for plugin in discover().plugins
+            for effect in plugin.side_effects
         ],
     }
     if as_json:
@@ -119,6 +131,10 @@ def _print_list(everything: dict[str, Any]) -> None:
         for row in everything["broken"]:
             click.echo(f"  {row['package']} {row['version']} ({row['name']}) failed to load: {row['error']}")
             click.echo(f"  Mend that, or type: {row['remedy']}")
+    if everything["side_effects"]:
+        click.echo("\nDone while listing, where a plugin should only say its names:")
+        for row in everything["side_effects"]:
+            click.echo(f"  {row['package']} {row['version']} ({row['name']}) {row['what']}; {row['remedy']}")
 
 
 def _print_description(facts: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -19,14 +19,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core.backend import Backend
+from fsdp_core.lightning.capabilities import check_checkpoint, check_precision
 from fsdp_core.lightning.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
 from fsdp_core.lightning.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.forwarding import ShardedForward, root_of
 from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precision
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
 from fsdp_core.lightning.ranks import RanksOfStrategy
+from fsdp_core.lightning.reading import is_sharded
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
+from fsdp_core.strategy_info import Capability
 
 __all__ = ["ShardedFabricStrategy"]
 
@@ -50,7 +53,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         async_save: Whether a save returns when the state is copied, and the checkpoint is written behind training.
 
     Raises:
-        UnsupportedCapabilityError: An option that shards can't follow.
+        UnsupportedCapabilityError: An option that shards can't follow, that the strategy does not declare, or that
+            does not exist.
     """
 
     launcher_class = FabricSubprocessLauncher
@@ -69,8 +73,9 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        **unknown: Never,
     ) -> None:
-        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save)
+        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
         self.roots: list[nn.Module] = []
         self._num_nodes = 1
         super().__init__(
@@ -81,7 +86,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         )
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
-        self._backward_sync_control: _NoSync = _NoSync(backend)
+        self._backward_sync_control: _NoSync = _NoSync(self)
 
     # -- where we run ----------------------------------------------------------------------------------------------
 
@@ -104,7 +109,9 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             self._precision = plugin
             return
         name, scaler = asked_precision(plugin)
-        precision = self.backend.effective_precision(ShardPrecision.named(name))
+        asked = ShardPrecision.named(name)
+        check_precision(self.strategy_name, asked)
+        precision = self.backend.effective_precision(asked)
         self._precision = ShardedFabricPrecision(precision, self, scaler)
         # Fabric keeps Lightning's plugin for fabric.autocast()
         plugin.forward_context = self._precision.forward_context  # type: ignore[method-assign]
@@ -133,6 +140,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     # -- from the user's module to shards --------------------------------------------------------------------------
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        self._check_empty_init(empty_init)
         stack = ExitStack()
         stack.enter_context(self.backend.init_context(bool(empty_init)))
         stack.enter_context(self.precision.module_init_context())
@@ -140,7 +148,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         return stack
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        root = self.backend.shard(module)
+        root = self._sharded(module)
         if not any(known is root for known in self.roots):
             self.roots.append(root)
         return ShardedForward(root, self.backend.reshard)
@@ -187,11 +195,13 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
+        self.require(Capability.CLIP_BY_NORM, f"clip_gradients(max_norm={max_norm})")
         self.precision.unscale_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return self.backend.clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        self.require(Capability.CLIP_BY_VALUE, f"clip_gradients(clip_val={clip_val})")
         self.precision.unscale_gradients(optimizer)
         self.backend.clip_value([p for group in optimizer.param_groups for p in group["params"]], float(clip_val))
 
@@ -216,6 +226,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
+        self._check_saving()
         save_checkpoint(self, str(self.broadcast(str(path))), state, storage_options, filter or {})
 
     def load_checkpoint(
@@ -226,7 +237,10 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self.wait_for_saves()
-        return load_checkpoint(self, self.broadcast(str(path)), state, strict, weights_only)
+        where = str(self.broadcast(str(path)))
+        kind = "sharded" if is_sharded(where, self.runtime) else "full"
+        check_checkpoint(self.strategy_name, kind, f"to load {where!r}")
+        return load_checkpoint(self, where, state, strict, weights_only)
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None
@@ -244,13 +258,14 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 class _NoSync(BackwardSyncControl):
     """Tells Fabric how to leave out the reduction of gradients."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, strategy: ShardedFabricStrategy) -> None:
+        self._backend, self._require = strategy.backend, strategy.require
         self.accumulating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         if not enabled:
             return nullcontext()
+        self._require(Capability.GRADIENT_ACCUMULATION, "no_backward_sync()")
         self.accumulating.add(root_of(module))
         return self._backend.no_sync(root_of(module))
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from fsdp_core import registry
-from fsdp_core.autoload import warn
+from fsdp_core.autoload import warn, warn_of_fault
 from fsdp_core.errors import StrategyUnavailableError
+from fsdp_core.lightning.deferred_names import fill_when_read
 from fsdp_core.strategy_info import FrontEnd
 
 __all__ = ["LazyStrategy", "StrategyNames", "enter"]
@@ -83,7 +85,10 @@ class LazyStrategy:
 
 
 def enter(module: ModuleType) -> None:
-    """Enter every name that we know in the registry of one of Lightning's strategies modules. Idempotent.
+    """Have every name that we know entered in the registry of one of Lightning's strategies modules. Idempotent.
+
+    That is when the registry is first looked into, at the latest when a Trainer or Fabric is built: importing Lightning
+    loads no plugin, and so takes as long as without any.
 
     Lightning's own names stay Lightning's, but for Fabric's ``"xla_fsdp"`` when fsdp-xla is installed; a plugin that
     claims another of them is passed over with a warning.
@@ -91,8 +96,23 @@ def enter(module: ModuleType) -> None:
     Args:
         module: ``lightning.pytorch.strategies``, ``lightning.fabric.strategies`` or a stand-alone package's.
     """
+    names = getattr(module, _HOMES[module.__name__].attribute)
+
+    def find() -> None:
+        with suppress(Exception):  # fill() meets it again
+            registry.known_names()
+
+    def fill() -> None:
+        try:
+            _enter_now(names, module)
+        except Exception as error:
+            warn_of_fault(module.__name__, error)
+
+    fill_when_read(names, find, fill, never=_RESERVED)
+
+
+def _enter_now(names: Any, module: ModuleType) -> None:
     home = _HOMES[module.__name__]
-    names = getattr(module, home.attribute)
     infos = registry.strategies()
     passed_over = []
     for name in registry.known_names():

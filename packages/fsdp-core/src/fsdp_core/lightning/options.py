@@ -30,9 +30,13 @@ def refuse_unknown_options(
     Raises:
         UnsupportedCapabilityError: There is any; the message names the nearest option and the strategies that have it.
     """
+    info = registry.strategies().get(strategy)
+    foreign = "precision" if hasattr(made, "precision_plugin") else "precision_plugin"  # the other front end's
+    listed = [] if info is None else [option.name for option in info.options if option.name != foreign]
     for name in unknown:
         named = inspect.signature(made).parameters.values()
-        options = list(dict.fromkeys([*(one.name for one in named if one.kind is not one.VAR_KEYWORD), *further]))
+        options = [one.name for one in named if one.kind is not one.VAR_KEYWORD]
+        options = list(dict.fromkeys([*options, *further, *listed]))
         likeness, nearest = registry.likeness(name, options)
         others = [i.name for i in registry.strategies().values() if name in {option.name for option in i.options}]
         raise UnsupportedCapabilityError(

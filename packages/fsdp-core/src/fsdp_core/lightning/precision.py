@@ -24,6 +24,7 @@ from fsdp_core.backend import Backend
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.precision import ShardPrecision
+from fsdp_core.strategy_info import Capability
 from fsdp_core.torch_private import make_scaler_sharded
 
 __all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]
@@ -43,6 +44,8 @@ _TRANSLATED = (
 
 class _HasBackend(Protocol):
     backend: Backend
+
+    def require(self, capability: Capability, asked: str) -> None: ...
 
     @property
     def root_device(self) -> torch.device: ...
@@ -171,11 +174,13 @@ class ShardedTrainerPrecision(Precision):
             self._unscaled.add(id(optimizer))
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        self._casting.strategy.require(Capability.CLIP_BY_NORM, f"clip_gradients by norm, {clip_val}")
         self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._casting.strategy.backend.clip_norm(parameters, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        self._casting.strategy.require(Capability.CLIP_BY_VALUE, f"clip_gradients by value, {clip_val}")
         self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._casting.strategy.backend.clip_value(parameters, float(clip_val))

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
+from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
 from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
+from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.private import reset_seed
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.strategy_info import Capability
 
 __all__ = ["RanksOfStrategy"]
 
@@ -53,6 +57,11 @@ class RanksOfStrategy:
     global_rank: int
     world_size: int
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        # before the constructor, which may have no parameter for what is refused
+        check_options(cls, args, options)
+        return super().__new__(cls)
+
     def _take(
         self,
         backend: Backend,
@@ -61,8 +70,10 @@ class RanksOfStrategy:
         state_dict_type: Literal["sharded", "full"],
         timeout: timedelta | None,
         async_save: bool,
+        unknown: Mapping[str, object],
     ) -> None:
         """Note what the constructor was given, before Lightning's constructor looks at it."""
+        refuse_unknown_options(strategy_name, type(self), unknown, {})
         check_state_dict_type(state_dict_type)
         self.backend = backend
         self.runtime = runtime or ProcessGroupRuntime()
@@ -70,6 +81,23 @@ class RanksOfStrategy:
         self.state_dict_type = state_dict_type
         self.timeout = timeout
         self.background = BackgroundSaves(self.runtime) if async_save else None
+
+    def require(self, capability: Capability, asked: str) -> None:
+        """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare this."""
+        require(self.strategy_name, capability, asked)
+
+    def _sharded(self, module: nn.Module) -> nn.Module:
+        """The root that a module becomes."""
+        check_materialization(self.strategy_name, module)
+        return self.backend.shard(module)
+
+    def _check_empty_init(self, empty_init: bool | None) -> None:
+        if empty_init:
+            self.require(Capability.META_INIT, "empty_init=True")
+
+    def _check_saving(self) -> None:
+        kind = self.state_dict_type
+        check_checkpoint(self.strategy_name, kind, f"a checkpoint with state_dict_type={kind!r}")
 
     def wait_for_saves(self) -> None:
         """Return when every checkpoint that was asked for is complete, with ``async_save=True`` too. All ranks call it.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +25,7 @@ from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.averaging import shard_averages
+from fsdp_core.lightning.capabilities import check_checkpoint, check_loop, check_precision
 from fsdp_core.lightning.full_file import gathered, numbered, write_full
 from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.loader_positions import TrainingLoaders
@@ -38,6 +39,7 @@ from fsdp_core.lightning.resuming import KEY, ExactResume
 from fsdp_core.lightning.summary import show_written_shapes
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
+from fsdp_core.strategy_info import Capability
 
 __all__ = ["ShardedTrainerStrategy"]
 
@@ -61,7 +63,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         async_save: Whether a save returns when the state is copied, and the checkpoint is written behind training.
 
     Raises:
-        UnsupportedCapabilityError: An option that shards can't follow.
+        UnsupportedCapabilityError: An option that shards can't follow, that the strategy does not declare, or that
+            does not exist.
     """
 
     launcher_class = TrainerSubprocessLauncher
@@ -80,8 +83,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        **unknown: Never,
     ) -> None:
-        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save)
+        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
@@ -115,7 +119,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._precision_plugin = plugin
             return
         name, scaler = asked_precision(plugin)
-        precision = self.backend.effective_precision(ShardPrecision.named(name))
+        asked = ShardPrecision.named(name)
+        check_precision(self.strategy_name, asked)
+        precision = self.backend.effective_precision(asked)
         self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler)
 
     @property
@@ -144,6 +150,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        self._check_empty_init(empty_init)
         with self.backend.init_context(bool(empty_init)), self.precision_plugin.tensor_init_context():
             yield
 
@@ -160,6 +167,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if fitting and self.background is not None:
             expect_what_is_pending(trainer.checkpoint_callbacks)
         module = self.lightning_module
+        if fitting:
+            check_loop(self.strategy_name, self.state_dict_type, trainer, module)
         if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":
             # refuse now what the first checkpoint, perhaps hours from now, could not hold
             check_hyper_parameters(module, "hyper_parameters")
@@ -171,7 +180,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             if self._layer_sync is not None:
                 converted = self._layer_sync.apply(converted)
             module = converted
-        self.model = self.backend.shard(module)
+        self.model = self._sharded(module)
         shard_averages(trainer, self.backend, self.model)
         show_written_shapes(trainer, self.backend, self.model)
         if fitting:
@@ -248,6 +257,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         assert self.model is not None
+        self.require(Capability.GRADIENT_ACCUMULATION, "an accumulation of gradients")
         with self.backend.no_sync(self.model):
             yield
 
@@ -355,6 +365,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         return self.background if self._fitting else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        self._check_saving()
         path = self.broadcast(str(filepath))
         if self.behind is not None:
             self.behind.wait()  # before memory is taken for this one
@@ -395,6 +406,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.wait_for_saves()
         path = self.broadcast(str(checkpoint_path))
         sharded = is_sharded(path, self.runtime)
+        check_checkpoint(self.strategy_name, "sharded" if sharded else "full", f"to load {path!r}")
         saved: dict[str, Any] = read_checkpoint(path, weights_only, self.runtime)
         if sharded:
             rest = saved.get("trainer", {})

@@ -1,18 +1,19 @@
-"""What pytest needs to know of the suite. A package that runs it says so in its ``conftest.py``.
+"""What pytest needs to know of the suite. It is pytest's by an entry point: a ``conftest.py`` need not name it.
 
-Example:
-    .. code-block:: python
-
-        pytest_plugins = ["fsdp_core.testing.pytest_plugin"]
+Every pytest in an environment with fsdp-core loads this module, so it imports neither torch nor the suite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdp_core.testing import RankPool
+from fsdp_core.testing.collecting import chosen, clauses_of, refuse_left_out
+from fsdp_core.testing.reporting import FORMATS, Results
 
 __all__ = ["ranks"]
 
@@ -24,3 +25,69 @@ def ranks() -> Iterator[RankPool]:
     """Ranks that live through the session."""
     with RankPool() as pool:
         yield pool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("fsdp", "conformance of sharded strategies").addoption(
+        "--fsdp-report",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="Write what the conformance suite found to FILE.html or FILE.json. May be given several times.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fsdp_requires(*needs): the capabilities and options that a clause needs")
+    config.addinivalue_line("markers", "fsdp_undeclared(capability): a clause for strategies that lack a capability")
+    files: list[Path] = config.getoption("--fsdp-report")
+    for file in files:
+        if file.suffix not in FORMATS:
+            raise pytest.UsageError(f"--fsdp-report={file} is of no known kind.\nName it FILE.html or FILE.json.")
+    config.pluginmanager.register(_Conformance([config.invocation_params.dir / file for file in files]))
+
+
+class _Conformance:
+    """Follows the clauses through one session, also where pytest-xdist runs them in other processes."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = files
+        self._results = Results()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:
+        report = yield
+        cls = clauses_of(getattr(collector, "obj", None)) if isinstance(collector, pytest.Class) else None
+        if cls is not None and report.passed:
+            try:
+                report.result = chosen(cls, report.result)
+            except Exception as error:
+                report.outcome, report.longrepr, report.result = "failed", str(error), []
+            self._results.expect(report.result)
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        refuse_left_out(item, report)
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._results.take(report)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        self._results.expected.update(getattr(node, "workeroutput", {}).get("fsdp_clauses", {}))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["fsdp_clauses"] = self._results.expected
+            return
+        for file in self._files:
+            self._results.write(file)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for file in self._files:
+            terminalreporter.write_line(f"conformance report: {file}")

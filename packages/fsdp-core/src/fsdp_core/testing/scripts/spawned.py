@@ -5,7 +5,6 @@ import socket
 import sys
 
 from torch import multiprocessing
-from train import main  # type: ignore[import-not-found]  # beside it
 
 
 def work(rank: int, port: int, strategy: str) -> None:
@@ -13,6 +12,8 @@ def work(rank: int, port: int, strategy: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", NODE_RANK="0", LOCAL_RANK=str(rank)
     )
+    from train import main  # type: ignore[import-not-found]  # beside it
+
     main(["trainer", "fabric", f"--strategy={strategy}"])
 
 

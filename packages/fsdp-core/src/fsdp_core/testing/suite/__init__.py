@@ -3,15 +3,35 @@
 Example:
     .. code-block:: python
 
-        # conftest.py
-        pytest_plugins = ["fsdp_core.testing.pytest_plugin"]
-
-        # test_numbers.py
-        from fsdp_core.testing.suite.numbers import NumbersSuite
+        # test_conformance.py
+        from fsdp_core.testing.suite import StrategySuite
 
 
-        class TestNumbers(NumbersSuite):
+        class TestMine(StrategySuite):
             strategy = "theirs"
 
 Needs ``pip install "fsdp-core[testing]"``, torch and Lightning. Each test runs real ranks, on the CPU.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_core.testing.suite.clauses import Clauses, requires
+    from fsdp_core.testing.suite.whole import PresetSuite, StrategySuite
+
+__all__ = ["Clauses", "PresetSuite", "StrategySuite", "requires"]
+
+_HOMES = {"Clauses": "clauses", "PresetSuite": "whole", "StrategySuite": "whole", "requires": "clauses"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

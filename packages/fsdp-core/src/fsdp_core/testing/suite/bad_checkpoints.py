@@ -21,15 +21,15 @@ from fsdp_core.errors import (
     CheckpointMismatchError,
     CheckpointValueError,
 )
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
 from fsdp_core.testing.state import copied_state
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["BadCheckpointsSuite"]
 
-KINDS = pytest.mark.parametrize("kind", ["sharded", "full"])
 SavedAt = Callable[[str, str, Path], None]
 
 
@@ -349,6 +349,7 @@ class BadCheckpointsSuite(Clauses):
 
         return put
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("case", DAMAGE)
     def test_what_is_no_checkpoint(self, ranks: RankPool, tmp_path: Path, saved: SavedAt, case: str) -> None:
         path = tmp_path / "checkpoint"
@@ -383,6 +384,7 @@ class BadCheckpointsSuite(Clauses):
             if module_class is Renamed:
                 assert_says(told, "strict=False")
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_checkpoint_without_a_key(self, ranks: RankPool, tmp_path: Path, saved: SavedAt) -> None:
         saved("fabric", "sharded", tmp_path / "checkpoint")
         for told in ranks.run(2, _load_absent_key, self.strategy, str(tmp_path / "checkpoint")):
@@ -400,6 +402,7 @@ class BadCheckpointsSuite(Clauses):
         assert {path.name: path.read_text() for path in (tmp_path / "mine").iterdir()} == mine
         assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_objects_are_refused_before_anything_is_trained_or_written(self, ranks: RankPool, tmp_path: Path) -> None:
         ((module, datamodule, fabric),) = ranks.run(1, _save_objects, self.strategy, str(tmp_path))
         found = f"{Tokenizer.__module__}.Tokenizer"

@@ -12,10 +12,11 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.bad_options import set_up
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import Clauses, requires
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["BadModulesSuite", "refused_setup"]
@@ -94,6 +95,12 @@ REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
 }
 
 
+_NEEDS = {
+    "a buffer that nothing fills": [requires(Capability.META_INIT)],
+    "optimizer over fewer parameters": [requires(Capability.SHARDED_CHECKPOINT)],
+}
+
+
 def refused_setup(strategy: str, case: str, path: str) -> str:
     """What is said of one of the table's cases under Fabric."""
     fabric = new_fabric(strategy)
@@ -108,11 +115,12 @@ class BadModulesSuite(Clauses):
         for message, name in zip(told, ["NoParameters", "Tanh"], strict=True):
             assert_says(message, f"{name} has no parameters", "configure_model", "strategy='ddp'")
 
+    @requires(Capability.CPU_OFFLOAD)
     def test_module_sharded_on_other_terms(self, ranks: RankPool, tmp_path: Path) -> None:
         (told,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path))
         assert_says(told, "cpu_offload False, now True", "Use the same options", "build the module anew")
 
-    @pytest.mark.parametrize("case", REFUSED)
+    @pytest.mark.parametrize("case", [pytest.param(one, marks=_NEEDS.get(one, [])) for one in REFUSED])
     def test_module_that_is_refused(self, ranks: RankPool, tmp_path: Path, case: str) -> None:
         for told in ranks.run(2, refused_setup, self.strategy, case, str(tmp_path / "checkpoint")):
             assert_says(told, *REFUSED[case][1])

@@ -29,10 +29,10 @@ from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import Clauses, with_options
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
-__all__ = ["BOTH", "BadOptionsSuite", "set_up", "unfit_options"]
+__all__ = ["BOTH", "BadOptionsSuite", "assert_refused_at_once", "set_up", "unfit_options"]
 
 BOTH = pytest.mark.parametrize("front_end", ["trainer", "fabric"])
 
@@ -93,6 +93,11 @@ MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+def assert_refused_at_once(made: Callable[..., Any], options: Mapping[str, Any], words: list[str]) -> None:
+    """The constructor refuses options; for a backend's own table too."""
+    assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
+
+
 def unfit_options(
     strategy: str, tmp: str, front_end: FrontEnd, options: dict[str, Any], error: type[Exception]
 ) -> tuple[str, bool]:
@@ -131,20 +136,15 @@ class BadOptionsSuite(Clauses):
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
     def test_option_that_is_refused_at_once(self, front_end: FrontEnd, options: dict[str, Any], words: Any) -> None:
-        self.assert_refused_at_once(front_end, options, words)
-
-    def assert_refused_at_once(self, front_end: FrontEnd, options: dict[str, Any], words: list[str]) -> None:
-        """The constructor refuses options; for a backend's own table too."""
-        made = self.strategy_class(front_end)
-        assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
+        assert_refused_at_once(self.strategy_class(front_end), options, words)
 
     @BOTH
     def test_option_that_does_not_exist(self, front_end: FrontEnd) -> None:
-        words = [repr(self.strategy), "'auto_wrap_polcy'", "auto_wrap_policy", "fsdp describe"]
-        self.assert_refused_at_once(front_end, {"auto_wrap_polcy": None}, words)
+        words = [repr(self.strategy), "'state_dict_typ'", "Did you mean 'state_dict_type'?", "fsdp describe"]
+        assert_refused_at_once(self.strategy_class(front_end), {"state_dict_typ": "full"}, words)
 
     @BOTH
-    @pytest.mark.parametrize("case", MISUSED)
+    @pytest.mark.parametrize("case", [with_options(options, case) for case, (options, _) in MISUSED.items()])
     def test_option_that_does_not_fit_the_model(
         self, ranks: RankPool, tmp_path: Path, front_end: FrontEnd, case: str
     ) -> None:

@@ -16,11 +16,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_own_gradient, root_of
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_own_gradient, root_of, trained_by
+from fsdp_core.testing.suite.clauses import Clauses, requires, with_options
 from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
 
 __all__ = ["BrokenElsewhereSuite", "every_stage"]
@@ -34,7 +35,7 @@ class NanGradient(Lit):
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         used: Any = self.trainer.strategy
-        used.backend.clip_norm(self.parameters(), 1.0, error_if_nonfinite=True)
+        used.backend.clip_norm(trained_by(optimizer), 1.0, error_if_nonfinite=True)
 
 
 def _nonfinite(strategy: str, tmp: str) -> list[str]:
@@ -55,7 +56,10 @@ def _infinite_norm(strategy: str) -> str:
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     fabric.backward(model(torch.ones(2, FEATURES)).sum())
     if fabric.global_rank == 1:
-        poison_own_gradient([*net.blocks[0].up.parameters(), *net.blocks[0].down.parameters()], torch.nan)
+        used: Any = fabric.strategy
+        layout = used.backend.layout(root_of(used))
+        linear = [p for p, parts in layout.items() if any(".up." in one.name or ".down." in one.name for one in parts)]
+        poison_own_gradient(linear, torch.nan)
     infinite = float("inf")
     return refusal(RuntimeError, lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=infinite))
 
@@ -65,7 +69,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
     module = Lit("momentum")
     run = new_trainer(tmp, strategy, 2, options, max_epochs=2)
     used: Any = run.strategy
-    policy = used.backend.auto_wrap_policy
+    policy = getattr(used.backend, "auto_wrap_policy", "auto")
     run.test(module, loader(2, 2), verbose=False)
     run.fit(module, loader(3, 2), loader(1, 2))
     run.validate(module, loader(2, 2), verbose=False)
@@ -76,8 +80,10 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
     run.validate(module, loader(2, 2), verbose=False)
     return {
         "losses": means(module.losses),
-        "policy": used.backend.auto_wrap_policy is policy is options.get("auto_wrap_policy", "auto"),
-        "held": held_by(root_of(used).parameters()),
+        "policy": getattr(used.backend, "auto_wrap_policy", "auto")
+        is policy
+        is options.get("auto_wrap_policy", "auto"),
+        "held": held_by(used.backend.layout(root_of(used))),
         "predicted": torch.cat(predicted),
     }
 
@@ -250,16 +256,22 @@ def _dropout(strategy: str, tmp: str, checkpointing: bool) -> Trained:
 class BrokenElsewhereSuite(Clauses):
     """Each of these raises, hangs or gives wrong numbers with a sharded strategy of Lightning 2.6."""
 
+    @requires(Capability.CLIP_BY_NORM)
     def test_error_if_nonfinite_is_honoured(self, ranks: RankPool, tmp_path: Path) -> None:
         for told in ranks.run(2, _nonfinite, self.strategy, str(tmp_path)):
             for message in told:
                 assert_says(message, "total norm", "is nan", "error_if_nonfinite=False")
 
+    @requires(Capability.CLIP_BY_NORM)
     def test_infinite_norm_sees_nan_of_another_rank(self, ranks: RankPool) -> None:
         for message in ranks.run(2, _infinite_norm, self.strategy):
             assert_says(message, "is nan")
 
-    @pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": None}, {"auto_wrap_policy": {Block}}], ids=str)
+    @pytest.mark.parametrize(
+        "options",
+        [{}, with_options({"auto_wrap_policy": None}), with_options({"auto_wrap_policy": {Block}})],
+        ids=["as it is", "root alone", "blocks"],
+    )
     def test_stages_in_any_order(self, ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
         """Also with the root as the only unit; and the policy outlives every stage."""
         first, _ = oracle.train_plain(3, oracle.momentum)
@@ -271,12 +283,14 @@ class BrokenElsewhereSuite(Clauses):
             assert one["predicted"].shape == (BATCH, FEATURES)
         assert_sharded([one["held"] for one in got], sum(p.numel() for p in oracle.new_net().parameters()))
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_lr_finder_restores_the_weights(self, ranks: RankPool, tmp_path: Path) -> None:
         for tried, (before, after), leftovers in ranks.run(2, _find_learning_rate, self.strategy, str(tmp_path)):
             assert tried == 8
             assert after == pytest.approx(before, abs=FP32_TOLERANCE)
             assert not leftovers
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_weight_averaging(self, ranks: RankPool, tmp_path: Path) -> None:
         want = _averaging_oracle(oracle.global_batches(2) * 2, 0.5)
         tmp, path = str(tmp_path), str(tmp_path / "half")
@@ -297,12 +311,15 @@ class BrokenElsewhereSuite(Clauses):
         trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
         assert ranks.run(2, _summary, self.strategy, str(tmp_path))[0][:2] == (total, trainable)
 
-    @pytest.mark.parametrize("sync_each_batch", [False, True])
-    def test_accumulation_skips_the_reduction(self, ranks: RankPool, tmp_path: Path, sync_each_batch: bool) -> None:
+    @requires(Capability.GRADIENT_ACCUMULATION)
+    @pytest.mark.parametrize(
+        "options", [{}, with_options({"sync_each_batch": True})], ids=["as it is", "sync_each_batch"]
+    )
+    def test_accumulation_skips_the_reduction(self, ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
         """Four micro-batches take as many reduce-scatters as one does, or four times as many if they are to."""
-        tmp, options = str(tmp_path), {"sync_each_batch": sync_each_batch}
+        tmp = str(tmp_path)
         one_batch = ranks.run(2, _reductions, self.strategy, tmp, 1, options)
-        times = 4 if sync_each_batch else 1
+        times = 4 if options else 1
         for (one_of_trainer, one_of_fabric), (of_trainer, of_fabric) in zip(
             one_batch, ranks.run(2, _reductions, self.strategy, tmp, 4, options), strict=True
         ):
@@ -310,7 +327,8 @@ class BrokenElsewhereSuite(Clauses):
             assert one_of_fabric > 0
             assert (of_trainer, of_fabric) == (times * one_of_trainer, times * one_of_fabric)
 
-    @pytest.mark.parametrize("enabled", [True, False])
+    @requires(Capability.CLIP_BY_NORM)
+    @pytest.mark.parametrize("enabled", [pytest.param(True, marks=requires(Capability.GRADIENT_ACCUMULATION)), False])
     def test_no_backward_sync_leaves_sync_on(self, ranks: RankPool, enabled: bool) -> None:
         net = oracle.new_net()
         x, y = oracle.global_batches(1)[0]
@@ -319,6 +337,7 @@ class BrokenElsewhereSuite(Clauses):
         for norm in ranks.run(2, _norm_after, self.strategy, enabled):
             assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
 
+    @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
     def test_custom_gradient_scaler(self, ranks: RankPool, tmp_path: Path) -> None:
         want, _ = oracle.train_plain(3, oracle.sgd)
         for steps, losses in ranks.run(2, _custom_scaler, self.strategy, str(tmp_path)):
@@ -330,12 +349,16 @@ class BrokenElsewhereSuite(Clauses):
         for losses in ranks.run(2, _compiled, self.strategy, str(tmp_path), timeout=240.0):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
-    @pytest.mark.parametrize("policy", ["auto", None])
-    def test_activation_checkpointing_needs_no_wrap_policy(self, ranks: RankPool, tmp_path: Path, policy: Any) -> None:
+    @requires(Capability.ACTIVATION_CHECKPOINTING)
+    @pytest.mark.parametrize("options", [{}, with_options({"auto_wrap_policy": None})], ids=["as it is", "root alone"])
+    def test_activation_checkpointing_needs_no_wrap_policy(
+        self, ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
         """Three blocks, one step: each runs once forward, and once more in the backward pass."""
-        options = {"auto_wrap_policy": policy, "activation_checkpointing_policy": {Block}}
+        options = {**options, "activation_checkpointing_policy": {Block}}
         assert ranks.run(2, _recomputation, self.strategy, str(tmp_path), options) == [6, 6]
 
+    @requires(Capability.ACTIVATION_CHECKPOINTING)
     def test_activation_checkpointing_repeats_dropout(self, ranks: RankPool, tmp_path: Path) -> None:
         ((plain, state),) = ranks.run(1, _dropout, self.strategy, str(tmp_path), False)
         ((recomputed, again),) = ranks.run(1, _dropout, self.strategy, str(tmp_path), True)

@@ -13,10 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.functional import mse_loss
 
 import fsdp_core
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
 from fsdp_core.testing.suite.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_trainer
 
@@ -161,12 +162,26 @@ def _weights_only(strategy: str, tmp: str) -> list[str]:
     return sorted(json.loads(Path(tmp, "weights", "manifest.json").read_text())["kinds"])
 
 
+# by how many ranks it is saved, as what, and with which optimizer; each layout, kind and optimizer meets the others
+_SHARDED = [
+    (1, "sharded", "adamw_groups"),
+    (2, "sharded", "momentum"),
+    (3, "sharded", "sgd"),
+    (3, "sharded", "adamw_groups"),
+]
+_FULL = [(1, "full", "momentum"), (2, "full", "sgd"), (3, "full", "adamw_groups")]
+
+
 class CheckpointsSuite(Clauses):
     """What the Trainer saves is restored bit for bit, and training goes on as if nothing had happened."""
 
-    @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw_groups"])
-    @pytest.mark.parametrize("kind", ["sharded", "full"])
-    @pytest.mark.parametrize("saved_on", [1, 2, 3])
+    @pytest.mark.parametrize(
+        ("saved_on", "kind", "optimizer"),
+        [
+            *(pytest.param(*one, marks=requires(Capability.SHARDED_CHECKPOINT)) for one in _SHARDED),
+            *(pytest.param(*one, marks=requires(Capability.FULL_CHECKPOINT)) for one in _FULL),
+        ],
+    )
     def test_saved_on_n_loaded_on_m(
         self, ranks: RankPool, tmp_path: Path, saved_on: int, kind: str, optimizer: str
     ) -> None:
@@ -181,6 +196,7 @@ class CheckpointsSuite(Clauses):
             kind=kind,
         )
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_same_layout_goes_on_bit_for_bit(self, ranks: RankPool, tmp_path: Path) -> None:
         tmp, path = str(tmp_path), str(tmp_path / "checkpoint")
         whole = ranks.run(2, two_epochs, self.strategy, tmp, 2, "adamw_groups")[0]
@@ -189,6 +205,7 @@ class CheckpointsSuite(Clauses):
         assert first["losses"] + second["losses"] == whole["losses"]
         assert_bit_equal(second, whole)
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_folder_holds_no_pickle_and_is_read_without_lightning(self, ranks: RankPool, tmp_path: Path) -> None:
         path = tmp_path / "checkpoint"
         run = (self.strategy, str(tmp_path), 2, "momentum", str(path), None, None, 1)
@@ -200,6 +217,7 @@ class CheckpointsSuite(Clauses):
         assert state.keys() == saved["model"].keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in saved["model"].items())
 
+    @requires(Capability.FULL_CHECKPOINT)
     def test_full_file_is_a_plain_checkpoint(self, ranks: RankPool, tmp_path: Path) -> None:
         """Read by plain torch, by load_from_checkpoint, and resumed by a Trainer without sharding."""
         path, tmp, options = tmp_path / "full.ckpt", str(tmp_path), {"state_dict_type": "full"}
@@ -216,6 +234,7 @@ class CheckpointsSuite(Clauses):
         sharded = ranks.run(2, two_epochs, *run)[0]
         assert sharded["losses"] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
 
+    @requires(Capability.FULL_CHECKPOINT)
     def test_plain_checkpoint_goes_on_in_shards(self, ranks: RankPool, tmp_path: Path) -> None:
         path, tmp = str(tmp_path / "plain.ckpt"), str(tmp_path)
         plain = Lit("adamw_groups")
@@ -227,7 +246,7 @@ class CheckpointsSuite(Clauses):
         for got in ranks.run(3, two_epochs, self.strategy, tmp, 3, "adamw_groups", None, path):
             assert got["losses"] == pytest.approx(losses_of(whole)[2:], abs=FP32_TOLERANCE)
 
-    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    @KINDS
     def test_model_checkpoint(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
         for got in ranks.run(2, _model_checkpoint, self.strategy, str(tmp_path), kind):
             assert len(got["names"]) == 3
@@ -235,9 +254,11 @@ class CheckpointsSuite(Clauses):
             assert got["best"] == pytest.approx(got["score"], abs=FP32_TOLERANCE)
             assert got["epoch"] == 5
 
+    @requires(Capability.SHARDED_CHECKPOINT, Capability.FULL_CHECKPOINT)
     def test_either_kind_replaces_the_other(self, ranks: RankPool, tmp_path: Path) -> None:
         kinds = ["sharded", "full", "full", "sharded", "sharded"]
         ranks.run(2, _overwritten, self.strategy, str(tmp_path), kinds)
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_weights_only(self, ranks: RankPool, tmp_path: Path) -> None:
         assert ranks.run(2, _weights_only, self.strategy, str(tmp_path)) == [["model"], ["model"]]

@@ -2,13 +2,84 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import fsdp_core
-from fsdp_core.strategy_info import FrontEnd
+import pytest
 
-__all__ = ["Clauses"]
+import fsdp_core
+from fsdp_core.lightning.capabilities import capability_of
+from fsdp_core.precision import ShardPrecision
+from fsdp_core.strategy_info import Capability, FrontEnd
+
+__all__ = ["KINDS", "Clauses", "needs_of", "precisions", "requires", "undeclared", "with_options"]
+
+
+def requires(*needs: Capability | str) -> pytest.MarkDecorator:
+    """Say what a clause, or one set of its parameters, shows to work: it runs only where a strategy claims all of it.
+
+    Args:
+        *needs: Capabilities, or names of options that not every strategy has.
+
+    Example:
+        >>> from fsdp_core import Capability
+        >>> @requires(Capability.CLIP_BY_NORM, "sync_each_batch")
+        ... def test_clipping(): ...
+        >>> test_clipping.pytestmark[0].args
+        (<Capability.CLIP_BY_NORM: 'clip_by_norm'>, 'sync_each_batch')
+    """
+    return pytest.mark.fsdp_requires(*needs)
+
+
+def undeclared(capability: Capability) -> pytest.MarkDecorator:
+    """Say that a clause shows what happens where a strategy does not declare a capability; it runs only there."""
+    return pytest.mark.fsdp_undeclared(capability)
+
+
+def needs_of(options: Mapping[str, Any]) -> list[Capability | str]:
+    """What options of a strategy need: the capability that each asks for, or else the option itself.
+
+    Example:
+        >>> needs_of({"cpu_offload": True, "sync_each_batch": True})
+        [<Capability.CPU_OFFLOAD: 'cpu_offload'>, 'sync_each_batch']
+    """
+    return [capability_of(name, value) or name for name, value in options.items()]
+
+
+def with_options(options: Mapping[str, Any], *values: Any, id: str | None = None) -> Any:
+    """One set of parameters, for strategies that have these options.
+
+    Args:
+        options: What the strategy is given.
+        *values: The parameters; the options alone, if none are given.
+        id: How pytest shows them.
+    """
+    needs = needs_of(options)
+    return pytest.param(*(values or (options,)), marks=[requires(*needs)] if needs else [], id=id)
+
+
+def precisions(*names: str) -> pytest.MarkDecorator:
+    """Run a clause with each of these precisions that a strategy has."""
+    return pytest.mark.parametrize("precision", [_precision(name) for name in names])
+
+
+def _precision(name: str) -> Any:
+    dtypes = ShardPrecision.named(name)
+    needs = [Capability.MIXED_PRECISION] if dtypes.compute not in (None, dtypes.storage) else []
+    needs += [Capability.GRADIENT_SCALING] if dtypes.scaled else []
+    return pytest.param(name, marks=[requires(*needs)] if needs else [])
+
+
+#: Run a clause with each kind of checkpoint that a strategy has.
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("sharded", marks=requires(Capability.SHARDED_CHECKPOINT)),
+        pytest.param("full", marks=requires(Capability.FULL_CHECKPOINT)),
+    ],
+)
 
 
 class Clauses:
@@ -16,9 +87,12 @@ class Clauses:
 
     Attributes:
         strategy: The name that users type.
+        expected_failures: By clause, ``"test_name"`` or ``"test_name[parameters]"``, why it fails. It must fail then.
+        asks: By capability, the options that ask for it, where these are not the options of core's names.
 
     Raises:
-        TypeError: A subclass has a test of the same name as a clause, which would no longer run.
+        TypeError: A subclass defines a name that a clause, or what clauses call, goes by, so that these would not run
+            as they are written; or two classes of clauses that it inherits from have one of the same name.
 
     Example:
         >>> class Suite(Clauses):
@@ -28,20 +102,59 @@ class Clauses:
         ...     def test_it_trains(self): ...
         Traceback (most recent call last):
             ...
-        TypeError: TestMine.test_it_trains would hide a clause of the suite.
-        Give it another name.
+        TypeError: TestMine.test_it_trains would hide the suite's own, in Suite.
+        Give it another name; a clause that is known to fail is named in expected_failures.
     """
 
     strategy: ClassVar[str]
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+    asks: ClassVar[Mapping[Capability, Mapping[str, Any]]] = {}
+
+    #: What each class of clauses has defined, and the marks of it: what runs must still be that.
+    _defined: ClassVar[dict[str, tuple[Any, tuple[Any, ...]]]] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name in vars(cls):
-            if name.startswith("test") and any(name in vars(base) for base in cls.__mro__[1:]):
-                raise TypeError(f"{cls.__name__}.{name} would hide a clause of the suite.\nGive it another name.")
+        settings = {name for base in cls.__mro__[1:] for name in inspect.get_annotations(base)}
+        homes: dict[str, type] = {}
+        for base in cls.__mro__:
+            for name in () if base is object else vars(base):
+                if name in settings or (name.startswith("__") and name.endswith("__")):
+                    continue
+                if name in homes:
+                    raise TypeError(
+                        f"{homes[name].__name__}.{name} would hide the suite's own, in {base.__name__}.\n"
+                        "Give it another name; a clause that is known to fail is named in expected_failures."
+                    )
+                homes[name] = base
+        cls._defined = {name: (vars(cls)[name], _marks(vars(cls)[name])) for name, home in homes.items() if home is cls}
+
+    @classmethod
+    def changed(cls) -> list[str]:
+        """The names of what is not as it was defined any more: replaced, or marked afterwards."""
+        return [
+            f"{base.__name__}.{name}"
+            for base in cls.__mro__
+            for name, (value, marks) in vars(base).get("_defined", {}).items()
+            if inspect.getattr_static(cls, name, None) is not value or _marks(value) != marks
+        ]
+
+    @classmethod
+    def clauses(cls) -> list[str]:
+        """The names of all clauses, without the tests that the class itself adds."""
+        return [name for base in cls.__mro__[1:] for name in vars(base).get("_defined", {}) if name.startswith("test")]
 
     @classmethod
     def strategy_class(cls, front_end: FrontEnd) -> Any:
         """The class behind the name."""
-        found = fsdp_core.resolve(cls.strategy, front_end)
+        return cls.class_of(cls.strategy, front_end)
+
+    @staticmethod
+    def class_of(strategy: str, front_end: FrontEnd) -> Any:
+        """The class behind a name."""
+        found = fsdp_core.resolve(strategy, front_end)
         return found.func if isinstance(found, partial) else found
+
+
+def _marks(value: Any) -> tuple[Any, ...]:
+    return tuple(getattr(value, "pytestmark", ()))

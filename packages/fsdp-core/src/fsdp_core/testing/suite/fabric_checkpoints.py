@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import SavedTensor
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["FabricCheckpointsSuite"]
@@ -93,6 +93,7 @@ def _trainer_to_fabric(strategy: str, tmp: str) -> None:
     fabric = new_fabric(strategy)
     other = Lit("sgd")
     torch.nn.init.zeros_(other.net.frozen.weight)
+    torch.nn.init.zeros_(other.net.scale)
     model = fabric.setup(other)
     fabric.load(f"{tmp}/trained", {"model": model})
     got = full_state(fabric.strategy)
@@ -119,10 +120,27 @@ def _partly(strategy: str, tmp: str) -> None:
             assert torch.equal(left.full(), tensor)
 
 
+def _blocks_first_or_last(strategy: str, path: str, load: bool) -> dict[str, dict[str, Any]]:
+    """The state of an optimizer over the blocks, and of one over them in the opposite order that was given it."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    blocks = [*reversed(net.blocks)] if load else [*net.blocks]
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
+    model, optimizer = fabric.setup(net, torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    if load:
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+    else:
+        x, y = oracle.global_batches(1)[0]
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+    return full_optimizer_state(fabric.strategy, optimizer)
+
+
 class FabricCheckpointsSuite(Clauses):
     """What Fabric saves, with all that its users put beside a model, is restored bit for bit."""
 
-    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    @KINDS
     def test_fabric_save_and_load(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
         path = str(tmp_path / "checkpoint")
         saved = ranks.run(2, _round_trip, self.strategy, kind, path)[0]
@@ -131,14 +149,25 @@ class FabricCheckpointsSuite(Clauses):
             assert got["plain"] == (2, 2)
             assert got["rest"] == {"note": {"lr": (0.1, None)}}
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_filter(self, ranks: RankPool, tmp_path: Path) -> None:
         for saved, expected in ranks.run(2, _filtered, self.strategy, str(tmp_path)):
             assert saved == expected
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_leaves_an_optimizer_that_nobody_asked_for_in_its_files(
         self, ranks: RankPool, tmp_path: Path
     ) -> None:
         ranks.run(2, _partly, self.strategy, str(tmp_path))
 
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_fabric_knows_an_optimizers_state_by_name(self, ranks: RankPool, tmp_path: Path) -> None:
+        """And not by the order in which the optimizer was given its parameters."""
+        path = str(tmp_path / "checkpoint")
+        saved = ranks.run(2, _blocks_first_or_last, self.strategy, path, False)[0]
+        for got in ranks.run(2, _blocks_first_or_last, self.strategy, path, True):
+            assert_bit_equal({"model": {}, "optimizer": got}, {"model": {}, "optimizer": saved})
+
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_reads_the_trainers_folder(self, ranks: RankPool, tmp_path: Path) -> None:
         ranks.run(2, _trainer_to_fabric, self.strategy, str(tmp_path))

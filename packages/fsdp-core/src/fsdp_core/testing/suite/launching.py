@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DistributedSampler
 
 import fsdp_core
+from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
@@ -29,6 +30,8 @@ FULL = 66  # numbers in the model: 2 × 32 weights and 2 biases
 
 #: What Lightning's command line is given.
 COMMAND = ("fit", "--trainer.limit_train_batches=3", "--trainer.limit_val_batches=2")
+
+_OPTIONS = {"cpu_offload": "true", "state_dict_type": "full", "auto_wrap_policy": "auto"}
 
 
 def _val_loss(passes: int, *, shuffled: bool) -> float:
@@ -111,21 +114,23 @@ class LaunchingSuite(Clauses):
     def test_spawned_workers(self, tmp_path: Path) -> None:
         self.assert_trained(start(tmp_path, "spawned.py", self.strategy), "trainer", "fabric")
 
-    def test_command_line_takes_the_name(self, tmp_path: Path) -> None:
+    def test_command_line_takes_the_name_and_the_class_with_options(self, tmp_path: Path) -> None:
+        """Lightning's own, with jsonargparse; as a module."""
         pytest.importorskip("jsonargparse")
-        ended = start(tmp_path, "-m", "cli", *COMMAND, f"--trainer.strategy={self.strategy}")
-        self.assert_trained(ended, "cli", passes=1, cpu_offload=self.offloads)
+        name = f"--trainer.strategy={self.strategy}"
+        made = f"--trainer.strategy={self.class_path('trainer')}"
+        listed = {option.name for option in fsdp_core.describe(self.strategy).options}
+        given = {one: value for one, value in _OPTIONS.items() if one in listed and self._declares(one, value)}
+        options = [f"--trainer.strategy.{one}={value}" for one, value in given.items()]
+        ended = start(tmp_path, "-m", "cli", *COMMAND, name, "--then", *COMMAND, made, *options)
+        self.assert_trained(ended, "cli 0", passes=1, cpu_offload=self.offloads, state_dict_type="sharded")
+        offloads = given.get("cpu_offload") == "true"
+        kind = given.get("state_dict_type", "sharded")
+        self.assert_trained(ended, "cli 1", passes=1, cpu_offload=offloads, state_dict_type=kind)
 
-    def test_command_line_takes_the_class_with_options(self, tmp_path: Path) -> None:
-        pytest.importorskip("jsonargparse")
-        options = (
-            f"--trainer.strategy={self.class_path('trainer')}",
-            "--trainer.strategy.cpu_offload=true",
-            "--trainer.strategy.state_dict_type=full",
-            "--trainer.strategy.auto_wrap_policy=auto",
-        )
-        ended = start(tmp_path, "cli.py", *COMMAND, *options)
-        self.assert_trained(ended, "cli", passes=1, cpu_offload=True, state_dict_type="full")
+    def _declares(self, option: str, value: str) -> bool:
+        capability = capability_of(option, value)
+        return capability is None or capability in fsdp_core.describe(self.strategy).capabilities
 
     def test_without_torchs_entry_points_an_import_does_it(self, tmp_path: Path) -> None:
         ended = start(tmp_path, "by_hand.py", self.strategy, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -139,19 +144,6 @@ class LaunchingSuite(Clauses):
             (report,) = ended.reports(front_end)
             assert (report["world_size"], report["held"]) == (1, FULL)
 
-    def test_stand_alone_packages_are_told_which_import_to_use(self, tmp_path: Path) -> None:
-        pytest.importorskip("pytorch_lightning")
-        pytest.importorskip("lightning_fabric")
-        ended = start(tmp_path, "stand_alone.py", self.strategy)
-        assert ended.status == 0, ended.output
-        ((trainer, fabric),) = [one["told"] for one in ended.said]
-        for message in (trainer, fabric):
-            assert message.startswith(
-                f"StrategyUnavailableError: strategy {self.strategy!r} works with the package 'lightning'"
-            )
-        assert "Write `import lightning.pytorch as pl`" in trainer
-        assert "Write `from lightning.fabric import Fabric`" in fabric
-
     @pytest.mark.parametrize(("front_end", "rank"), [("trainer", 1), ("fabric", 0)])
     def test_exception_on_one_rank_ends_the_run(self, tmp_path: Path, front_end: str, rank: int) -> None:
         ended = start(tmp_path, "train.py", front_end, f"--fails-on={rank}", f"--strategy={self.strategy}")
@@ -159,12 +151,6 @@ class LaunchingSuite(Clauses):
         assert f"RuntimeError: rank {rank} fails" in ended.output
         assert not ended.reports(front_end)
         assert ended.seconds < 60
-
-    def test_exception_on_one_rank_ends_torchrun(self, tmp_path: Path) -> None:
-        ended = start(tmp_path, *TORCHRUN, "train.py", "trainer", "--fails-on=1", f"--strategy={self.strategy}")
-        assert ended.status == 1
-        assert "RuntimeError: rank 1 fails" in ended.output
-        assert not ended.reports("trainer")
 
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups to send SIGINT to")
     def test_interrupt_ends_every_rank(self, tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import Clauses, requires
 from fsdp_core.testing.training import Lit, new_fabric, new_trainer
 
 __all__ = ["LoaderPositionsSuite"]
@@ -101,6 +102,9 @@ class OddsFirst(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self.order)
+
+
+FULL = {"state_dict_type": "full"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,9 +357,10 @@ def fabric_refused(strategy: str, world_size: int, run: Run) -> str:
 class LoaderPositionsSuite(Clauses):
     """Whoever goes on from a checkpoint sees the samples that are left, each once."""
 
-    def _fit(self, ranks: RankPool, tmp_path: Path, world_size: int, run: Run) -> list[Seen]:
+    def _fit_of(self, ranks: RankPool, tmp_path: Path, world_size: int, run: Run) -> list[Seen]:
         return ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, run)
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         ("saved_on", "loaded_on", "run", "following"),
         [
@@ -368,41 +373,46 @@ class LoaderPositionsSuite(Clauses):
             pytest.param(2, 1, Run(data="stateful, persistent", workers=2), {}, id="persistent workers"),
             pytest.param(3, 2, Run(data="plain", size=26, workers=2), {}, id="plain, workers"),
             pytest.param(2, 3, Run(), {"asks_steps": True}, id="loaders made early"),
-            pytest.param(2, 3, Run(options={"state_dict_type": "full"}), {}, id="full"),
+            pytest.param(2, 3, Run(options=FULL), {}, id="full", marks=requires(Capability.FULL_CHECKPOINT)),
         ],
     )
     def test_what_is_left_of_an_epoch_is_divided(
         self, ranks: RankPool, tmp_path: Path, saved_on: int, loaded_on: int, run: Run, following: Mapping[str, Any]
     ) -> None:
         path = str(tmp_path / "saved")
-        first = self._fit(ranks, tmp_path, saved_on, replace(run, save=("batch end", 1, 1), path=path))
+        first = self._fit_of(ranks, tmp_path, saved_on, replace(run, save=("batch end", 1, 1), path=path))
         assert_sees(first, 1, run.size)
-        resumed = self._fit(ranks, tmp_path, loaded_on, replace(run, resume=path, **following))
+        resumed = self._fit_of(ranks, tmp_path, loaded_on, replace(run, resume=path, **following))
         assert {step.epoch for step in resumed[0].steps} == {1, 2}
         assert_sees(resumed, 1, run.size, begins=2 * saved_on * run.batch)
         assert_sees(resumed, 2, run.size)
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_divided_again(self, ranks: RankPool, tmp_path: Path) -> None:
         run, one, two = Run(size=40), str(tmp_path / "one"), str(tmp_path / "two")
-        self._fit(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 1), path=one))
+        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 1), path=one))
         # of 40 samples, 8 are seen; 3 ranks with batches of 3 would have seen 1 batch of 5
         again = replace(run, batch=3, workers=2, resume=one, save=("batch end", 1, 2), path=two)
-        assert_sees(self._fit(ranks, tmp_path, 3, again), 1, 40, begins=8)
-        last = self._fit(ranks, tmp_path, 1, replace(run, resume=two))
+        assert_sees(self._fit_of(ranks, tmp_path, 3, again), 1, 40, begins=8)
+        last = self._fit_of(ranks, tmp_path, 1, replace(run, resume=two))
         assert_sees(last, 1, 40, begins=8 + 2 * 3 * 3)
         assert_sees(last, 2, 40)
 
-    @pytest.mark.parametrize("data", ["stateful", "stream"])
+    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
-        ("save", "trainer"),
+        ("data", "save", "trainer"),
         [
-            (("validation end", 1, 2), {"val_check_interval": 3}),
-            (("batch end", 1, 5), {}),
-            (("validation end", 1, 5), {}),
-            (("epoch end", 0, 5), {}),
-            (("epoch end", 0, 5), {"max_steps": 18}),
-            (("epoch start", 1, 5), {}),
+            ("stateful", ("validation end", 1, 2), {"val_check_interval": 3}),
+            ("stateful", ("batch end", 1, 5), {}),
+            ("stateful", ("validation end", 1, 5), {}),
+            ("stateful", ("epoch end", 0, 5), {}),
+            ("stateful", ("epoch end", 0, 5), {"max_steps": 18}),
+            ("stateful", ("epoch start", 1, 5), {}),
+            ("stream", ("validation end", 1, 2), {"val_check_interval": 3}),
+            ("stream", ("batch end", 1, 5), {}),
+            ("stream", ("epoch end", 0, 5), {}),
         ],
+        ids=lambda value: None if isinstance(value, str) else " ".join(map(str, value)),
     )
     def test_every_moment(
         self,
@@ -415,43 +425,46 @@ class LoaderPositionsSuite(Clauses):
         """On the same ranks the run that goes on sees what the first one did."""
         path = str(tmp_path / "saved")
         run = Run(data=data, trainer=trainer)
-        first = self._fit(ranks, tmp_path, 2, replace(run, save=save, path=path))
-        resumed = self._fit(ranks, tmp_path, 2, replace(run, resume=path))
+        first = self._fit_of(ranks, tmp_path, 2, replace(run, save=save, path=path))
+        resumed = self._fit_of(ranks, tmp_path, 2, replace(run, resume=path))
         assert [rank.steps for rank in resumed] == [steps_after(rank, save) for rank in first]
         if save[2] == 5:  # the epoch is over, and other ranks can begin another one, whatever the data
-            others = self._fit(ranks, tmp_path, 3, replace(run, resume=path))
+            others = self._fit_of(ranks, tmp_path, 3, replace(run, resume=path))
             assert {step.epoch for step in others[0].steps} == {step.epoch for step in resumed[0].steps}
             if data == "stateful":
                 assert_sees(others, 2, run.size)
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_saved_after_a_fit_that_stopped_amid_an_epoch(self, ranks: RankPool, tmp_path: Path) -> None:
         path = str(tmp_path / "saved")
-        self._fit(ranks, tmp_path, 2, Run(data="plain", path=path, trainer={"max_steps": 8}))
-        resumed = self._fit(ranks, tmp_path, 3, Run(data="plain", resume=path))
+        self._fit_of(ranks, tmp_path, 2, Run(data="plain", path=path, trainer={"max_steps": 8}))
+        resumed = self._fit_of(ranks, tmp_path, 3, Run(data="plain", resume=path))
         assert_sees(resumed, 1, 24, begins=2 * 2 * 2)
         assert_sees(resumed, 2, 24)
 
-    @pytest.mark.parametrize("loaded_on", [2, 3])
-    def test_batch_of_a_step_that_failed_comes_again(self, ranks: RankPool, tmp_path: Path, loaded_on: int) -> None:
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_batch_of_a_step_that_failed_comes_again(self, ranks: RankPool, tmp_path: Path) -> None:
         path = str(tmp_path / "saved")
-        self._fit(ranks, tmp_path, 2, Run(fails=(1, 3), path=path))
-        resumed = self._fit(ranks, tmp_path, loaded_on, Run(resume=path))
+        self._fit_of(ranks, tmp_path, 2, Run(fails=(1, 3), path=path))
+        resumed = self._fit_of(ranks, tmp_path, 3, Run(resume=path))
         assert_sees(resumed, 1, 24, begins=3 * 2 * 2)
         assert_sees(resumed, 2, 24)
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_lightning_validates_at_its_count_of_batches(self, ranks: RankPool, tmp_path: Path) -> None:
         path, run = str(tmp_path / "saved"), Run(size=48, trainer={"val_check_interval": 4})
-        self._fit(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 4), path=path))
+        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 4), path=path))
         # 20 of 48 samples are seen: of 3 ranks' 8 batches, 5 are left
-        resumed = self._fit(ranks, tmp_path, 3, replace(run, resume=path))
+        resumed = self._fit_of(ranks, tmp_path, 3, replace(run, resume=path))
         assert_sees(resumed, 1, 48, begins=20)
         assert resumed[0].validated == [(1, 3), (1, 7), (2, 3), (2, 7)]
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("loaded_on", [2, 3])
     def test_limited_epochs_and_smaller_batches_left_out(self, ranks: RankPool, tmp_path: Path, loaded_on: int) -> None:
         path, run = str(tmp_path / "saved"), Run(size=50, drop_last=True, trainer={"limit_train_batches": 6})
-        self._fit(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 2), path=path))
-        resumed = self._fit(ranks, tmp_path, loaded_on, replace(run, resume=path))
+        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 2), path=path))
+        resumed = self._fit_of(ranks, tmp_path, loaded_on, replace(run, resume=path))
         left = {2: 3, 3: 4}[loaded_on]  # 12 samples are seen: as many as 3 batches of 2 ranks or 2 of 3
         seen = in_turns([[step.samples for step in rank.steps if step.epoch == 1] for rank in resumed])
         assert seen == order_of(1, 50)[12 : 12 + left * 2 * loaded_on]
@@ -459,17 +472,19 @@ class LoaderPositionsSuite(Clauses):
         whole = in_turns([[step.samples for step in rank.steps if step.epoch == 2] for rank in resumed])
         assert whole == order_of(2, 50)[: 6 * 2 * loaded_on]
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("loaded_on", [2, 3])
     def test_each_of_two_loaders_has_its_own(self, ranks: RankPool, tmp_path: Path, loaded_on: int) -> None:
         """The shorter one has begun anew when the checkpoint is saved."""
         path, run = str(tmp_path / "saved"), Run(data="two")
-        self._fit(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 3), path=path))
-        resumed = self._fit(ranks, tmp_path, loaded_on, replace(run, resume=path))
+        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 3), path=path))
+        resumed = self._fit_of(ranks, tmp_path, loaded_on, replace(run, resume=path))
         assert_sees(resumed, 1, 24, begins=16)
         short = in_turns([[step.short for step in rank.steps if step.epoch == 1] for rank in resumed])
         order = order_of(1, 12)
         assert short == {2: order[4:12], 3: order[4:12] + order[:1]}[loaded_on]
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         "run",
         [Run(data="stream"), Run(data="stream", workers=2), Run(data="counting"), Run(data="own sampler")],
@@ -478,44 +493,48 @@ class LoaderPositionsSuite(Clauses):
     def test_state_of_each_rank(self, ranks: RankPool, tmp_path: Path, run: Run) -> None:
         """Each rank goes on where it was, and no other number of ranks can."""
         path, save = str(tmp_path / "saved"), ("batch end", 1, 1)
-        first = self._fit(ranks, tmp_path, 2, replace(run, save=save, path=path))
-        resumed = self._fit(ranks, tmp_path, 2, replace(run, resume=path))
+        first = self._fit_of(ranks, tmp_path, 2, replace(run, save=save, path=path))
+        resumed = self._fit_of(ranks, tmp_path, 2, replace(run, resume=path))
         assert [rank.steps for rank in resumed] == [steps_after(rank, save) for rank in first]
         assert resumed[0].steps[0].samples != resumed[1].steps[0].samples
         other = (3, refused, self.strategy, str(tmp_path), 3, replace(run, resume=path))
         for message in ranks.run(*other):
             assert_says(message, "over 3 ranks", "StatefulDataLoader over", "on 2", "Resume on 2", "end of an epoch")
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_another_dataset(self, ranks: RankPool, tmp_path: Path) -> None:
         path = str(tmp_path / "saved")
-        self._fit(ranks, tmp_path, 2, Run(save=("batch end", 1, 1), path=path))
+        self._fit_of(ranks, tmp_path, 2, Run(save=("batch end", 1, 1), path=path))
         run = Run(size=30, resume=path)
         for message in ranks.run(2, refused, self.strategy, str(tmp_path), 2, run):
             assert_says(message, "24 samples", "now has 30", "same dataset", "end of an epoch")
-        self._fit(ranks, tmp_path, 2, Run(save=("epoch end", 0, 5), path=path))
-        assert_sees(self._fit(ranks, tmp_path, 2, run), 1, 30)
+        self._fit_of(ranks, tmp_path, 2, Run(save=("epoch end", 0, 5), path=path))
+        assert_sees(self._fit_of(ranks, tmp_path, 2, run), 1, 30)
 
+    @requires(Capability.FULL_CHECKPOINT)
     def test_checkpoint_of_a_plain_trainer(self, ranks: RankPool, tmp_path: Path) -> None:
         """It says nothing of a plain loader's position, and of a stateful loader's, nothing that could be divided."""
         path = str(tmp_path / "plain.ckpt")
         fit("auto", str(tmp_path), 1, Run(data="plain", save=("batch end", 1, 1), path=path))
-        resumed = self._fit(ranks, tmp_path, 2, Run(data="plain", resume=path))
+        resumed = self._fit_of(ranks, tmp_path, 2, Run(data="plain", resume=path))
         assert any("does not hold the position of the data loader" in text for text in resumed[0].warnings)
         fit("auto", str(tmp_path), 1, Run(save=("batch end", 1, 1), path=path))
         for world_size, words in ((1, "can't be told"), (2, "over 2 ranks")):
             run = (world_size, refused, self.strategy, str(tmp_path), world_size, Run(resume=path))
             assert_says(ranks.run(*run)[0], words, "end of an epoch")
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         ("saved_on", "loaded_on", "run"),
         [
-            (2, 2, Run()),
-            (2, 3, Run(workers=2)),
-            (3, 1, Run(size=25, options={"state_dict_type": "full"})),
+            pytest.param(2, 2, Run(), id="same"),
+            pytest.param(2, 3, Run(workers=2), id="more, workers"),
+            pytest.param(3, 1, Run(size=25, options=FULL), id="one, full", marks=requires(Capability.FULL_CHECKPOINT)),
         ],
-        ids=["same", "more, workers", "one, full"],
     )
-    def test_fabric(self, ranks: RankPool, tmp_path: Path, saved_on: int, loaded_on: int, run: Run) -> None:
+    def test_what_is_left_of_an_epoch_under_fabric(
+        self, ranks: RankPool, tmp_path: Path, saved_on: int, loaded_on: int, run: Run
+    ) -> None:
         path, size = str(tmp_path / "saved"), run.size
         kwargs = (self.strategy, saved_on, replace(run, path=path), [0, 1], 2)
         first = ranks.run(saved_on, fabric_epochs, *kwargs)
@@ -526,6 +545,7 @@ class LoaderPositionsSuite(Clauses):
             order, repeated = order_of(epoch, size), -(size - begin) % loaded_on
             assert in_turns([rank[epoch - 1] for rank in resumed]) == order[begin:] + order[:repeated]
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_at_the_end_of_an_epoch(self, ranks: RankPool, tmp_path: Path) -> None:
         path = str(tmp_path / "saved")
         ranks.run(2, fabric_epochs, self.strategy, 2, Run(path=path), [0, 1])
@@ -535,6 +555,7 @@ class LoaderPositionsSuite(Clauses):
         fresh = ranks.run(3, fabric_epochs, self.strategy, 3, Run(data="stream"), [0])
         assert ranks.run(3, fabric_epochs, self.strategy, 3, Run(data="stream", resume=path), [0]) == fresh
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("workers", [0, 2])
     def test_fabric_state_of_each_rank(self, ranks: RankPool, tmp_path: Path, workers: int) -> None:
         path, run = str(tmp_path / "saved"), Run(data="stream", workers=workers)
@@ -545,6 +566,7 @@ class LoaderPositionsSuite(Clauses):
         for message in ranks.run(3, fabric_refused, self.strategy, 3, replace(run, resume=path)):
             assert_says(message, "over 3 ranks", "StatefulDataLoader over Stream", "Resume on 2")
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_needs_a_loader_that_tells(self, ranks: RankPool, tmp_path: Path) -> None:
         run = Run(data="plain", path=str(tmp_path / "saved"))
         for message in ranks.run(2, fabric_refused, self.strategy, 2, run):

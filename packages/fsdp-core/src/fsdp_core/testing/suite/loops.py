@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
-__all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "losses_of", "root_used_twice"]
+__all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "losses_of", "root_used_twice"]
 
 
 def losses_of(module: Lit) -> list[float]:
@@ -106,6 +107,14 @@ def root_used_twice(strategy: str, tmp: str, options: dict[str, Any]) -> list[fl
     module = UsesRootTwice()
     new_trainer(tmp, strategy, 2, options).fit(module, loader(3, 2))
     return means(module.losses)
+
+
+def assert_root_stays_gathered(ranks: RankPool, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
+    """A step method may call the root and then use a parameter of it; for a backend's own options too."""
+    plain = UsesRootTwice()
+    new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
+    for losses in ranks.run(2, root_used_twice, strategy, str(tmp_path), options):
+        assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
 
 
 class Scheduled(Lit):
@@ -213,6 +222,7 @@ def _collectives(strategy: str) -> dict[str, Any]:
 class LoopsSuite(Clauses):
     """What users' loops do besides a forward pass, a backward pass and a step."""
 
+    @requires(Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("world_size", [1, 2, 3])
     def test_manual_optimization(self, ranks: RankPool, tmp_path: Path, world_size: int) -> None:
         plain = Gan()
@@ -222,21 +232,18 @@ class LoopsSuite(Clauses):
             for name, tensor in plain.state_dict().items():
                 torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
+    @requires(
+        Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM, Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING
+    )
     def test_clipping_by_hand_sees_unscaled_gradients(self, ranks: RankPool, tmp_path: Path) -> None:
         want, _ = oracle.train_plain(4, oracle.sgd, clip_norm=0.2)
         for losses in ranks.run(2, _manual_clip, self.strategy, str(tmp_path)):
             assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
 
     def test_root_stays_gathered_through_a_step(self, ranks: RankPool, tmp_path: Path) -> None:
-        self.assert_root_stays_gathered(ranks, tmp_path, {})
+        assert_root_stays_gathered(ranks, tmp_path, self.strategy, {})
 
-    def assert_root_stays_gathered(self, ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
-        """A step method may call the root and then use a parameter of it; for a backend's own options too."""
-        plain = UsesRootTwice()
-        new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
-        for losses in ranks.run(2, root_used_twice, self.strategy, str(tmp_path), options):
-            assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
-
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_scheduler_and_its_resumption(self, ranks: RankPool, tmp_path: Path) -> None:
         plain = Scheduled()
         new_trainer(tmp_path, "auto", max_epochs=3).fit(plain, loader(2, 1))
@@ -245,6 +252,7 @@ class LoopsSuite(Clauses):
         second = ranks.run(3, _scheduled, self.strategy, str(tmp_path), 3, None, path, 3)[0]
         assert first + second == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_tensor_learning_rate_and_file_url(self, ranks: RankPool, tmp_path: Path) -> None:
         plain = TensorRate()
         new_trainer(tmp_path, "auto", max_epochs=2).fit(plain, loader(2, 1))
@@ -253,7 +261,7 @@ class LoopsSuite(Clauses):
             assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
             assert rate == pytest.approx(0.01)
 
-    @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+    @precisions("bf16-mixed", "16-mixed")
     def test_mixed_precision_leaves_targets_alone(self, ranks: RankPool, tmp_path: Path, precision: str) -> None:
         assert ranks.run(2, _targets, self.strategy, str(tmp_path), precision) == [(100001.0, "torch.float32")] * 2
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torchmetrics import SumMetric
 
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
 from fsdp_core.testing.training import new_fabric
 
 __all__ = ["Gains", "ParametersSuite", "own_share"]
@@ -170,14 +171,16 @@ def _extra_state(strategy: str, path: str) -> tuple[int, float]:
 class ParametersSuite(Clauses):
     """Losses and state are the oracle's, whatever the parameters are."""
 
-    @pytest.mark.parametrize("scenario", [UNFROZEN, UNUSED])
+    @pytest.mark.parametrize(
+        "scenario", [UNFROZEN, pytest.param(UNUSED, marks=requires(Capability.GRADIENT_ACCUMULATION))]
+    )
     def test_whole_parameters_stay_equal(self, ranks: RankPool, scenario: str) -> None:
         """0-dim parameters are the same on every rank."""
         first, second = ranks.run(2, _gains, self.strategy, scenario)
         assert first == second
         assert first == pytest.approx(_gains_oracle(scenario), abs=FP32_TOLERANCE)
 
-    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+    @precisions("32-true", "bf16-mixed")
     def test_a_block_unfrozen_later(self, ranks: RankPool, precision: str) -> None:
         net = oracle.new_net()
         net.blocks[1].requires_grad_(False)
@@ -194,7 +197,8 @@ class ParametersSuite(Clauses):
         for losses in ranks.run(2, _unfrozen, self.strategy, precision):
             assert losses == pytest.approx(want, rel=tolerance, abs=tolerance)
 
-    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+    @requires(Capability.CLIP_BY_NORM)
+    @precisions("32-true", "bf16-mixed", "16-mixed", "bf16-true")
     def test_batch_norm(self, ranks: RankPool, precision: str) -> None:
         want, _ = oracle.train_plain(3, oracle.momentum, net=Normed())
         (losses, state), (others, other_state) = ranks.run(2, _batch_norm, self.strategy, precision)
@@ -203,5 +207,6 @@ class ParametersSuite(Clauses):
         assert losses == pytest.approx(want, rel=tolerance, abs=tolerance)
         assert torch.equal(state["norm.weight"], other_state["norm.weight"])
 
+    @requires(Capability.SHARDED_CHECKPOINT)
     def test_extra_state_and_persistent_metrics_are_restored(self, ranks: RankPool, tmp_path: Path) -> None:
         assert ranks.run(2, _extra_state, self.strategy, str(tmp_path / "checkpoint")) == [(1, 12.0)] * 2

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import HALF_TOLERANCE
-from fsdp_core.testing.state import full_state, local, poison_own_gradient
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.state import full_state, local, poison_own_gradient, trained_by
+from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 __all__ = ["PrecisionSuite", "seen_by_a_block"]
@@ -40,7 +41,7 @@ class Spying(Lit):
         self.seen |= {"weight": block.up.weight.dtype, "input": args[0].dtype}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        parameters = list(self.net.blocks[1].parameters())
+        parameters = trained_by(optimizer)
         grads = [local(p.grad) for p in parameters if p.grad is not None]
         assert all(torch.isfinite(grad).all() for grad in grads)
         self.seen |= {"shards": {p.dtype for p in parameters}, "grads": {grad.dtype for grad in grads}}
@@ -109,7 +110,8 @@ def _scaler_state(strategy: str, tmp: str) -> tuple[float, float]:
 class PrecisionSuite(Clauses):
     """The dtypes are those that the front end asked for, and half precision trains."""
 
-    @pytest.mark.parametrize("precision", PRECISIONS)
+    @requires(Capability.CLIP_BY_NORM)
+    @precisions(*PRECISIONS)
     def test_dtypes_under_trainer(self, ranks: RankPool, tmp_path: Path, precision: str) -> None:
         want, _ = oracle.train_plain(3, oracle.sgd)
         storage, compute = STORAGE.get(precision, torch.float32), COMPUTE.get(precision, torch.float32)
@@ -118,13 +120,15 @@ class PrecisionSuite(Clauses):
             assert (got["shards"], got["grads"]) == ({storage}, {storage})
             assert (got["weight"], got["input"]) == (compute, compute)
 
-    @pytest.mark.parametrize("precision", PRECISIONS)
+    @requires(Capability.CLIP_BY_NORM)
+    @precisions(*PRECISIONS)
     def test_dtypes_under_fabric(self, ranks: RankPool, precision: str) -> None:
         want, _ = oracle.train_plain(3, oracle.sgd)
         for got in ranks.run(2, _under_fabric, self.strategy, precision):
             assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
             assert got["shards"] == {STORAGE.get(precision, torch.float32)}
 
+    @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
     def test_overflow_in_one_shard_skips_the_step_everywhere(self, ranks: RankPool, tmp_path: Path) -> None:
         (losses, weights, scale), other = ranks.run(2, _overflow, self.strategy, str(tmp_path))
         assert (losses, weights, scale) == other
@@ -135,5 +139,6 @@ class PrecisionSuite(Clauses):
         x, y = oracle.global_batches(2)[1]
         assert losses[1] == pytest.approx(mse_loss(net(x), y).item(), rel=HALF_TOLERANCE)
 
+    @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING, Capability.SHARDED_CHECKPOINT)
     def test_scaler_state_is_restored(self, ranks: RankPool, tmp_path: Path) -> None:
         assert ranks.run(2, _scaler_state, self.strategy, str(tmp_path)) == [(2.0**15, 2.0**15)] * 2

@@ -18,14 +18,15 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fsdp_core
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, needs_of, requires, with_options
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
-__all__ = ["MOMENTS", "ExactResumeSuite"]
+__all__ = ["MOMENTS", "ExactResumeSuite", "assert_goes_on_between_micro_batches"]
 
 #: Batches of an epoch; with two micro-batches to a step, the last step has one.
 STEPS, EPOCHS = 5, 3
@@ -46,8 +47,8 @@ MOMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "after the fit": ("on_fit_end", 4, {}),
 }
 
-#: Those at which the next epoch begins, and so what its order is drawn from.
-BETWEEN_EPOCHS = [name for name, (_, batch, _) in MOMENTS.items() if batch == STEPS - 1]
+#: Some at which the next epoch begins, and so what its order is drawn from.
+BETWEEN_EPOCHS = ["after the last batch", "after the last validation", "after the epoch, without validation"]
 
 #: What a backend may keep accumulated gradients by.
 ACCUMULATIONS: list[dict[str, Any]] = [
@@ -315,6 +316,21 @@ def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
     assert_bit_equal(got, want)
 
 
+def assert_goes_on_between_micro_batches(
+    ranks: RankPool, tmp_path: Path, strategy: str, how: Mapping[str, Any]
+) -> None:
+    """Gradients that wait for their step are restored bit for bit; for a backend's own options too."""
+    moment = "between the micro-batches of a step"
+    for whole, resumed in ranks.run(2, _continued, strategy, str(tmp_path), moment, how):
+        assert_same(resumed, whole)
+
+
+def _accumulating(how: Mapping[str, Any]) -> Any:
+    needs = needs_of(how.get("options", {})) + [Capability.MIXED_PRECISION] * ("precision" in how)
+    full = how.get("options", {}).get("state_dict_type") == "full"
+    return pytest.param(how, marks=requires(*needs, *([] if full else [Capability.SHARDED_CHECKPOINT])), id=str(how))
+
+
 class ExactResumeSuite(Clauses):
     """Losses, weights, optimizer state and random numbers after a resume are those of the run that was not stopped.
 
@@ -322,39 +338,40 @@ class ExactResumeSuite(Clauses):
     frozen, tied, 0-dim and of uneven sizes.
     """
 
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("moment", MOMENTS)
     def test_resume_is_exact(self, ranks: RankPool, tmp_path: Path, moment: str) -> None:
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}):
             assert_same(resumed, whole)
 
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("moment", BETWEEN_EPOCHS)
     def test_order_and_seeds_that_loaders_draw(self, ranks: RankPool, tmp_path: Path, moment: str) -> None:
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
             assert_same(resumed, whole)
 
-    @pytest.mark.parametrize("how", ACCUMULATIONS, ids=str)
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
+    @pytest.mark.parametrize("how", [_accumulating(how) for how in ACCUMULATIONS])
     def test_accumulated_gradients(self, ranks: RankPool, tmp_path: Path, how: dict[str, Any]) -> None:
-        self.assert_goes_on_between_micro_batches(ranks, tmp_path, how)
+        assert_goes_on_between_micro_batches(ranks, tmp_path, self.strategy, how)
 
-    def assert_goes_on_between_micro_batches(self, ranks: RankPool, tmp_path: Path, how: dict[str, Any]) -> None:
-        """Gradients that wait for their step are restored bit for bit; for a backend's own options too."""
-        moment = "between the micro-batches of a step"
-        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, how):
-            assert_same(resumed, whole)
-
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.MANUAL_OPTIMIZATION, Capability.SHARDED_CHECKPOINT)
     def test_gradients_accumulated_by_hand(self, ranks: RankPool, tmp_path: Path) -> None:
         moment = "between the micro-batches of a step"
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, False, True):
             assert_same(resumed, whole)
 
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     def test_saving_and_validating_change_nothing(self, ranks: RankPool, tmp_path: Path) -> None:
         for never, amid_step, amid_epoch in ranks.run(2, _saved_or_not, self.strategy, str(tmp_path)):
             assert_same(amid_step, never)  # validates after an epoch alone
             assert_same(amid_epoch, never)
 
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         ("saved_on", "resumed_on", "options"),
-        [(2, 1, {}), (1, 2, {}), (2, 3, {}), (2, 3, {"sync_each_batch": True})],
+        [(2, 1, {}), (1, 2, {}), (2, 3, {}), with_options({"sync_each_batch": True}, 2, 3, {"sync_each_batch": True})],
+        ids=["2 to 1", "1 to 2", "2 to 3", "2 to 3, sync_each_batch"],
     )
     def test_on_another_number_of_ranks(
         self, ranks: RankPool, tmp_path: Path, saved_on: int, resumed_on: int, options: dict[str, Any]
@@ -366,11 +383,13 @@ class ExactResumeSuite(Clauses):
         assert len(whole) == len(resumed) == STEPS * EPOCHS - STEPS - 3
         assert resumed == pytest.approx(whole, abs=RESUME_TOLERANCE)
 
-    @pytest.mark.parametrize("kind", ["sharded", "full"])
-    def test_fabric(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
+    @KINDS
+    def test_resume_is_exact_under_fabric(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
         for whole, resumed in ranks.run(2, _fabric, self.strategy, str(tmp_path), kind):
             assert_same(resumed, whole)
 
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     def test_fabric_says_what_a_save_leaves_out(self, ranks: RankPool, tmp_path: Path) -> None:
         on_first, on_second = ranks.run(2, _warnings, self.strategy, str(tmp_path))
         assert len(on_first) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, local, root_of, trained_by
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import Clauses, requires, with_options
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 __all__ = ["ShardsSuite", "Shared"]
@@ -36,21 +38,24 @@ def _held_under_fabric(strategy: str, world_size: int) -> int:
     return held_by(trained_by(optimizer))
 
 
-def _held_after_evaluation(strategy: str, tmp: str, policy: Any) -> int:
+def _held_after_evaluation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
     module = Lit("sgd")
-    run = new_trainer(tmp, strategy, 2, {"auto_wrap_policy": policy})
+    run = new_trainer(tmp, strategy, 2, options)
     run.validate(module, loader(1, 2), verbose=False)
     return held_by(root_of(run.strategy).parameters())
 
 
 def _largest_tensor(strategy: str) -> int:
-    fabric = new_fabric(strategy, 2, {"auto_wrap_policy": {nn.Linear}})
-    net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    fabric = new_fabric(strategy, 2)
+    net = nn.Sequential(nn.Linear(512, 512))
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    gc.collect()
-    tensors = [local(obj) for obj in gc.get_objects() if isinstance(obj, Tensor)]
+    largest = []
+    while len(largest) < 10:  # a thread of gloo's may keep what was broadcast a moment longer
+        gc.collect()
+        largest.append(max(local(t).untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, Tensor)))
+        time.sleep(0.05)
     del model, optimizer
-    return max(t.untyped_storage().nbytes() for t in tensors)
+    return min(largest)
 
 
 def _different_seeds(strategy: str) -> list[float]:
@@ -96,7 +101,7 @@ def _shared_units(strategy: str) -> tuple[list[float], int]:
 def _other_terms(strategy: str, tmp: str) -> str:
     module = Lit("sgd")
     new_trainer(tmp, strategy, 2).validate(module, loader(1, 2), verbose=False)
-    other = new_trainer(tmp, strategy, 2, precision="bf16-mixed")
+    other = new_trainer(tmp, strategy, 2, precision="bf16-true")
     return refusal(ShardingError, lambda: other.validate(module, loader(1, 2), verbose=False))
 
 
@@ -169,11 +174,13 @@ class ShardsSuite(Clauses):
         assert_sharded(ranks.run(world_size, _held_under_trainer, self.strategy, str(tmp_path), world_size), total)
         assert_sharded(ranks.run(world_size, _held_under_fabric, self.strategy, world_size), total)
 
-    @pytest.mark.parametrize("policy", ["auto", None])
-    def test_evaluation_leaves_nothing_unsharded(self, ranks: RankPool, tmp_path: Path, policy: Any) -> None:
+    @pytest.mark.parametrize("options", [{}, with_options({"auto_wrap_policy": None})], ids=["as it is", "root alone"])
+    def test_evaluation_leaves_nothing_unsharded(
+        self, ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
         """With all in the root, too, which libraries leave gathered more readily than other units."""
         total = sum(p.numel() for p in oracle.new_net().parameters())
-        assert_sharded(ranks.run(2, _held_after_evaluation, self.strategy, str(tmp_path), policy), total)
+        assert_sharded(ranks.run(2, _held_after_evaluation, self.strategy, str(tmp_path), options), total)
 
     def test_setup_leaves_no_whole_weight(self, ranks: RankPool) -> None:
         """Also not in the optimizer that was built over whole ones."""
@@ -199,8 +206,9 @@ class ShardsSuite(Clauses):
 
     def test_a_sharded_module_keeps_its_precision(self, ranks: RankPool, tmp_path: Path) -> None:
         for message in ranks.run(2, _other_terms, self.strategy, str(tmp_path)):
-            assert_says(message, "32-true", "bf16-mixed", "build the module anew")
+            assert_says(message, "32-true", "bf16-true", "build the module anew")
 
+    @requires(Capability.META_INIT)
     def test_meta_init(self, ranks: RankPool, tmp_path: Path) -> None:
         """Built without memory and initialised unit by unit: the same on every rank, in the precision's dtype."""
         (losses, dtype), other = ranks.run(2, _built_on_meta, self.strategy, str(tmp_path), "32-true")

@@ -1,0 +1,131 @@
+"""``fsdp doctor``: what is here, what is broken, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from fsdp_core.cli.output import clean, print_json, print_table, shown_size
+from fsdp_core.doctor.facts import gather
+from fsdp_core.doctor.findings import Finding, findings
+
+__all__ = ["doctor"]
+
+_WIDTH = 100
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
+@click.option("--timeout", default=120.0, show_default=True, help="Seconds that each process may take to answer.")
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool, timeout: float) -> None:
+    """Look for what is broken here, for you and for bug reports.
+
+    Shows plugins, versions, devices, process-group backends, environment variables, and what each strategy lacks to
+    run here. Plugins, torch and Lightning are loaded in processes of their own. Exit status: 0, or 1 if something is
+    broken.
+    """
+    facts = gather(timeout)
+    found = findings(facts)
+    if as_json:
+        print_json({**facts, "findings": [vars(one) for one in found]})
+    else:
+        _print_versions(facts)
+        _print_plugins(facts["plugins"] or [])
+        _print_machine(facts["machine"] or {}, facts["torch"] or {}, facts["versions"] or {})
+        _print_lightning(facts["lightning"] or {}, facts["torch"] or {})
+        variables = list((facts["environment"] or {}).items())
+        _print_table("Environment variables", (), variables, "none that matters is set")
+        _print_findings(found)
+    ctx.exit(1 if any(one.level == "broken" for one in found) else 0)
+
+
+def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]], otherwise: str = "") -> None:
+    click.echo(f"{title}:")
+    if rows:
+        print_table(header, [tuple(clean(cell) for cell in row) for row in rows], width=_WIDTH)
+    else:
+        click.echo(otherwise)
+    click.echo()
+
+
+def _print_versions(facts: dict[str, Any]) -> None:
+    always = ("torch", "lightning")
+    found = [(name, version) for name, version in (facts["versions"] or {}).items() if version or name in always]
+    rows = [(name, version or "not installed") for name, version in found]
+    _print_table("Versions", (), [("contract", facts["contract"]), *rows])
+
+
+def _print_plugins(plugins: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            plugin["package"],
+            plugin["version"],
+            "" if plugin["seconds"] is None else f"{plugin['seconds']:.2f} s",
+            f"{plugin['name']} = {plugin['module']}",
+            "broken, see below" if plugin["error"] else f"fsdp-core{plugin['requires_core'] or ', any'}",
+        )
+        for plugin in plugins
+    ]
+    _print_table("Plugins", ("Package", "Version", "Loads in", "Entry point", "Built for"), rows, "none is installed")
+    strategies = [
+        (row["name"], plugin["package"], ", ".join(row["accelerators"]), _runs_here(row))
+        for plugin in plugins
+        for row in plugin["strategies"]
+    ]
+    if strategies:
+        _print_table("Strategies", ("Name", "Package", "Accelerators", "Runs here"), sorted(strategies))
+
+
+def _runs_here(row: dict[str, Any]) -> str:
+    if "status" not in row:
+        return "no answer, see below"
+    return {"available": "yes", "broken": "broken, see below"}.get(row["status"], f"no: {row['reason']}")
+
+
+def _print_machine(machine: dict[str, Any], torch: dict[str, Any], versions: dict[str, Any]) -> None:
+    rows = []
+    if machine:
+        memory = f", {shown_size(machine['memory'])} memory" if machine["memory"] else ""
+        rows.append(("CPU", f"{machine['cpus']} × {machine['processor']}, {machine['usable_cpus']} usable{memory}"))
+        rows.append(("NVIDIA driver", machine["nvidia_driver"] or "none found"))
+    if torch.get("version"):
+        build = f"CUDA {torch['cuda_build']}" if torch["cuda_build"] else "no CUDA"
+        rows.append(("torch's build", f"ROCm {torch['hip_build']}" if torch["hip_build"] else build))
+    for index, device in enumerate(torch.get("cuda_devices", ())):
+        what = f"{device['name']}, {shown_size(device['memory'])}, compute capability {device['capability']}"
+        rows.append((f"cuda:{index}", what))
+    if torch.get("cuda_devices") == []:
+        rows.append(("CUDA devices", "none that torch sees"))
+    if machine.get("tpu_files") or versions.get("torch-xla"):
+        files = ", ".join(machine.get("tpu_files") or ()) or "no device files"
+        rows.append(("XLA", f"torch-xla {versions.get('torch-xla') or 'is not installed'}; {files}"))
+    _print_table("Devices", (), rows)
+    groups = dict(torch.get("process_groups", {}))
+    nccl = f" ({torch['nccl']})" if torch.get("nccl") else ""
+    rows = [(name, f"yes{nccl if name == 'nccl' else ''}" if there else "no") for name, there in groups.items()]
+    if versions.get("torch-xla"):
+        rows.append(("xla", "with torch_xla"))
+    _print_table("Process-group backends", (), rows, "unknown: torch did not say")
+
+
+def _print_lightning(lightning: dict[str, Any], torch: dict[str, Any]) -> None:
+    autoload = torch.get("autoload")
+    rows = [("Entered by themselves", "unknown" if autoload is None else "yes" if autoload else "no")]
+    rows += [
+        (f"In {front_end.title()}", ", ".join(lightning[front_end]["ours"]) or "none")
+        for front_end in ("trainer", "fabric")
+        if front_end in lightning
+    ]
+    _print_table("Our names in Lightning", (), rows)
+
+
+def _print_findings(found: list[Finding]) -> None:
+    count = sum(one.level == "broken" for one in found)
+    if not found:
+        click.echo("Nothing is wrong.")
+        return
+    click.echo(f"Findings: {count} broken, {len(found) - count} to note")
+    print_table((), [(one.level, clean(f"{one.what} → {one.remedy}")) for one in found], width=_WIDTH)

@@ -1,0 +1,157 @@
+"""Gathers the facts, as plain data: the JSON of ``fsdp doctor --json``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from fsdp_core.contract import CONTRACT_VERSION, core_requirements, has_upper_bound
+from fsdp_core.discovery import SLOW, error_text, installed_plugins, provider_of
+from fsdp_core.doctor.child import Answer, ask
+from fsdp_core.doctor.environment import environment_variables
+
+__all__ = ["gather"]
+
+_PACKAGES = (
+    *("fsdp-core", "torch", "lightning", "pytorch-lightning", "lightning-fabric", "torch-xla"),
+    *("fsdp-fsdp2", "fsdp-cuda-native", "fsdp-xla", "pluggy", "safetensors", "fsspec", "numpy"),
+)
+
+
+def gather(seconds: float) -> dict[str, Any]:
+    """Gather all facts; never raises.
+
+    Args:
+        seconds: How long each plugin, torch and Lightning may take to answer.
+
+    Returns:
+        Plain data by subject. What could not be found out is in ``"failed"``: an error by subject.
+    """
+    parts: dict[str, Callable[[], Any]] = {
+        "plugins": lambda: _plugins(seconds),
+        "torch": lambda: _asked("torch", "torch_child", seconds),
+        "lightning": lambda: _asked("lightning", "lightning_child", seconds),
+        "machine": _machine,
+        "versions": _versions,
+        "environment": environment_variables,
+    }
+    facts: dict[str, Any] = {"contract": ".".join(map(str, CONTRACT_VERSION)), "failed": {}}
+    # Plugins by themselves, so that the time that they take is theirs.
+    for subjects in (["plugins"], [name for name in parts if name != "plugins"]):
+        with ThreadPoolExecutor(len(subjects)) as pool:
+            pending = {name: pool.submit(parts[name]) for name in subjects}
+        for name, future in pending.items():
+            try:
+                facts[name] = future.result()
+            except Exception as error:
+                facts[name] = None
+                facts["failed"][name] = error_text(error)
+    return facts
+
+
+def _plugins(seconds: float) -> list[dict[str, Any]]:
+    found = installed_plugins()
+    with ThreadPoolExecutor((os.cpu_count() or 1) + 2) as pool:  # one or two may wait for nothing
+        return list(pool.map(lambda entry_point: _plugin(entry_point, seconds), found))
+
+
+def _plugin(entry_point: Any, seconds: float) -> dict[str, Any]:
+    provider = provider_of(entry_point)
+    requirements = core_requirements(entry_point.dist)
+
+    def load() -> Answer:
+        return ask("plugin_child", entry_point.name, entry_point.value, provider.name, seconds=seconds)
+
+    answer = load()
+    if answer.given.get("seconds", 0) >= SLOW:  # once more, with its files in memory
+        answer = min(answer, load(), key=lambda one: one.given.get("seconds", seconds))
+    facts: dict[str, Any] = {
+        "name": entry_point.name,
+        "module": entry_point.value,
+        "package": provider.name,
+        "version": provider.version,
+        "requires_core": ", ".join(str(one.specifier) for one in requirements) or None,
+        "bounded": has_upper_bound(requirements),
+        "seconds": None,
+        "error": None,
+        "remedy": f"pip uninstall {provider.name}",
+        "complaints": [],
+        "strategies": [],
+        "at_exit": _at_exit(answer),
+    }
+    if not answer.given:
+        facts["error"] = f"the process that loads it {answer.failure}"
+    return facts | answer.given
+
+
+def _at_exit(answer: Answer) -> str | None:
+    """What went wrong when a process that had answered was to end."""
+    if not answer.given or (answer.status == 0 and not answer.said_at_exit.strip()):
+        return None
+    if answer.status == 0:
+        return f"the process that loads it ends with: {answer.said_at_exit.strip().splitlines()[-1]}"
+    return f"the process that loads it {answer.failure}"
+
+
+def _asked(package: str, child: str, seconds: float) -> dict[str, Any]:
+    try:
+        installed = find_spec(package) is not None
+    except (ImportError, ValueError):
+        installed = False
+    if not installed:
+        return {"installed": False, "error": None}
+    answer = ask(child, seconds=seconds)
+    if not answer.given.get("done"):
+        answer.given["error"] = f"the process that imports it {answer.failure}"
+    return {"installed": True, **answer.given}
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+        except Exception as error:  # damaged metadata
+            found[package] = f"unknown ({error_text(error)})"
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "processor": platform.machine(),
+        "cpus": os.cpu_count(),
+        "usable_cpus": usable,
+        "memory": _memory(),
+        "nvidia_driver": _nvidia_driver(),
+        "tpu_files": sorted(glob("/dev/accel[0-9]*") + glob("/dev/vfio/[0-9]*")),
+    }
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _nvidia_driver() -> str | None:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error_text(error)}"
+    return ", ".join(dict.fromkeys(done.stdout.split())) or None

@@ -1,0 +1,141 @@
+"""What is wrong with the facts, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fsdp_core.discovery import Provider
+from fsdp_core.registry import FIRST_PARTY, ambiguity
+
+__all__ = ["Finding", "findings"]
+
+_THEIRS = "report this to the authors of {}"
+_SLOW_MACHINE = "if it only takes long here, type: fsdp doctor --timeout 600"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing to know.
+
+    Attributes:
+        level: ``"broken"`` stops somebody's training; ``"note"`` does not.
+        what: What is so.
+        remedy: What to do.
+    """
+
+    level: Literal["broken", "note"]
+    what: str
+    remedy: str
+
+
+def findings(facts: dict[str, Any]) -> list[Finding]:
+    """Everything that is wrong, what is broken first.
+
+    Args:
+        facts: As :func:`fsdp_core.doctor.facts.gather` gives them.
+    """
+    found = [
+        *_of_doctor(facts),
+        *_of_torch(facts),
+        *_of_lightning(facts),
+        *(one for plugin in facts["plugins"] or () for one in _of_plugin(plugin)),
+        *_of_names(facts),
+    ]
+    return sorted(found, key=lambda one: one.level)
+
+
+def _broken(what: str, remedy: str) -> Finding:
+    return Finding(level="broken", what=what, remedy=remedy)
+
+
+def _note(what: str, remedy: str) -> Finding:
+    return Finding(level="note", what=what, remedy=remedy)
+
+
+def _of_doctor(facts: dict[str, Any]) -> Iterator[Finding]:
+    for subject, error in facts["failed"].items():
+        yield _broken(f"fsdp doctor could not look at {subject}: {error}", "report this to the authors of fsdp-core")
+
+
+def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
+    torch, machine = facts["torch"] or {}, facts["machine"] or {}
+    if torch.get("installed") is False:
+        yield _broken("torch is not installed, and no strategy runs without", "pip install torch")
+    elif torch.get("error"):
+        yield _broken(f"torch: {torch['error']}", f"mend that first, nothing runs without torch; {_SLOW_MACHINE}")
+    driver = machine.get("nvidia_driver")
+    if driver and torch.get("version") and not torch.get("cuda_devices"):
+        built = f"built for CUDA {torch['cuda_build']}" if torch.get("cuda_build") else "a build without CUDA"
+        yield _note(
+            f"there is an NVIDIA driver ({driver}), but torch {torch['version']}, {built}, sees no CUDA device",
+            "install a torch built for the driver's CUDA (https://pytorch.org), and look at CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
+    lightning, torch, versions = facts["lightning"] or {}, facts["torch"] or {}, facts["versions"] or {}
+    if lightning.get("installed") is False:
+        alone = [name for name in ("pytorch-lightning", "lightning-fabric") if versions.get(name)]
+        others = f" (the classes of {' and '.join(alone)} are others)" if alone else ""
+        yield _broken(f"lightning is not installed{others}, so no Trainer takes our names", "pip install lightning")
+    elif lightning.get("error") and not torch.get("error"):
+        yield _broken(f"lightning: {lightning['error']}", f"mend what is broken in plugins first; {_SLOW_MACHINE}")
+    for warning in lightning.get("warnings", ()):
+        what, _, remedy = warning.partition("\n")
+        yield _note(what, remedy)
+    if torch.get("autoload") is False:
+        value = (facts["environment"] or {}).get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+        why = f"TORCH_DEVICE_BACKEND_AUTOLOAD={value}" if value else "torch did not call fsdp_core.autoload"
+        yield _note(
+            f"our names are not entered in Lightning by themselves: {why}",
+            "write `import fsdp_core.lightning` in the script, or unset the variable",
+        )
+    elif torch.get("autoload") and lightning.get("done") and not lightning.get("error"):
+        names = sorted({row["name"] for plugin in facts["plugins"] or () for row in plugin["strategies"]})
+        known = {name for front_end in ("trainer", "fabric") for name in _all_names(lightning.get(front_end))}
+        missing = [name for name in names if name not in known and name != "auto"]
+        if missing:
+            yield _broken(
+                f"these names are not entered in Lightning: {', '.join(missing)}",
+                "write `import fsdp_core.lightning` in the script, and report this to the authors of fsdp-core",
+            )
+
+
+def _of_plugin(plugin: dict[str, Any]) -> Iterator[Finding]:
+    package = plugin["package"]
+    who = f"{package} {plugin['version']} ({plugin['name']})"
+    if plugin["error"]:
+        yield _broken(f"{who} failed to load: {plugin['error']}", plugin["remedy"])
+    if plugin["at_exit"]:
+        yield _broken(f"{who}: {plugin['at_exit']}", f"{_THEIRS.format(package)}, or type: pip uninstall {package}")
+    for complaint in plugin["complaints"]:
+        yield _note(f"{who} {complaint['what']}", f"{_THEIRS.format(package)}: {complaint['remedy']}")
+    if not plugin["bounded"] and not plugin["error"]:
+        says = f"requires fsdp-core{plugin['requires_core']}" if plugin["requires_core"] else "requires no fsdp-core"
+        yield _note(
+            f"{who} {says}, so that one with another contract would load it too",
+            f"{_THEIRS.format(package)}: it should require what it was built for, such as fsdp-core>=0.1,<0.2",
+        )
+    for row in plugin["strategies"]:
+        if row.get("status") == "broken":
+            what, _, remedy = row["reason"].partition("\n")
+            yield _broken(what, remedy)
+
+
+def _of_names(facts: dict[str, Any]) -> Iterator[Finding]:
+    claims: dict[str, list[Provider]] = {}
+    for plugin in facts["plugins"] or ():
+        for row in plugin["strategies"]:
+            claims.setdefault(row["name"], []).append(Provider(name=plugin["package"], version=plugin["version"]))
+    for name, providers in claims.items():
+        if len(providers) > 1:
+            yield _broken(*ambiguity(name, providers))
+    if facts["plugins"] == []:
+        packages = " or ".join(f"pip install {one}" for one in dict.fromkeys(FIRST_PARTY.values()))
+        yield _note("no package with strategies is installed", packages)
+
+
+def _all_names(registry: dict[str, list[str]] | None) -> list[str]:
+    return [*registry["ours"], *registry["lightnings"]] if registry else []

@@ -1,0 +1,53 @@
+"""Loads one plugin, alone: ``python -m fsdp_core.doctor.plugin_child ANSWER NAME MODULE PACKAGE``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from fsdp_core.availability import why_unavailable
+from fsdp_core.discovery import (
+    BrokenPlugin,
+    Claim,
+    LoadedPlugin,
+    error_text,
+    installed_plugins,
+    load_plugin,
+    provider_of,
+)
+from fsdp_core.doctor.child import END, answer_with
+from fsdp_core.errors import BrokenStrategyError
+
+__all__ = ["main"]
+
+
+def main(file: str, name: str, module: str, package: str) -> None:
+    """Load it, answer, ask its strategies whether they run here, and answer again."""
+    wanted = (name, module, package)
+    (entry_point, *_) = [one for one in installed_plugins() if (one.name, one.value, provider_of(one).name) == wanted]
+    plugin = load_plugin(entry_point)
+    strategies = [info.as_dict() for info in plugin.infos]
+    answer_with(file, _facts(plugin, strategies))
+    for row, info in zip(strategies, plugin.infos, strict=True):
+        try:
+            reason = why_unavailable(Claim(info=info, provider=plugin.provider))
+            row |= {"status": "available" if reason is None else "unavailable", "reason": reason}
+        except BrokenStrategyError as error:
+            row |= {"status": "broken", "reason": str(error)}
+    answer_with(file, _facts(plugin, strategies))
+    print(END, file=sys.stderr, flush=True)
+
+
+def _facts(plugin: LoadedPlugin, strategies: list[dict[str, Any]]) -> dict[str, Any]:
+    broken = plugin.error and BrokenPlugin(name=plugin.name, provider=plugin.provider, error=plugin.error)
+    return {
+        "seconds": round(plugin.seconds, 3),
+        "error": error_text(plugin.error) if plugin.error else None,
+        "remedy": broken.remedy if broken else None,
+        "complaints": [{"what": one.what, "remedy": one.remedy} for one in plugin.complaints],
+        "strategies": strategies,
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

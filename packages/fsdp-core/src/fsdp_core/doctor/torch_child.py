@@ -1,0 +1,74 @@
+"""Asks torch what it sees: ``python -m fsdp_core.doctor.torch_child ANSWER``. The one part that imports torch."""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter
+from typing import Any
+
+from fsdp_core.discovery import error_text
+from fsdp_core.doctor.child import answer_with
+
+__all__ = ["main"]
+
+
+def main(file: str) -> None:
+    """Import torch, answer, look at the devices, and answer again."""
+    facts: dict[str, Any] = {"error": None}
+    began = perf_counter()
+    try:
+        import torch
+    except BaseException as error:  # whatever it is, it is the finding
+        answer_with(file, {"error": error_text(error), "done": True})
+        return
+    facts |= {
+        "version": torch.__version__,
+        "seconds": round(perf_counter() - began, 3),
+        "autoload": any(type(finder).__module__ == "fsdp_core.autoload" for finder in sys.meta_path),
+        "cuda_build": torch.version.cuda,
+        "hip_build": torch.version.hip,
+        "threads": torch.get_num_threads(),
+    }
+    answer_with(file, facts)
+    for part in (_process_groups, _cuda):
+        try:
+            facts |= part()
+        except Exception as error:
+            facts["error"] = error_text(error)
+    answer_with(file, {**facts, "done": True})
+
+
+def _process_groups() -> dict[str, Any]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return {"process_groups": {}}
+    known = {}
+    for name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
+        asks = getattr(dist, f"is_{name}_available", None)
+        known[name] = asks is not None and bool(asks())
+    others = [name for name in getattr(dist.Backend, "backend_list", ()) if name not in known and name != "undefined"]
+    return {"process_groups": {**known, **dict.fromkeys(map(str, others), True)}}
+
+
+def _cuda() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"cuda_devices": []}
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "name": properties.name,
+                "memory": properties.total_memory,
+                "capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+    return {"cuda_devices": devices, "nccl": ".".join(map(str, nccl)) or None}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

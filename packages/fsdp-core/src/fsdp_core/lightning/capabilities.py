@@ -1,0 +1,225 @@
+"""What a strategy does not declare is refused here, for every strategy, when a user asks for it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdp_core import registry
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.options import refuse_unknown_options
+from fsdp_core.precision import ShardPrecision
+from fsdp_core.strategy_info import Capability, StrategyInfo
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch import nn
+
+__all__ = [
+    "capability_of",
+    "check_checkpoint",
+    "check_loop",
+    "check_materialization",
+    "check_options",
+    "check_precision",
+    "require",
+]
+
+#: Options by which users ask for a capability, under core's names for them.
+_ASKED_BY = {
+    "activation_checkpointing_policy": Capability.ACTIVATION_CHECKPOINTING,
+    "auto_wrap_policy": Capability.WRAP_POLICY,
+    "cpu_offload": Capability.CPU_OFFLOAD,
+    "reshard_after_forward": Capability.RESHARD_AFTER_FORWARD,
+}
+
+_CHECKPOINTS = {"sharded": Capability.SHARDED_CHECKPOINT, "full": Capability.FULL_CHECKPOINT}
+
+
+def require(strategy: str, capability: Capability, asked: str, instead: str = "Leave it out") -> None:
+    """Refuse what a strategy does not declare. A name that no plugin lists declares nothing, and is let through.
+
+    Args:
+        strategy: The name that users type.
+        capability: What it needs.
+        asked: What the user has asked for, as it is written.
+        instead: What to do with this strategy.
+
+    Raises:
+        UnsupportedCapabilityError: The strategy is listed, and does not declare it.
+    """
+    info = registry.strategies().get(strategy)
+    if info is not None and capability not in info.capabilities:
+        raise _refusal(info, capability, asked, instead)
+
+
+def capability_of(option: str, value: Any) -> Capability | None:
+    """What a user asks for with an option, under core's name for it.
+
+    Example:
+        >>> capability_of("cpu_offload", True), capability_of("state_dict_type", "full"), capability_of("timeout", None)
+        (<Capability.CPU_OFFLOAD: 'cpu_offload'>, <Capability.FULL_CHECKPOINT: 'full_checkpoint'>, None)
+    """
+    if option == "state_dict_type":
+        return _CHECKPOINTS.get(value) if isinstance(value, str) else None
+    return _ASKED_BY.get(option)
+
+
+def check_options(made: type, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Refuse options of a constructor that ask for what its strategy does not declare, whether it has them or not.
+
+    Args:
+        made: The strategy's class, or a subclass of it.
+        arguments: What is given by position.
+        options: What is given by name.
+
+    Raises:
+        UnsupportedCapabilityError: One asks for it, or the constructor takes no option of this name.
+    """
+    found = _listed(made)
+    if found is None:
+        return
+    listed, info = found
+    taken, closed = _parameters(made, listed)
+    given = {**dict(zip(taken, arguments, strict=False)), **options}
+    defaults = {option.name: option.default for option in info.options}
+    for name, value in given.items():
+        capability = capability_of(name, value)
+        if capability is None or capability in info.capabilities:
+            continue
+        if name not in defaults or not _same(value, defaults[name]):
+            raise _refusal(info, capability, f"{name}={_shown(value)}", "Leave it out")
+    if closed:
+        refuse_unknown_options(info.name, made, {name: None for name in options if name not in taken}, {})
+
+
+def check_precision(strategy: str, precision: ShardPrecision) -> None:
+    """Refuse a precision that takes more than one dtype, or a gradient scaler, where that is not declared.
+
+    Args:
+        strategy: The name that users type.
+        precision: What was asked for.
+
+    Raises:
+        UnsupportedCapabilityError: The strategy lacks it.
+    """
+    asked, instead = f"precision={precision.name!r}", "Write precision='32-true'"
+    if precision.compute not in (None, precision.storage):
+        require(strategy, Capability.MIXED_PRECISION, asked, instead)
+    if precision.scaled:
+        require(strategy, Capability.GRADIENT_SCALING, asked, instead)
+
+
+def check_checkpoint(strategy: str, kind: str, asked: str) -> None:
+    """Refuse a checkpoint of a kind that is not declared.
+
+    Args:
+        strategy: The name that users type.
+        kind: ``"sharded"`` or ``"full"``.
+        asked: What the user has asked for.
+
+    Raises:
+        UnsupportedCapabilityError: The strategy lacks it.
+    """
+    info = registry.strategies().get(strategy)
+    other = "full" if kind == "sharded" else "sharded"
+    has_other = info is not None and _CHECKPOINTS[other] in info.capabilities
+    instead = f"Write state_dict_type={other!r}" if has_other else "Leave it out"
+    require(strategy, _CHECKPOINTS[kind], asked, instead)
+
+
+def check_loop(strategy: str, kind: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what a Trainer was asked to do in its fit, before anything is trained.
+
+    Args:
+        strategy: The name that users type.
+        kind: The kind of its checkpoints, ``"sharded"`` or ``"full"``.
+        trainer: Whose arguments ask.
+        module: Which may ask for manual optimization.
+
+    Raises:
+        UnsupportedCapabilityError: The strategy lacks it.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        asked = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        require(strategy, Capability.GRADIENT_ACCUMULATION, asked)
+    if trainer.gradient_clip_val:
+        by_value = trainer.gradient_clip_algorithm == "value"
+        asked = f"gradient_clip_val={trainer.gradient_clip_val}"
+        asked += f", gradient_clip_algorithm={'value' if by_value else 'norm'!r}"
+        require(strategy, Capability.CLIP_BY_VALUE if by_value else Capability.CLIP_BY_NORM, asked)
+    if not module.automatic_optimization:
+        require(strategy, Capability.MANUAL_OPTIMIZATION, "automatic_optimization=False")
+    if trainer.checkpoint_callbacks:
+        named = type(trainer.checkpoint_callbacks[0]).__name__
+        check_checkpoint(strategy, kind, f"{named} with state_dict_type={kind!r} (see also enable_checkpointing=False)")
+
+
+def check_materialization(strategy: str, module: nn.Module) -> None:
+    """Refuse a module built on the meta device, where that is not declared.
+
+    Args:
+        strategy: The name that users type.
+        module: What is about to be sharded.
+
+    Raises:
+        UnsupportedCapabilityError: The strategy lacks it.
+    """
+    if any(one.is_meta for of in (module.parameters, module.buffers) for one in of()):
+        require(
+            strategy,
+            Capability.META_INIT,
+            f"{type(module).__name__} with parameters on the meta device",
+            "Build it with values, without empty_init=True",
+        )
+
+
+def _listed(made: type) -> tuple[type, StrategyInfo] | None:
+    """The class, or the first of its bases, that a plugin lists, and what it says; names without presets first."""
+    infos = sorted(registry.strategies().values(), key=lambda info: len(info.presets))
+    for one in made.__mro__:
+        for info in infos:
+            if _is(one, info.trainer) or _is(one, info.fabric):
+                return one, info
+    return None
+
+
+def _parameters(made: type, listed: type) -> tuple[list[str], bool]:
+    """The names that a constructor takes, or passes on to the class that is listed; and whether it takes no others."""
+    names: list[str] = []
+    for one in made.__mro__[: made.__mro__.index(listed) + 1]:
+        if "__init__" in vars(one):
+            parameters = list(inspect.signature(vars(one)["__init__"]).parameters.values())[1:]
+            names += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in names]
+            if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+                return names, True
+    return names, False
+
+
+def _is(made: type, reference: str | None) -> bool:
+    """Whether ``"module:attribute"`` names this class, which has been imported."""
+    module, _, attribute = (reference or "").partition(":")
+    found: Any = sys.modules.get(module)
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return found is made
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (set, frozenset, list, tuple)):
+        return "{" + ", ".join(_shown(one) for one in value) + "}"
+    return str(getattr(value, "__name__", None) or repr(value))
+
+
+def _refusal(info: StrategyInfo, capability: Capability, asked: str, instead: str) -> UnsupportedCapabilityError:
+    others = [one.name for one in registry.strategies().values() if capability in one.capabilities]
+    return UnsupportedCapabilityError(
+        f"strategy {info.name!r} can't do {asked}: it does not declare the capability {str(capability)!r}.\n{instead}"
+        + (f", or use a strategy that has it: {', '.join(others)}." if others else "; no installed strategy has it.")
+    )

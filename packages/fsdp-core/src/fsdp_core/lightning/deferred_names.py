@@ -1,0 +1,68 @@
+"""A registry that is filled when somebody looks into it, so that importing Lightning loads no plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+__all__ = ["fill_when_read"]
+
+_READING = (
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__ne__", "__or__"),
+    *("__reduce_ex__", "__repr__", "__reversed__", "__ror__", "__str__", "available_strategies", "clear", "copy"),
+    *("get", "items", "keys", "pop", "popitem", "remove", "setdefault", "update", "values"),
+)
+
+
+def fill_when_read(
+    registry: Any, find: Callable[[], object], fill: Callable[[], None], never: frozenset[str] = frozenset()
+) -> None:
+    """Have ``find`` and ``fill`` called right before ``registry`` is read for the first time.
+
+    Until then the registry is of a subclass of its class; from then on it is what it was. Registering reads nothing:
+    Lightning goes on to register names of its own after its strategies module has run.
+
+    Args:
+        registry: A dict of a class of its own.
+        find: Finds out what to enter, which may take long: other threads that read meanwhile do so too.
+        fill: Enters it.
+        never: Names that are not entered, which Lightning may ask for while it is imported.
+
+    Example:
+        >>> class Registry(dict):
+        ...     pass
+        >>> registry = Registry(a=1)
+        >>> fill_when_read(registry, lambda: None, lambda: registry.update(b=2))
+        >>> "b" in registry, type(registry) is Registry
+        (True, True)
+    """
+    plain = type(registry)
+
+    def reading(name: str) -> Callable[..., Any]:
+        @wraps(getattr(plain, name))
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if name == "__contains__" and args[0] in never:
+                return dict.__contains__(self, args[0])
+            if self is registry and type(self) is deferred:
+                find()
+            if type(self) is deferred:
+                self.__class__ = plain
+                if self is registry:
+                    fill()
+            return getattr(self, name)(*args, **kwargs)
+
+        return method
+
+    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.__class__ = plain
+        try:
+            return self.register(*args, **kwargs)
+        finally:
+            self.__class__ = deferred
+
+    methods: dict[str, Any] = {name: reading(name) for name in _READING if hasattr(plain, name)}
+    if hasattr(plain, "register"):
+        methods["register"] = register
+    deferred = type(plain.__name__, (plain,), {"__module__": plain.__module__, **methods})
+    registry.__class__ = deferred

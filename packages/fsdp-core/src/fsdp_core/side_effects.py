@@ -1,0 +1,172 @@
+"""What a plugin does to the process while it is asked what it provides: noted, and undone where that can be done."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+__all__ = ["HEAVY", "SideEffect", "lasting", "watched"]
+
+HEAVY = ("torch", "torch_xla", "lightning", "lightning_fabric", "pytorch_lightning")
+"""What a plugin must not import when it is listed."""
+
+_lasting: list[SideEffect] = []
+_one_at_a_time = threading.RLock()  # two that undo each other's changes would leave one of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideEffect:
+    """One thing that listing a plugin did and should not have done.
+
+    Attributes:
+        what: As a predicate, such as ``"imports torch"``.
+        remedy: What its authors should do instead.
+    """
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}"
+
+
+def lasting() -> bool:
+    """Whether a plugin left something in this process that acts when the process ends."""
+    return bool(_lasting)
+
+
+@contextmanager
+def watched(noted: list[SideEffect]) -> Iterator[None]:
+    """Note in ``noted`` what the block does to the process, and undo it.
+
+    Undone are changes of ``os.environ``, ``sys.path``, the working directory, ``sys.stdout``, ``sys.stderr``,
+    ``sys.excepthook`` and ``atexit``'s functions. What the block prints goes to stderr. Modules that it imports,
+    threads that it starts and exit handlers that it registers stay.
+
+    Example:
+        >>> noted = []
+        >>> with watched(noted):
+        ...     os.environ["FSDP_DOCTEST"] = "1"
+        >>> "FSDP_DOCTEST" in os.environ, noted[0].what
+        (False, 'changes os.environ (FSDP_DOCTEST)')
+    """
+    with _one_at_a_time:
+        undo = _look()
+        try:
+            yield
+        finally:
+            noted += undo()
+
+
+def _look() -> Callable[[], list[SideEffect]]:
+    """Look at the process as it is now. What it returns looks again, puts things back and says what was otherwise."""
+    loaded = {name for name in HEAVY if name in sys.modules}
+    threads = set(threading.enumerate())
+    environment, path, folder = dict(os.environ), list(sys.path), _folder()
+    streams = {name: getattr(sys, name) for name in ("stdout", "stderr", "excepthook")}
+    exits = {name: getattr(atexit, name) for name in ("register", "unregister")}
+    handlers: list[str] = []
+    printed, recording = _Printed(), _recording(atexit.register, handlers)
+    sys.stdout = printed
+    atexit.register = recording
+
+    def undo() -> list[SideEffect]:
+        noted = _imports(loaded) + _environment(environment)
+        if sys.path != path:
+            sys.path[:] = path
+            noted.append(SideEffect(what="changes sys.path", remedy="it should install its modules with its package"))
+        if folder is not None and _folder() != folder:
+            os.chdir(folder)
+            noted.append(SideEffect(what="changes the working directory", remedy="it should leave that to users"))
+        replaced = _put_back(sys, streams, {"stdout": printed}) + _put_back(atexit, exits, {"register": recording})
+        if printed.was_used:
+            noted.append(SideEffect(what="prints to stdout", remedy="it should log, or print nothing"))
+        if replaced:
+            noted.append(SideEffect(what=f"replaces {' and '.join(replaced)}", remedy="it should leave that as it is"))
+        stays = _threads(threads)
+        if handlers:
+            what = f"registers exit handlers ({', '.join(dict.fromkeys(handlers))})"
+            stays.append(SideEffect(what=what, remedy="it should do that when a strategy starts"))
+        _lasting.extend(stays)
+        return noted + stays
+
+    return undo
+
+
+def _put_back(module: ModuleType, before: dict[str, Any], stand_ins: dict[str, Any]) -> list[str]:
+    """Set a module's attributes to what they were, and name those that something else stands in for."""
+    replaced = [name for name in before if getattr(module, name, None) is not stand_ins.get(name, before[name])]
+    for name, value in before.items():
+        setattr(module, name, value)
+    return [f"{module.__name__}.{name}" for name in replaced]
+
+
+class _Printed(io.TextIOBase):
+    """Stands in for stdout: passes on to stderr, and knows whether it was written to."""
+
+    was_used = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        self.was_used = self.was_used or bool(text)
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+
+
+def _recording(register: Callable[..., Any], handlers: list[str]) -> Callable[..., Any]:
+    """``atexit.register``, with a note of whose handlers it is given, but for those of Python's own modules."""
+
+    @wraps(register)
+    def recording(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module = getattr(function, "__module__", None) or type(function).__module__
+        if str(module).partition(".")[0] not in sys.stdlib_module_names:
+            handlers.append(f"{module}.{getattr(function, '__qualname__', '?')}")
+        return register(function, *args, **kwargs)
+
+    return recording
+
+
+def _imports(before: set[str]) -> list[SideEffect]:
+    new = [name for name in HEAVY if name in sys.modules and name not in before]
+    remedy = "it should name its classes by string in StrategyInfo, and import what they need where they are defined"
+    return [SideEffect(what=f"imports {' and '.join(new)}", remedy=remedy)] if new else []
+
+
+def _environment(before: dict[str, str]) -> list[SideEffect]:
+    changed = sorted(key for key in {*before, *os.environ} if before.get(key) != os.environ.get(key))
+    for key in changed:
+        if key in before:
+            os.environ[key] = before[key]
+        else:
+            del os.environ[key]
+    what, remedy = f"changes os.environ ({', '.join(changed)})", "it should do that when a strategy is built"
+    return [SideEffect(what=what, remedy=remedy)] if changed else []
+
+
+def _threads(before: set[threading.Thread]) -> list[SideEffect]:
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    remedy = "it should start them when a strategy starts, and stop them with it"
+    return [SideEffect(what=f"starts threads ({', '.join(one.name for one in new)})", remedy=remedy)] if new else []
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None

@@ -1,0 +1,153 @@
+"""How pytest takes the clauses of the suite: which run, which are expected to fail, and that none is left out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fsdp_core import registry
+from fsdp_core.strategy_info import Capability, StrategyInfo
+
+if TYPE_CHECKING:
+    from fsdp_core.testing.suite.clauses import Clauses
+
+__all__ = ["CLAUSE", "chosen", "clauses_of", "refuse_left_out"]
+
+#: What the report shows of a clause, on its pytest item.
+CLAUSE = pytest.StashKey[dict[str, Any]]()
+
+_HERE = str(Path(__file__).parent)
+
+
+def clauses_of(cls: object) -> type[Clauses] | None:
+    """The class, if it runs clauses; without importing the suite, which most sessions of pytest don't need."""
+    module = sys.modules.get("fsdp_core.testing.suite.clauses")
+    if module is None or not isinstance(cls, type) or not issubclass(cls, module.Clauses):
+        return None
+    return cls
+
+
+def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
+    """Choose from what pytest has collected of a class, and mark what is expected to fail.
+
+    Args:
+        cls: Clauses for one strategy.
+        items: Its tests, one for each set of parameters.
+
+    Returns:
+        What applies to the strategy. A clause for a capability that it does not declare stays, skipped with the reason.
+
+    Raises:
+        pytest.Collector.CollectError: The class was tampered with, or expects a failure of what is no clause.
+    """
+    name = cls.__name__
+    if not isinstance(getattr(cls, "strategy", None), str):
+        raise pytest.Collector.CollectError(f'{name} names no strategy.\nWrite strategy = "yours" in it.')
+    if changed := cls.changed():
+        raise pytest.Collector.CollectError(
+            f"{name} would not run the suite as it is written: {', '.join(changed)} was replaced or marked.\n"
+            "A clause that is known to fail is named in expected_failures, with the reason."
+        )
+    info, names = registry.describe(cls.strategy), set(cls.clauses())
+    kept = [item for item in items if item.originalname not in names or _applies(item, info)]
+    clauses = [item for item in kept if item.originalname in names]
+    lacks = {item: _lacks(item, info) for item in clauses}
+    _check_expected(cls, [item for item in clauses if not lacks[item]])
+    for item in clauses:
+        needs = [str(need) for need in _needs(item)]
+        refuses = [str(mark.args[0]) for mark in item.iter_markers("fsdp_undeclared")]
+        expected = cls.expected_failures.get(item.name, cls.expected_failures.get(item.originalname))
+        item.stash[CLAUSE] = {
+            "test": item.nodeid,
+            "suite": item.parent.nodeid,
+            "strategy": cls.strategy,
+            "preset_of": getattr(cls, "preset_of", None),
+            "subject": item.function.__module__.rpartition(".")[2],
+            "clause": item.name,
+            "needs": needs,
+            "refuses": refuses,
+            "expected_failure": expected,
+            "does_not_apply": lacks[item],
+        }
+        if lacks[item]:
+            item.add_marker(pytest.mark.skip(reason=lacks[item]))
+        elif expected is not None:
+            item.add_marker(pytest.mark.xfail(reason=expected, strict=True), append=False)
+    return kept
+
+
+def refuse_left_out(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Let a clause fail that something else than the suite has skipped, or has excused.
+
+    Args:
+        item: A test; most are none of the suite's.
+        report: What pytest says of it; changed in place.
+    """
+    clause = item.stash.get(CLAUSE, None)
+    if clause is None or not report.skipped:
+        return
+    excused = getattr(report, "wasxfail", None)
+    if excused is not None:
+        allowed = clause["expected_failure"] is not None
+        reason = excused
+    else:
+        path, _, reason = report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, str(report.longrepr))
+        reason = reason.removeprefix("Skipped: ")
+        allowed = bool(clause["does_not_apply"]) or _skips_itself(item, str(path), reason)
+    if not allowed:
+        if excused is not None:
+            del report.wasxfail
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{clause['clause']} is a clause of the conformance suite, and was left out: {reason}\n"
+            "A clause that is known to fail is named in expected_failures, with the reason. "
+            "To leave clauses out of one run, choose with -k or --deselect: the report shows them as not run."
+        )
+
+
+def _skips_itself(item: Any, path: str, reason: str) -> bool:
+    """Whether the suite itself skips a clause here: something is missing that is not the strategy's."""
+    own = [mark for mark in getattr(item.function, "pytestmark", ()) if mark.name in ("skip", "skipif")]
+    everyones = [mark for mark in item.iter_markers() if mark.name in ("skip", "skipif")]
+    if everyones:
+        return all(any(mark is one for one in own) for mark in everyones)
+    return path.startswith(_HERE)
+
+
+def _needs(item: Any) -> list[Any]:
+    return [need for mark in item.iter_markers("fsdp_requires") for need in mark.args]
+
+
+def _applies(item: Any, info: StrategyInfo) -> bool:
+    return not any(mark.args[0] in info.capabilities for mark in item.iter_markers("fsdp_undeclared"))
+
+
+def _lacks(item: Any, info: StrategyInfo) -> str:
+    """Why a clause does not apply to a strategy; empty where it does."""
+    options = {option.name for option in info.options}
+    needs = _needs(item)
+    undeclared = [str(need) for need in needs if isinstance(need, Capability) and need not in info.capabilities]
+    missing = [need for need in needs if not isinstance(need, Capability) and need not in options]
+    lacking = [f"does not declare {', '.join(undeclared)}"] * bool(undeclared)
+    lacking += [f"has no option {', '.join(missing)}"] * bool(missing)
+    return f"{info.name!r} {' and '.join(lacking)}" if lacking else ""
+
+
+def _check_expected(cls: type[Clauses], items: list[Any]) -> None:
+    known = {name for item in items for name in (item.name, item.originalname)}
+    for name, reason in cls.expected_failures.items():
+        if name not in known:
+            likeness, nearest = registry.likeness(name, sorted(known))
+            raise pytest.Collector.CollectError(
+                f"{cls.__name__} expects {name!r} to fail, which is no clause that runs for {cls.strategy!r}."
+                + (f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF else "")
+                + "\nName clauses as `pytest --collect-only` does, with or without the parameters in brackets."
+            )
+        if not (isinstance(reason, str) and reason.strip()):
+            raise pytest.Collector.CollectError(
+                f"{cls.__name__} expects {name!r} to fail and does not say why.\n"
+                f'Write expected_failures = {{{name!r}: "why, and what is to be done about it"}}.'
+            )

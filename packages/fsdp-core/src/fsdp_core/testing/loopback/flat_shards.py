@@ -1,0 +1,89 @@
+"""A parameter cut into equal runs of elements, one for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from fsdp_core.fqn import clean_name
+from fsdp_core.parts import FlatRange, Part
+from fsdp_core.runtime import Runtime
+
+__all__ = ["FlatShard", "places_of"]
+
+#: A module that holds a parameter directly, and the name that it holds it by.
+Place = tuple[nn.Module, str]
+
+
+class FlatShard:
+    """What this rank keeps of one parameter: flattened, padded to a multiple of the ranks, and cut.
+
+    Args:
+        names: The parameter's name and, if it is tied, its further ones.
+        parameter: The whole parameter, which keeps its shape and gives its memory up.
+        places: All that hold it.
+        runtime: The ranks.
+
+    Attributes:
+        held: This rank's run, padding included: what an optimizer holds.
+        gathered: The whole parameter, while it is in its places.
+        own: The gradient that this rank has computed and no other has seen yet, whole.
+    """
+
+    def __init__(self, names: list[str], parameter: nn.Parameter, places: list[Place], runtime: Runtime) -> None:
+        self.names, self.places, self.shape = names, places, tuple(parameter.shape)
+        self.numel, self.length = parameter.numel(), ceil(parameter.numel() / runtime.world_size)
+        self.start = min(runtime.rank * self.length, self.numel)
+        self.runtime = runtime
+        run = self.padded(parameter.detach()).view(runtime.world_size, self.length)[runtime.rank]
+        self.held = nn.Parameter(run.clone(), requires_grad=parameter.requires_grad)
+        self.gathered: nn.Parameter | None = None
+        self.own: Tensor | None = None
+        # an optimizer that waits to be re-pointed still holds it
+        parameter.data = parameter.data.new_empty(()).expand(self.shape)
+        self.put(self.held)
+
+    @property
+    def part(self) -> Part:
+        """Which elements of the parameter ``held`` begins with; what follows them is padding."""
+        length = min(self.length, self.numel - self.start)
+        return Part(name=self.names[0], shape=self.shape, range=FlatRange(offset=0, start=self.start, length=length))
+
+    def padded(self, whole: Tensor) -> Tensor:
+        """A whole tensor of the parameter's shape as ``length`` elements for each rank, one rank after the other."""
+        return pad(whole.reshape(-1), (0, self.length * self.runtime.world_size - self.numel))
+
+    def whole(self) -> Tensor:
+        """The whole parameter, from all ranks."""
+        return self.runtime.all_gather(self.held.detach()).reshape(-1)[: self.numel].view(self.shape)
+
+    def reduced(self, gradient: Tensor) -> Tensor:
+        """This rank's run of the mean of the ranks' gradients."""
+        return self.runtime.reduce_scatter(self.padded(gradient).view(self.runtime.world_size, self.length))
+
+    def take_gradient(self, gathered: Tensor) -> None:
+        """Keep a whole parameter's gradient, for which the parameter itself may not live long enough."""
+        grad, gathered.grad = gathered.grad, None
+        assert grad is not None
+        self.own = grad if self.own is None else self.own + grad
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let all places hold ``parameter``."""
+        for module, name in self.places:
+            module._parameters[name] = parameter
+
+
+def places_of(root: nn.Module) -> Iterator[tuple[nn.Parameter, list[str], list[Place]]]:
+    """Each parameter of ``root`` once, with all its names and all that hold it."""
+    found: dict[nn.Parameter, tuple[list[str], list[Place]]] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                names, places = found.setdefault(parameter, ([], []))
+                names.append(clean_name(f"{prefix}.{attribute}" if prefix else attribute))
+                places.append((module, attribute))
+    for parameter, (names, places) in found.items():
+        yield parameter, names, places

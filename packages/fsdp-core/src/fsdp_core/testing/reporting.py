@@ -1,0 +1,136 @@
+"""The report of a conformance run: what each clause came to, and what that says of each capability."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_core import registry
+from fsdp_core.strategy_info import Capability
+from fsdp_core.testing.collecting import CLAUSE
+from fsdp_core.testing.report_page import page
+
+__all__ = ["FORMATS", "Results"]
+
+FORMATS = (".html", ".json")
+
+_VERSIONS_OF = ("fsdp-core", "torch", "lightning", "pytest")
+
+
+class Results:
+    """What became of the clauses of one session of pytest.
+
+    Attributes:
+        expected: By test, what is known of each clause that was collected, whether it was then run or not.
+    """
+
+    def __init__(self) -> None:
+        self.expected: dict[str, dict[str, Any]] = {}
+        self._outcomes: dict[str, dict[str, Any]] = {}
+
+    def expect(self, items: Iterable[pytest.Item]) -> None:
+        """Note the clauses among what was collected."""
+        found = [item.stash[CLAUSE] for item in items if CLAUSE in item.stash]
+        self.expected.update({clause["test"]: clause for clause in found})
+
+    def take(self, report: pytest.TestReport) -> None:
+        """Note what pytest says of one phase of a test: its set-up, its call, or its teardown."""
+        seen = self._outcomes.setdefault(report.nodeid, {"outcome": "passed", "reason": "", "seconds": 0.0})
+        seen["seconds"] += report.duration
+        if report.failed:
+            seen |= {"outcome": "failed", "reason": _message(report)}
+        elif report.skipped and seen["outcome"] != "failed":
+            excused = getattr(report, "wasxfail", None)
+            skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            outcome, reason = (
+                ("skipped", skipped.removeprefix("Skipped: ")) if excused is None else ("failed as expected", excused)
+            )
+            seen |= {"outcome": outcome, "reason": reason}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report, as what :mod:`json` can write."""
+        suites: dict[str, list[dict[str, Any]]] = {}
+        for test, clause in self.expected.items():
+            suites.setdefault(clause["suite"], []).append(self._row(test, clause))
+        return {
+            "format": 1,
+            "versions": {name: _version(name) for name in _VERSIONS_OF}
+            | {"python": platform.python_version(), "platform": platform.platform()},
+            "suites": [_suite(name, rows) for name, rows in suites.items()],
+        }
+
+    def write(self, file: Path) -> None:
+        """Write the report, in the format that the file's name asks for."""
+        found = self.as_dict()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = page(found) if file.suffix == ".html" else json.dumps(found, indent=1) + "\n"
+        file.write_text(text, encoding="utf-8")
+
+    def _row(self, test: str, clause: Mapping[str, Any]) -> dict[str, Any]:
+        seen = self._outcomes.get(test, {"outcome": "not run", "reason": "", "seconds": 0.0})
+        if clause["does_not_apply"]:
+            seen = seen | {"outcome": "does not apply", "reason": clause["does_not_apply"]}
+        keys = ("subject", "clause", "strategy", "preset_of", "needs", "refuses")
+        return {**{key: clause[key] for key in keys}, **seen, "seconds": round(seen["seconds"], 3)}
+
+
+def _suite(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    strategy, other = rows[0]["strategy"], rows[0]["preset_of"]
+    info = registry.describe(strategy)
+    totals = Counter(row["outcome"] for row in rows)
+    clauses = [{key: value for key, value in row.items() if key not in ("strategy", "preset_of")} for row in rows]
+    return {
+        "suite": name,
+        "strategy": strategy,
+        "preset_of": other,
+        "summary": info.summary,
+        "package": str(registry.provider(strategy)),
+        "verdict": _verdict(totals),
+        "totals": dict(totals),
+        "seconds": round(sum(row["seconds"] for row in rows), 1),
+        "capabilities": [_capability(one, one in info.capabilities, rows, other) for one in Capability],
+        "clauses": clauses,
+    }
+
+
+def _verdict(totals: Mapping[str, int]) -> str:
+    if totals.get("failed"):
+        return "failed"
+    if totals.get("not run"):
+        return "incomplete"
+    return "passed with expected failures" if totals.get("failed as expected") else "passed"
+
+
+def _capability(one: Capability, declared: bool, rows: list[dict[str, Any]], other: str | None) -> dict[str, Any]:
+    shown_by = [row for row in rows if one in row["needs" if declared else "refuses"]]
+    outcomes = Counter(row["outcome"] for row in shown_by if row["outcome"] not in ("does not apply", "skipped"))
+    good, bad = ("works", "does not work") if declared else ("refused", "not refused")
+    if outcomes["failed"]:
+        result = bad
+    elif outcomes["failed as expected"]:
+        result = f"{bad}, as expected"
+    elif not outcomes["passed"]:
+        result = "not shown" if other is None else f"see {other}"
+    else:
+        result = f"{good}, as far as run" if outcomes["not run"] else good
+    return {"name": str(one), "declared": declared, "result": result, "clauses": outcomes.total()}
+
+
+def _message(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text: str = crash.message if crash is not None else report.longreprtext
+    return text if len(text) <= 4000 else f"{text[:2000]}\n…\n{text[-2000:]}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

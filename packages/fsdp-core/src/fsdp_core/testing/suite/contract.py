@@ -1,0 +1,121 @@
+"""What a strategy is made of has the methods of core's contracts, with signatures that core's calls fit."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from fsdp_core.backend import Backend
+from fsdp_core.lightning.fabric import ShardedFabricStrategy
+from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+from fsdp_core.runtime import Runtime
+from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.testing.suite.clauses import Clauses
+
+__all__ = ["ContractSuite", "misfits"]
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def misfits(made: type, contract: type) -> list[str]:
+    """What a class overrides of a contract in a way that core's calls don't fit.
+
+    Args:
+        made: The class.
+        contract: Its base.
+
+    Example:
+        >>> class Contract:
+        ...     def shard(self, module, *, check_only=False): ...
+        >>> class Theirs(Contract):
+        ...     def shard(self, model, device): ...
+        >>> for misfit in misfits(Theirs, Contract):
+        ...     print(misfit)
+        Theirs.shard(self, model, device) is called as shard(self, module, *, check_only=False):
+          'module' is called 'model' there
+          'check_only' is missing
+          'device' has no default
+    """
+    found = []
+    for name in dir(contract):
+        ours, theirs = inspect.getattr_static(contract, name), inspect.getattr_static(made, name)
+        if name.startswith("_") or theirs is ours or not _is_method(ours):
+            continue
+        if not _is_method(theirs) or isinstance(ours, property) != isinstance(theirs, property):
+            found.append(f"{made.__name__}.{name} is {type(theirs).__name__}, and not {type(ours).__name__}")
+        elif not isinstance(ours, property):
+            called, taken = (inspect.signature(getattr(one, name)) for one in (contract, made))
+            reasons = _reasons(called, taken)
+            if reasons:
+                head = f"{made.__name__}.{name}{_plain(taken)} is called as {name}{_plain(called)}:"
+                found.append("\n  ".join([head, *reasons]))
+    return found
+
+
+def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
+    """Why calls by one signature don't fit another."""
+    kinds = {one.kind for one in taken.parameters.values()}
+    any_position, any_name = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+    positional = [one for one in taken.parameters.values() if one.kind in _POSITIONAL]
+    reasons, met = [], set()
+    place = -1
+    for name, one in called.parameters.items():
+        place += one.kind in _POSITIONAL
+        other = taken.parameters.get(name)
+        if one.kind in _POSITIONAL and not any_position:
+            there = positional[place] if place < len(positional) else None
+            if there is not None and there.name != name and not (other is not None and other in positional):
+                reasons.append(f"{name!r} is called {there.name!r} there")
+                met.add(there.name)
+                continue
+            if there is not None and there.name != name:
+                reasons.append(f"{name!r} is not at the same position")
+        if other is None:
+            if not (any_name and (any_position or one.kind not in _POSITIONAL)):
+                reasons.append(f"{name!r} is missing")
+            continue
+        met.add(name)
+        if one.default is not one.empty and other.default is other.empty:
+            reasons.append(f"{name!r} has no default")
+        elif one.default is not one.empty and other.default != one.default:
+            reasons.append(f"{name!r} is {other.default!r} by default, and not {one.default!r}")
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return reasons + [
+        f"{name!r} has no default"
+        for name, one in taken.parameters.items()
+        if name not in met and one.default is one.empty and one.kind not in variable and name not in called.parameters
+    ]
+
+
+def _is_method(value: Any) -> bool:
+    return isinstance(value, (property, classmethod, staticmethod)) or inspect.isfunction(value)
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """A signature without annotations."""
+    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+class ContractSuite(Clauses):
+    """Core's adapters, and a backend and a runtime that core can call."""
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_its_class_is_an_adapter_of_cores(self, front_end: FrontEnd) -> None:
+        adapter: Any = {"trainer": ShardedTrainerStrategy, "fabric": ShardedFabricStrategy}[front_end]
+        made = self.strategy_class(front_end)
+        assert issubclass(made, adapter)
+        assert made().strategy_name in (self.strategy, getattr(self, "preset_of", None))
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_methods_are_called_as_the_contract_says(self, front_end: FrontEnd) -> None:
+        strategy = self.strategy_class(front_end)()
+        contracts: dict[str, type] = {"backend": Backend, "runtime": Runtime}
+        for role, contract in contracts.items():
+            made = type(getattr(strategy, role))
+            assert issubclass(made, contract)
+            assert not inspect.isabstract(made)
+            told = misfits(made, contract)
+            assert not told, "\n".join(told)

@@ -1,0 +1,104 @@
+"""Nothing is left behind by a run: process groups, threads, files, environment variables."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.nn.functional import mse_loss
+
+from fsdp_core.strategy_info import Capability, FrontEnd
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.suite.clauses import Clauses, requires
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.torch_private import process_groups
+
+__all__ = ["LeftoversSuite"]
+
+
+def _under_trainer(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
+    """Fit, validate, save, go on from that."""
+    module = Lit("momentum")
+    run = new_trainer(tmp, strategy, 2, options)
+    run.fit(module, loader(1, 2), loader(1, 2))
+    run.validate(module, loader(1, 2), verbose=False)
+    if path is not None:
+        run.save_checkpoint(path)
+        again = new_trainer(tmp, strategy, 2, options, max_epochs=2)
+        again.fit(Lit("momentum"), loader(1, 2), ckpt_path=str(path))
+
+
+def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
+    """Set up, step, save, load, and close what writes behind training."""
+    fabric = new_fabric(strategy, 2, options)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    for x, y in oracle.global_batches(1):
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+    if path is not None:
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+    used: Any = fabric.strategy
+    used.teardown()
+
+
+def _left(
+    strategy: str, tmp: str, front_end: FrontEnd, saves: bool, options: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What two runs leave: of variables and files, anything; of groups and threads, more than the first of them.
+
+    The first one opens the process group of the world, which Lightning keeps until the process ends.
+    """
+    rank, folder = int(os.environ["RANK"]), Path(tmp)
+    places = [folder / f"cwd{rank}", folder / f"tmp{rank}"]
+    for one in places:
+        one.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(places[0])
+        patch.setattr(tempfile, "tempdir", str(places[1]))
+        patch.setenv("TMPDIR", str(places[1]))
+        patch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+        variables, threads, groups = dict(os.environ), set(threading.enumerate()), 0
+        run = {"trainer": _under_trainer, "fabric": _under_fabric}[front_end]
+        for path in (folder / "first", folder / "second"):
+            groups = process_groups()
+            run(strategy, folder, path if saves else None, options)
+        return {
+            "environment variables": sorted(
+                name for name in {*os.environ, *variables} if os.environ.get(name) != variables.get(name)
+            ),
+            "threads": sorted(one.name for one in set(threading.enumerate()) - threads),
+            "process groups": process_groups() - groups,
+            "files": sorted(str(path.relative_to(folder)) for one in places for path in one.rglob("*")),
+        }
+
+
+_NOTHING = {"environment variables": [], "threads": [], "process groups": 0, "files": []}
+
+
+class LeftoversSuite(Clauses):
+    """A process may train as often as it likes, and is as it was before."""
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_nothing_is_left_behind(self, ranks: RankPool, tmp_path: Path, front_end: FrontEnd) -> None:
+        for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, False, None):
+            assert left == _NOTHING
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    @pytest.mark.parametrize(
+        "options", [{}, pytest.param({"async_save": True}, marks=requires("async_save"))], ids=["at once", "async_save"]
+    )
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_checkpoints_leave_nothing_else_behind(
+        self, ranks: RankPool, tmp_path: Path, front_end: FrontEnd, options: dict[str, Any]
+    ) -> None:
+        for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, True, options):
+            assert left == _NOTHING
+        kept = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(("cwd", "tmp")))
+        assert kept == ["first", "second"]

@@ -1,0 +1,76 @@
+"""The whole of the suite under one class, and the part of it for a name that only fixes another name's options."""
+
+from __future__ import annotations
+
+from fsdp_core.testing.suite.async_saves import AsyncSavesSuite
+from fsdp_core.testing.suite.bad_checkpoints import BadCheckpointsSuite
+from fsdp_core.testing.suite.bad_modules import BadModulesSuite
+from fsdp_core.testing.suite.bad_options import BadOptionsSuite
+from fsdp_core.testing.suite.broken_elsewhere import BrokenElsewhereSuite
+from fsdp_core.testing.suite.capabilities import CapabilitiesSuite
+from fsdp_core.testing.suite.checkpoints import CheckpointsSuite
+from fsdp_core.testing.suite.contract import ContractSuite
+from fsdp_core.testing.suite.exceptions import ExceptionsSuite
+from fsdp_core.testing.suite.fabric_checkpoints import FabricCheckpointsSuite
+from fsdp_core.testing.suite.launching import LaunchingSuite
+from fsdp_core.testing.suite.leftovers import LeftoversSuite
+from fsdp_core.testing.suite.listing import ListingSuite
+from fsdp_core.testing.suite.loader_positions import LoaderPositionsSuite
+from fsdp_core.testing.suite.loops import LoopsSuite
+from fsdp_core.testing.suite.numbers import NumbersSuite
+from fsdp_core.testing.suite.optimizers import OptimizersSuite
+from fsdp_core.testing.suite.parameters import ParametersSuite
+from fsdp_core.testing.suite.precision import PrecisionSuite
+from fsdp_core.testing.suite.presets import PresetClauses
+from fsdp_core.testing.suite.resuming import ExactResumeSuite
+from fsdp_core.testing.suite.shards import ShardsSuite
+
+__all__ = ["PresetSuite", "StrategySuite"]
+
+
+class StrategySuite(
+    ListingSuite,
+    ContractSuite,
+    CapabilitiesSuite,
+    NumbersSuite,
+    ShardsSuite,
+    ParametersSuite,
+    PrecisionSuite,
+    OptimizersSuite,
+    LoopsSuite,
+    ExceptionsSuite,
+    CheckpointsSuite,
+    FabricCheckpointsSuite,
+    ExactResumeSuite,
+    LoaderPositionsSuite,
+    AsyncSavesSuite,
+    LaunchingSuite,
+    LeftoversSuite,
+    BadOptionsSuite,
+    BadModulesSuite,
+    BadCheckpointsSuite,
+    BrokenElsewhereSuite,
+):
+    """Everything that a strategy promises, on real ranks, under Trainer and Fabric.
+
+    Example:
+        .. code-block:: python
+
+            class TestMine(StrategySuite):
+                strategy = "theirs"
+    """
+
+
+class PresetSuite(ListingSuite, ContractSuite, CapabilitiesSuite, LeftoversSuite, PresetClauses):
+    """What is left to show of a name that only fixes options of another, whose class runs the whole suite.
+
+    That it is listed and made of what the contracts ask for, trains as the oracle does, saves and goes on, declares
+    what it can do, and leaves nothing behind.
+
+    Example:
+        .. code-block:: python
+
+            class TestTheirsOffloaded(PresetSuite):
+                strategy = "theirs_offloaded"
+                preset_of = "theirs"
+    """

@@ -1,0 +1,106 @@
+"""The names of the mutants, as plain data; imports neither torch nor Lightning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fsdp_core import Capability, Option, StrategyInfo, hookimpl
+from fsdp_core.testing.loopback.plugin import LOOPBACK
+
+#: Each fault; the mutant is ``loopback_<fault>``.
+FAULTS = (
+    # numbers
+    "gradients_not_reduced",
+    "gradients_summed",
+    "gradients_halved",
+    "gradients_off_by_one",
+    "padding_in_norm",
+    "tail_truncated",
+    "parameters_stale",
+    "frozen_trained",
+    "tied_untied",
+    "rank_0_not_heard",
+    "left_gathered",
+    "memory_kept",
+    # optimizers
+    "optimizer_stale",
+    "optimizer_foreign",
+    "group_options_lost",
+    # clipping
+    "norm_local",
+    "infinite_norm_local",
+    "norm_nonfinite",
+    "clip_value_ignored",
+    # accumulation
+    "micro_batches_twice",
+    "micro_batches_lost",
+    "sync_left_off",
+    "no_sync_ignored",
+    # loops
+    "stale_in_forward",
+    "interrupted_counts",
+    # checkpoints
+    "state_off_by_one",
+    "names_wrapped",
+    "buffer_not_saved",
+    "buffer_not_restored",
+    "moment_not_saved",
+    "moments_by_position",
+    "random_numbers_not_restored",
+    "gradients_not_restored",
+    "strict_ignored",
+    "changed_before_check",
+    # leftovers
+    "group_left_open",
+    "thread_left_running",
+    "variable_left_set",
+    # what the plugin says
+    "signature_differs",
+    "mixed_precision_claimed",
+    "offload_claimed",
+    "checkpointing_claimed",
+    "clip_by_norm_unclaimed",
+    "option_unclaimed",
+    "default_differs",
+    "probe_imports_torch",
+)
+
+
+def _info(fault: str, **changes: Any) -> StrategyInfo:
+    return replace(
+        LOOPBACK,
+        name=f"loopback_{fault}",
+        summary="Wrong on purpose.",
+        trainer=f"mutants.strategies:trainer_{fault}",
+        fabric=f"mutants.strategies:fabric_{fault}",
+        **changes,
+    )
+
+
+#: What a mutant says of itself, where that is the fault.
+CHANGES: dict[str, dict[str, Any]] = {
+    "mixed_precision_claimed": {"capabilities": LOOPBACK.capabilities | {Capability.MIXED_PRECISION}},
+    "offload_claimed": {"capabilities": LOOPBACK.capabilities | {Capability.CPU_OFFLOAD}},
+    "checkpointing_claimed": {
+        "capabilities": LOOPBACK.capabilities | {Capability.ACTIVATION_CHECKPOINTING},
+        "options": (*LOOPBACK.options, Option(name="activation_checkpointing_policy")),
+    },
+    "option_unclaimed": {"options": (*LOOPBACK.options, Option(name="activation_checkpointing_policy"))},
+    "clip_by_norm_unclaimed": {"capabilities": LOOPBACK.capabilities - {Capability.CLIP_BY_NORM}},
+    "default_differs": {
+        "options": (Option(name="state_dict_type", default="full"), *LOOPBACK.options[1:]),
+    },
+    "probe_imports_torch": {"probe": "mutants.plugin:import_torch"},
+}
+
+
+@hookimpl
+def fsdp_strategies() -> list[StrategyInfo]:
+    """One for each fault."""
+    return [_info(fault, **CHANGES.get(fault, {})) for fault in FAULTS]
+
+
+def import_torch() -> None:
+    """Find that the strategy can run here, at too high a price."""
+    import torch  # noqa: F401

@@ -1,0 +1,63 @@
+"""The strategy classes of the mutants: ``trainer_<fault>`` and ``fabric_<fault>``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_core.testing.loopback.backend import LoopbackBackend
+from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
+from fsdp_core.testing.loopback.trainer import LoopbackTrainerStrategy
+from mutants.backends import BACKENDS
+from mutants.plugin import FAULTS
+
+
+class ForgetsRandomNumbers(LoopbackTrainerStrategy):
+    """Goes on with the random numbers of the new run."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._exact_resume._to_restore = None
+
+
+class DoesAll(LoopbackTrainerStrategy):
+    """Lets nothing be refused that it does not declare."""
+
+    @property
+    def strategy_name(self) -> str:
+        return "of no plugin"
+
+    @strategy_name.setter
+    def strategy_name(self, name: str) -> None:
+        pass
+
+
+class TakesPolicy(LoopbackTrainerStrategy):
+    """Takes a policy of activation checkpointing, and does nothing about it."""
+
+    def __init__(self, *args: Any, activation_checkpointing_policy: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+#: Where the fault is not the backend's.
+TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
+    "random_numbers_not_restored": ForgetsRandomNumbers,
+    "clip_by_norm_unclaimed": DoesAll,
+    "checkpointing_claimed": TakesPolicy,
+    "option_unclaimed": TakesPolicy,
+}
+
+for _fault in FAULTS:
+    for _front_end, _base in (
+        ("trainer", TRAINERS.get(_fault, LoopbackTrainerStrategy)),
+        ("fabric", LoopbackFabricStrategy),
+    ):
+        globals()[f"{_front_end}_{_fault}"] = type(
+            f"{_front_end}_{_fault}",
+            (_base,),
+            {
+                "__module__": __name__,
+                "called": f"loopback_{_fault}",
+                "backend_class": BACKENDS.get(_fault, LoopbackBackend),
+            },
+        )

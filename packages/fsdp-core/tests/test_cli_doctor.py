@@ -1,0 +1,282 @@
+"""``fsdp doctor`` says what is here and what is broken, whatever is broken. Bad plugins: see test_bad_plugins.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+
+if TYPE_CHECKING:
+    from conftest import Site
+
+CPU = 'accelerators=("cpu",), summary="s"'
+MAIN = "from fsdp_core.cli import main; main()"
+LIGHT = {"torch": "raise OSError('libcudart.so.12: cannot open shared object file')", "lightning": ""}
+HEALTHY_TORCH = """
+    __version__ = "2.99.0"
+
+    class version:
+        cuda, hip = None, None
+
+    def get_num_threads():
+        return 3
+
+    class cuda:
+        def is_available():
+            return True
+
+        def device_count():
+            return 1
+
+        def get_device_properties(index):
+            class properties:
+                name, total_memory, major, minor = "H999", 80_000_000_000, 9, 9
+            return properties
+
+        class nccl:
+            def version():
+                return (2, 99, 1)
+"""
+DISTRIBUTED = """
+    class Backend:
+        backend_list = ["undefined", "gloo", "nccl", "mpi", "ucc", "hccl"]
+
+    def is_available():
+        return True
+
+    def is_gloo_available():
+        return True
+
+    is_nccl_available = is_gloo_available
+"""
+
+
+def doctor(site: Site, *arguments: str, status: int, **environment: str) -> dict[str, Any]:
+    done = site.run(sys.executable, "-c", MAIN, "doctor", "--json", *arguments, check=False, **environment)
+    assert done.returncode == status, done.stderr + done.stdout
+    seen: dict[str, Any] = json.loads(done.stdout)
+    assert seen["failed"] == {}
+    return seen
+
+
+def what_is(level: str, seen: dict[str, Any]) -> list[str]:
+    return [f"{one['what']} → {one['remedy']}" for one in seen["findings"] if one["level"] == level]
+
+
+def bound(site: Site) -> None:
+    """Have every plugin of the site say which fsdp-core it was built for."""
+    for metadata in site.path.glob("*.dist-info/METADATA"):
+        metadata.write_text(metadata.read_text() + "Requires-Dist: fsdp-core>=0.1,<99\n")
+
+
+@pytest.fixture
+def light_site(site: Site) -> Site:
+    """A site whose torch can't be loaded and whose Lightning is empty, for both take seconds to import."""
+    site.distribution("stand-ins", modules=LIGHT)
+    site.provide("good-plugin", f'name="good", trainer="a:B", {CPU}')
+    bound(site)
+    return site
+
+
+def test_where_all_is_well(site: Site) -> None:
+    site.provide(
+        "good-plugin",
+        f'name="good", trainer="a:B", fabric="a:B", {CPU}',
+        f'name="elsewhere", trainer="a:B", {CPU}, probe="probes:no"',
+        f'name="ddp", trainer="a:B", {CPU}',
+        version="2.5",
+        probes="def no():\n    return 'there is no TPU'",
+    )
+    bound(site)
+    driver = site.path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 570.10\necho 570.10\n")
+    driver.chmod(0o755)
+    path = os.pathsep.join([str(site.path), os.environ["PATH"]])
+    seen = doctor(site, status=0, PATH=path, RANK="0", NCCL_DEBUG="INFO", TORCH_HUB_TOKEN="secret", HOME_OF_NOBODY="no")
+    assert what_is("broken", seen) == []
+    assert seen["contract"] == "1.0"
+    import torch
+
+    assert (seen["torch"]["version"], seen["torch"]["error"]) == (torch.__version__, None)
+    assert seen["torch"]["process_groups"]["gloo"] is True
+    assert len(seen["torch"]["cuda_devices"]) == torch.cuda.device_count()
+    assert seen["machine"]["nvidia_driver"] == "570.10"
+    unused = [
+        note for note in what_is("note", seen) if note.startswith("there is an NVIDIA driver (570.10), but torch")
+    ]
+    assert len(unused) == (0 if torch.cuda.is_available() else 1)
+    assert seen["versions"]["python"] == sys.version.split()[0]
+    assert seen["versions"]["lightning"][0].isdigit()
+    assert seen["machine"]["cpus"] >= seen["machine"]["usable_cpus"] >= 1
+    assert {"good", "elsewhere"} <= set(seen["lightning"]["trainer"]["ours"])
+    assert {"ddp"} <= set(seen["lightning"]["trainer"]["lightnings"])
+    (plugin,) = seen["plugins"]
+    assert (plugin["package"], plugin["version"], plugin["module"]) == ("good-plugin", "2.5", "good_plugin_plugin")
+    assert plugin["requires_core"] == "<99,>=0.1"
+    assert 0 < plugin["seconds"] < 60
+    assert {row["name"]: (row["status"], row["reason"]) for row in plugin["strategies"]} == {
+        "good": ("available", None),
+        "elsewhere": ("unavailable", "there is no TPU"),
+        "ddp": ("available", None),
+    }
+    shown = {name: seen["environment"][name] for name in ("RANK", "NCCL_DEBUG", "TORCH_HUB_TOKEN")}
+    assert shown == {"RANK": "0", "NCCL_DEBUG": "INFO", "TORCH_HUB_TOKEN": "(hidden)"}
+    assert "HOME_OF_NOBODY" not in seen["environment"]
+    passed_over = [note for note in what_is("note", seen) if "'ddp' of good-plugin 2.5 is passed over" in note]
+    assert len(passed_over) == 2  # by Trainer and by Fabric
+    assert "have its authors choose another name" in passed_over[0]
+
+
+def test_names_that_are_not_entered_by_themselves(light_site: Site) -> None:
+    (light_site.path / "torch.py").unlink()
+    modules = {"torch.__init__": HEALTHY_TORCH, "torch.distributed": DISTRIBUTED}
+    light_site.distribution("healthy-torch", modules=modules)
+    seen = doctor(light_site, status=1, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert (
+        "our names are not entered in Lightning by themselves: TORCH_DEVICE_BACKEND_AUTOLOAD=0 → "
+        "write `import fsdp_core.lightning` in the script, or unset the variable"
+    ) in what_is("note", seen)
+    assert seen["torch"]["cuda_devices"] == [{"name": "H999", "memory": 80_000_000_000, "capability": "9.9"}]
+    assert seen["torch"]["process_groups"] == {
+        "gloo": True,
+        "nccl": True,
+        "mpi": False,
+        "ucc": False,
+        "xccl": False,
+        "hccl": True,
+    }
+    assert seen["torch"]["nccl"] == "2.99.1"
+    (broken,) = what_is("broken", seen)
+    assert broken.startswith("lightning: ModuleNotFoundError: No module named 'lightning.pytorch'")
+    shown = light_site.run(sys.executable, "-c", MAIN, "doctor", check=False).stdout
+    assert "cuda:0         H999, 80.0 GB, compute capability 9.9\n" in shown
+    assert "nccl  yes (2.99.1)\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("source", "finding"),
+    [
+        (LIGHT["torch"], "torch: OSError: libcudart.so.12: cannot open shared object file → mend that first"),
+        ("import os; os.abort()", "torch: the process that imports it was ended by signal 6 → mend that first"),
+        ("raise SystemExit(3)", "torch: SystemExit: 3 → mend that first"),
+        ("import time; time.sleep(600)", "torch: the process that imports it was stopped: it had not ended after"),
+    ],
+    ids=["raises", "crashes", "exits", "hangs"],
+)
+def test_a_torch_that_is_broken(light_site: Site, source: str, finding: str) -> None:
+    (light_site.path / "torch.py").write_text(source)
+    seen = doctor(light_site, *(["--timeout", "10"] if "sleep" in source else []), status=1)
+    assert any(one.startswith(finding) for one in what_is("broken", seen)), what_is("broken", seen)
+    (plugin,) = seen["plugins"]
+    assert [(row["name"], row["status"]) for row in plugin["strategies"]] == [("good", "available")]
+
+
+def test_neither_torch_nor_lightning(site: Site) -> None:
+    blocker = """
+        import sys
+
+        class Blocker:
+            def find_spec(name, path=None, target=None):
+                if name in ("torch", "lightning"):
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Blocker)
+    """
+    site.distribution("blocker", modules={"sitecustomize": blocker})
+    seen = doctor(site, status=1)
+    assert what_is("broken", seen) == [
+        "torch is not installed, and no strategy runs without → pip install torch",
+        next(one for one in what_is("broken", seen) if one.startswith("lightning is not installed")),
+    ]
+    assert what_is("note", seen) == [
+        "no package with strategies is installed → "
+        "pip install fsdp-cuda-native or pip install fsdp-fsdp2 or pip install fsdp-xla"
+    ]
+
+
+def test_plugins_that_need_mending(light_site: Site) -> None:
+    light_site.plugin("bad-plugin", "import my_dep")
+    light_site.provide("one-plugin", f'name="twice", trainer="a:B", {CPU}')
+    light_site.provide(
+        "two-plugin", f'name="twice", trainer="a:B", {CPU}, probe="probes:err"', probes="def err(): 1 / 0"
+    )
+    light_site.plugin("new-plugin", "")
+    (metadata,) = light_site.path.glob("new_plugin-*/METADATA")
+    metadata.write_text(metadata.read_text() + "Requires-Dist: fsdp-core>=99\n")
+    seen = doctor(light_site, status=1)
+    broken = what_is("broken", seen)
+    for finding in (
+        "bad-plugin 1.0 (bad_plugin) failed to load: ModuleNotFoundError: No module named 'my_dep' → "
+        "pip install --upgrade --force-reinstall bad-plugin",
+        "new-plugin 1.0 (new_plugin) failed to load: ContractVersionError: it was built for fsdp-core>=99, but "
+        f"fsdp-core {seen['versions']['fsdp-core']} is installed; fsdp-core is the one to upgrade → "
+        'pip install --upgrade "fsdp-core>=99"',
+        "strategy 'twice' is ambiguous: one-plugin 1.0 and two-plugin 1.0 provide it. → "
+        "Uninstall all but one; type: pip uninstall one-plugin or pip uninstall two-plugin",
+        "strategy 'twice' can't say whether it runs here: the probe of two-plugin 1.0 failed: ZeroDivisionError: "
+        "division by zero → Report this to the authors of two-plugin, or type: pip install --upgrade two-plugin",
+    ):
+        assert finding in broken
+    assert (
+        "one-plugin 1.0 (one_plugin) requires no fsdp-core, so that one with another contract would load it too → "
+        "report this to the authors of one-plugin: it should require what it was built for, such as fsdp-core>=0.1,<0.2"
+    ) in what_is("note", seen)
+
+
+def test_what_a_person_reads_fits_a_bug_report(light_site: Site) -> None:
+    light_site.plugin("bad-plugin", "raise ValueError('word ' * 60)")
+    done = light_site.run(sys.executable, "-c", MAIN, "doctor", check=False, MASTER_ADDR="10.0.0.1")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 100
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [
+        "Versions:",
+        "Plugins:",
+        "Strategies:",
+        "Devices:",
+        "Process-group backends:",
+        "Our names in Lightning:",
+        "Environment variables:",
+    ]
+    squeezed = " ".join(done.stdout.split())
+    for text in (
+        "s bad_plugin = bad_plugin_plugin broken, see below",
+        "good good-plugin cpu yes",
+        "MASTER_ADDR 10.0.0.1",
+        "broken torch: OSError: libcudart.so.12: cannot open shared object file → mend that first",
+    ):
+        assert text in squeezed, text
+    assert "Findings: 2 broken, 0 to note" in lines
+
+
+def test_what_it_can_not_find_out_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsdp_core.cli.doctor
+    import fsdp_core.doctor.facts
+
+    def fail(*arguments: object) -> None:
+        raise OSError("no such\x1b[2J thing")
+
+    for name in ("_plugins", "_asked", "_machine", "_versions", "environment_variables"):
+        monkeypatch.setattr(fsdp_core.doctor.facts, name, fail)
+    for arguments in ([], ["--json"]):
+        done = CliRunner().invoke(fsdp_core.cli.doctor.doctor, arguments)
+        assert done.exit_code == 1, done.output
+        assert isinstance(done.exception, SystemExit)
+    found = json.loads(done.stdout)
+    subjects = ["plugins", "torch", "lightning", "machine", "versions", "environment"]
+    assert list(found["failed"]) == subjects
+    assert [one["what"] for one in found["findings"]] == [
+        f"fsdp doctor could not look at {subject}: OSError: no such?[2J thing" for subject in subjects
+    ]
+
+
+def test_it_is_found_and_explained(site: Site) -> None:
+    assert " doctor Look for what is broken here, for you and for bug reports. " in " ".join(
+        site.fsdp("--help").stdout.split()
+    )
+    assert "Exit status: 0, or 1 if something is broken." in " ".join(site.fsdp("doctor", "--help").stdout.split())

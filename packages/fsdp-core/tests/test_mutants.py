@@ -1,0 +1,115 @@
+"""Every fault that a mutant has is found by the clause that is meant for it, which the sound backend passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from mutants.plugin import FAULTS
+from mutants.running import SOUND, Outcome, run
+
+pytestmark = pytest.mark.timeout(900)  # the first of these tests waits for all the clauses
+
+LOSSES, STATE = "losses == pytest.approx", "torch.testing.assert_close(state[name]"
+
+#: By fault: the clause that finds it, and a part of what it says.
+CAUGHT: dict[str, tuple[str, str]] = {
+    "gradients_not_reduced": ("test_trainer_equals_plain[2-sgd]", LOSSES),
+    "gradients_summed": ("test_trainer_equals_plain[2-sgd]", LOSSES),
+    "gradients_halved": ("test_trainer_equals_plain[3-sgd]", LOSSES),
+    "gradients_off_by_one": ("test_trainer_equals_plain[2-sgd]", LOSSES),
+    "padding_in_norm": ("test_clipping_by_norm_equals_plain[2]", LOSSES),
+    "tail_truncated": ("test_trainer_equals_plain[2-sgd]", LOSSES),
+    "parameters_stale": ("test_trainer_equals_plain[2-sgd]", LOSSES),
+    "frozen_trained": ("test_trainer_equals_plain[2-sgd]", LOSSES),
+    "tied_untied": ("test_tied_parameters_are_trained_as_one", LOSSES),
+    "rank_0_not_heard": ("test_rank_zeros_values_win", LOSSES),
+    "left_gathered": ("test_evaluation_leaves_nothing_unsharded[as it is]", "elements, the ranks hold"),
+    "memory_kept": ("test_setup_leaves_no_whole_weight", "assert largest < "),
+    "optimizer_stale": (
+        "test_fabrics_optimizer_from_before_sharding_is_repointed[True]",
+        "all(id(p) in live for p in trained_by(optimizer))",
+    ),
+    "optimizer_foreign": ("test_optimizers_over_other_parameters_are_refused", "not module.losses"),
+    "group_options_lost": ("test_trainer_equals_plain[2-adamw_groups]", LOSSES),
+    "norm_local": ("test_clipping_by_norm_equals_plain[2]", LOSSES),
+    "infinite_norm_local": ("test_infinite_norm_sees_nan_of_another_rank", "nothing was raised"),
+    "norm_nonfinite": ("test_error_if_nonfinite_is_honoured", "nothing was raised"),
+    "clip_value_ignored": ("test_clipping_by_value_equals_plain[2]", LOSSES),
+    "micro_batches_twice": ("test_accumulation_equals_plain[2]", LOSSES),
+    "micro_batches_lost": ("test_accumulation_equals_plain[2]", LOSSES),
+    "sync_left_off": ("test_no_backward_sync_leaves_sync_on[True]", "norm == pytest.approx"),
+    "no_sync_ignored": ("test_accumulation_skips_the_reduction[as it is]", "(of_trainer, of_fabric) =="),
+    "stale_in_forward": ("test_manual_optimization[2]", LOSSES),
+    "interrupted_counts": ("test_whole_parameters_stay_equal_after_an_exception", "gains == pytest.approx"),
+    "state_off_by_one": ("test_trainer_equals_plain[2-sgd]", STATE),
+    "names_wrapped": ("test_odd_names", "wrapped.aweight"),
+    "buffer_not_saved": ("test_full_file_is_a_plain_checkpoint", 'Missing key(s) in state_dict: "net.scale"'),
+    "buffer_not_restored": ("test_fabric_reads_the_trainers_folder", "torch.equal(got[name], tensor)"),
+    "moment_not_saved": (
+        "test_saved_on_n_loaded_on_m[2-sharded-momentum]",
+        'got["optimizer"].keys() == want["optimizer"].keys()',
+    ),
+    "moments_by_position": ("test_fabric_knows_an_optimizers_state_by_name", "'momentum_buffer')"),
+    "random_numbers_not_restored": ("test_resume_is_exact[between two steps]", 'got["losses"] == want["losses"]'),
+    "gradients_not_restored": ("test_accumulated_gradients[{}]", 'got["losses"] == want["losses"]'),
+    "strict_ignored": ("test_another_models_checkpoint_under_trainer[Renamed-sharded]", "2 are missing in it"),
+    "changed_before_check": (
+        "test_another_models_checkpoint_under_trainer[Renamed-sharded]",
+        "was changed by what was refused",
+    ),
+    "group_left_open": ("test_nothing_is_left_behind[trainer]", "{'process groups': "),
+    "thread_left_running": ("test_nothing_is_left_behind[trainer]", "{'threads': ['Thread-"),
+    "variable_left_set": ("test_nothing_is_left_behind[trainer]", "{'environment variables': ['LOOPBACK']} != "),
+    "signature_differs": (
+        "test_methods_are_called_as_the_contract_says[trainer]",
+        "'clip_value' is called 'limit' there",
+    ),
+    "clip_by_norm_unclaimed": ("test_what_is_not_declared_is_refused[clip_by_norm-trainer]", "nothing was raised"),
+    "option_unclaimed": ("test_no_option_asks_for_what_is_not_declared", "activation_checkpointing_policy"),
+    "offload_claimed": ("test_options_leave_numbers_alone[cpu_offload=True]", "has no option 'cpu_offload'"),
+    "checkpointing_claimed": (
+        "test_activation_checkpointing_needs_no_wrap_policy[as it is]",
+        "assert [3, 3] == [6, 6]",
+    ),
+    "mixed_precision_claimed": ("test_dtypes_under_trainer[bf16-mixed]", 'got["weight"]'),
+    "default_differs": ("test_the_options_are_the_constructors_arguments[trainer-precision]", "'full'"),
+    "probe_imports_torch": ("test_listing_imports_neither_torch_nor_lightning", "'torch'"),
+}
+
+#: Faults whose clauses are not for the backend as it is, which declares something else.
+DECLARED_OTHERWISE = {
+    "mixed_precision_claimed",
+    "offload_claimed",
+    "checkpointing_claimed",
+    "clip_by_norm_unclaimed",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], Outcome]:
+    """All clauses of the table, for the mutant that each is meant for, and for what it was."""
+    chosen = {(f"{SOUND}_{fault}", clause) for fault, (clause, _) in CAUGHT.items()}
+    sound = {(SOUND, clause) for fault, (clause, _) in CAUGHT.items() if fault not in DECLARED_OTHERWISE}
+    return run(tmp_path_factory.mktemp("session"), chosen | sound)
+
+
+def test_every_mutant_is_in_the_table() -> None:
+    assert set(CAUGHT) == set(FAULTS)
+
+
+@pytest.mark.parametrize("fault", CAUGHT)
+def test_fault_is_found(outcomes: Mapping[tuple[str, str], Outcome], fault: str) -> None:
+    clause, words = CAUGHT[fault]
+    found = outcomes[f"{SOUND}_{fault}", clause]
+    assert found.result == "failed"
+    assert words in found.said
+
+
+@pytest.mark.parametrize(
+    "clause", sorted({clause for fault, (clause, _) in CAUGHT.items() if fault not in DECLARED_OTHERWISE})
+)
+def test_sound_backend_passes(outcomes: Mapping[tuple[str, str], Outcome], clause: str) -> None:
+    found = outcomes[SOUND, clause]
+    assert found.result == "passed", found.said

@@ -1,7 +1,0 @@
-"""Parameters and state that libraries stumble on."""
-
-from fsdp_core.testing.suite.parameters import ParametersSuite
-
-
-class TestParameters(ParametersSuite):
-    strategy = "fsdp_native"

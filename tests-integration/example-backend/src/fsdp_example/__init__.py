@@ -1,0 +1,1 @@
+"""``strategy="zero1"`` for Lightning. A script needs no import of this package: the name is enough."""
