@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import SavedTensor
+from fsdp_core.errors import CheckpointValueError
 from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.clauses import Clauses
@@ -119,6 +122,39 @@ def _partly(strategy: str, tmp: str) -> None:
             assert torch.equal(left.full(), tensor)
 
 
+def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bool]]:
+    """Save state dicts in the place of the objects themselves: what is refused, and what came back whole."""
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    x, y = oracle.global_batches(1)[0]
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+    used: Any = fabric.strategy
+    weights, moments = full_state(used), full_optimizer_state(used, optimizer)
+    by_name: Any = optimizer.state_dict()  # Lightning asks the strategy for it
+    fabric.save(f"{tmp}/by name", {"optimizer": by_name})
+    saved = _whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
+    kept = [torch.equal(saved[name][key], whole) for name, held in moments.items() for key, whole in held.items()]
+    refused = []
+    shards = {"weights": model.state_dict(), "moments": {"nested": [optimizer.optimizer.state_dict()]}}
+    for name, state in shards.items():
+        message = refusal(CheckpointValueError, lambda name=name, state=state: fabric.save(f"{tmp}/{name}", state))
+        if message.endswith("nothing was raised"):  # its tensors say that they are shards, and of what
+            found = _whole(fabric.load(f"{tmp}/{name}"))
+            wanted = weights if name == "weights" else {}
+            kept += [
+                torch.equal(found[name], whole) for name, whole in wanted.items() if isinstance(whole, torch.Tensor)
+            ]
+        else:
+            refused.append(message)
+    return refused, kept
+
+
+def _whole(state: Any) -> Any:
+    return apply_to_collection(state, SavedTensor, SavedTensor.full)
+
+
 class FabricCheckpointsSuite(Clauses):
     """What Fabric saves, with all that its users put beside a model, is restored bit for bit."""
 
@@ -130,6 +166,13 @@ class FabricCheckpointsSuite(Clauses):
             assert_bit_equal(got, saved)
             assert got["plain"] == (2, 2)
             assert got["rest"] == {"note": {"lr": (0.1, None)}}
+
+    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    def test_state_dicts_are_saved_whole_or_refused(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+        for refused, kept in ranks.run(2, _state_dicts, self.strategy, str(tmp_path), kind):
+            assert all(kept)
+            for message in refused:
+                assert_says(message, "a rank's own shard of", 'fabric.save(path, {"model": model')
 
     def test_fabric_filter(self, ranks: RankPool, tmp_path: Path) -> None:
         for saved, expected in ranks.run(2, _filtered, self.strategy, str(tmp_path)):

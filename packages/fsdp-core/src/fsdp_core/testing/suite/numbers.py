@@ -13,6 +13,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained, train_plain
 from fsdp_core.testing.suite.clauses import Clauses
 from fsdp_core.testing.training import fabric_fit, fit
+from fsdp_core.wrapping import describe_policy
 
 __all__ = ["NumbersSuite", "assert_same", "options_id"]
 
@@ -29,7 +30,7 @@ def assert_same(got: list[Trained], want: Trained) -> None:
 
 def options_id(options: Mapping[str, Any]) -> str:
     """How pytest shows options that are a parameter of a test."""
-    return ",".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items())
+    return ",".join(f"{key}={describe_policy(option)}" for key, option in options.items())
 
 
 class NumbersSuite(Clauses):
