@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,9 @@ def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bo
     saved = _whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
     kept = [torch.equal(saved[name][key], whole) for name, held in moments.items() for key, whole in held.items()]
     refused = []
-    shards = {"weights": model.state_dict(), "moments": {"nested": [optimizer.optimizer.state_dict()]}}
+    shards: dict[str, dict[str, Any]] = {"weights": model.state_dict(), "moments": {"nested": [optimizer.optimizer.state_dict()]}}
     for name, state in shards.items():
-        message = refusal(CheckpointValueError, lambda name=name, state=state: fabric.save(f"{tmp}/{name}", state))
+        message = refusal(CheckpointValueError, partial(fabric.save, f"{tmp}/{name}", state))
         if message.endswith("nothing was raised"):  # its tensors say that they are shards, and of what
             found = _whole(fabric.load(f"{tmp}/{name}"))
             wanted = weights if name == "weights" else {}
