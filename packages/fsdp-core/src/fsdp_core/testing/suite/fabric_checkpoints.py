@@ -138,7 +138,8 @@ def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bo
     saved = _whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
     kept = [torch.equal(saved[name][key], whole) for name, held in moments.items() for key, whole in held.items()]
     refused = []
-    shards: dict[str, dict[str, Any]] = {"weights": model.state_dict(), "moments": {"nested": [optimizer.optimizer.state_dict()]}}
+    moments_by_number = {"nested": [optimizer.optimizer.state_dict()]}
+    shards: dict[str, dict[str, Any]] = {"weights": model.state_dict(), "moments": moments_by_number}
     for name, state in shards.items():
         message = refusal(CheckpointValueError, partial(fabric.save, f"{tmp}/{name}", state))
         if message.endswith("nothing was raised"):  # its tensors say that they are shards, and of what
