@@ -45,5 +45,5 @@ if __name__ == "__main__":
     quiet = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
     command = Command(Line, save_config_callback=None, trainer_defaults=quiet)
     if command.trainer.is_global_zero:
-        loops = command.trainer.fit_loop
-        print(json.dumps({"step": loops.epoch_loop.global_step, "max_steps": command.trainer.max_steps}))
+        metrics = {name: value.item() for name, value in command.trainer.callback_metrics.items()}
+        print(json.dumps({"step": command.trainer.global_step, **metrics}))

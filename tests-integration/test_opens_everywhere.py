@@ -194,14 +194,20 @@ def test_data_that_begin_anew_are_told(ranks: RankPool, tmp_path: Path, strategy
 def test_lightnings_command_line_takes_a_folder(tmp_path: Path) -> None:
     command = str(Path(__file__).parent / "lightning_cli.py")
     folder = tmp_path / "runs"
-    for words in (
-        ("fit", "--trainer.strategy=fsdp2", "--trainer.max_steps=3", f"--trainer.default_root_dir={folder}"),
-        ("fit", "--trainer.strategy=fsdp_native", "--trainer.max_steps=5", f"--ckpt_path={folder}/last"),
-        ("test", "--trainer.strategy=auto", "--trainer.devices=1", f"--ckpt_path={folder}/last"),
+    for words, steps in (
+        (("fit", "--trainer.strategy=fsdp2", "--trainer.max_steps=3", f"--trainer.default_root_dir={folder}"), 3),
+        (("fit", "--trainer.strategy=fsdp_native", "--trainer.max_steps=5", f"--ckpt_path={folder}/last"), 5),
+        (("test", "--trainer.strategy=auto", "--trainer.devices=1", f"--ckpt_path={folder}/last"), 0),
     ):
         ended = start(tmp_path, command, *words)
         assert ended.status == 0, ended.output
-        assert ended.said[-1]["step"] == {"fit": ended.said[-1]["max_steps"], "test": 3}[words[0]]
+        assert ended.said[-1]["step"] == steps
+    line = nn.Linear(4, 1)
+    saved = fsdp_core.load_state_dict(folder / "last")
+    line.load_state_dict({name.removeprefix("layer."): tensor for name, tensor in saved.items()})
+    data = torch.eye(16, 4)
+    want = (line(data) - data.sum(1, keepdim=True)).square().mean().item()
+    assert ended.said[-1]["loss"] == pytest.approx(want, abs=FP32_TOLERANCE)
 
 
 # -- Fabric ------------------------------------------------------------------------------------------------------------
