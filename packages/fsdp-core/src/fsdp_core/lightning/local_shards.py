@@ -43,8 +43,10 @@ def refuse_local_shards(
         CheckpointValueError: It holds one, on any rank.
     """
     shards: dict[int, str] = {}
+    any_flat = False
     for root in roots:
         flat = {p: parts for p, parts in backend.layout(root).items() if any(part.range is not None for part in parts)}
+        any_flat |= bool(flat)
         for parameter, parts in flat.items():
             shards.update(dict.fromkeys(_memory([parameter]), f"parameter {parts[0].name!r}"))
         for optimizer in optimizers:
@@ -52,6 +54,8 @@ def refuse_local_shards(
                 held = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
                 told = f"the optimizer's state of {flat[parameter][0].name!r}"
                 shards.update(dict.fromkeys(_memory(one for one in held if one.ndim), told))
+    if not any_flat:  # which is the same on every rank
+        return
 
     def look() -> None:
         for path, tensor in _tensors(state, ()):
