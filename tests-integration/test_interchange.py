@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fsdp_core import resolve
+from fsdp_core import AccumulatedGradients, resolve
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, train_plain
+from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, new_net, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
@@ -137,6 +137,44 @@ def test_a_fabric_loop_goes_on_under_another_strategy(ranks: RankPool, tmp_path:
         assert_bit_equal(state, saved[0][1])
     for losses, _ in ranks.run(3, train_by_fabric, second, {}, 3, (STEPS, 2 * STEPS), path, None):
         assert losses == pytest.approx(want_losses[STEPS:], abs=FP32_TOLERANCE)
+
+
+def accumulate(
+    strategy: str, world_size: int, batches: tuple[int, int], load: str | None, save: str | None
+) -> dict[str, Tensor]:
+    """Add up the gradients of some batches, and save them, or take the step."""
+    fabric = new_fabric(strategy, world_size)
+    net = new_net()
+    model, optimizer = fabric.setup(net, adamw_groups(net))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "gradients": AccumulatedGradients(model)}
+    if load is not None:
+        fabric.load(load, state)
+    for i, (x, y) in enumerate(loader(STEPS, world_size)):
+        if batches[0] <= i < batches[1]:
+            with fabric.no_backward_sync(model, enabled=i < STEPS - 1):
+                fabric.backward(torch.nn.functional.mse_loss(model(x), y))
+    if save is None:
+        optimizer.step()
+    else:
+        fabric.save(save, state)
+    return full_state(fabric.strategy)
+
+
+@pytest.mark.parametrize(("first", "second"), [("fsdp_native", "fsdp2"), ("fsdp2", "fsdp_native")])
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_step_is_finished_under_another_strategy(
+    ranks: RankPool, tmp_path: Path, first: str, second: str, after: int
+) -> None:
+    """What the micro-batches before the checkpoint have accumulated is not lost."""
+    path, want = str(tmp_path / "saved"), new_net()
+    optimizer = adamw_groups(want)
+    for x, y in loader(STEPS, 1):
+        torch.nn.functional.mse_loss(want(x), y).backward()
+    optimizer.step()
+    ranks.run(2, accumulate, first, 2, (0, 2), None, path)
+    for state in ranks.run(after, accumulate, second, after, (2, STEPS), path, None):
+        for name, tensor in want.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,58 @@ def test_state_of_flat_parameters_goes_to_the_right_ones(ranks: RankPool, tmp_pa
     new_trainer(tmp_path, "auto", max_epochs=2).fit(module, loader(STEPS, 1), ckpt_path=str(tmp_path / "flat"))
     new_trainer(tmp_path, "auto", max_epochs=2).fit(whole, loader(STEPS, 1))
     assert first + losses_of(module) == pytest.approx(losses_of(whole), abs=FP32_TOLERANCE)
+
+
+# -- amid an epoch -----------------------------------------------------------------------------------------------------
+
+
+def _save_amid_an_epoch(strategy: str, tmp: str) -> None:
+    run = new_trainer(tmp, strategy, 2, max_steps=2)
+    run.fit(Lit("sgd"), loader(STEPS, 2))
+    run.save_checkpoint(f"{tmp}/amid")
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(Lit("sgd"), loader(STEPS, 2))
+    run.save_checkpoint(f"{tmp}/whole")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_data_that_begin_anew_are_told(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    """A plain Trainer reads no positions of ours."""
+    ranks.run(2, _save_amid_an_epoch, strategy, str(tmp_path))
+    told: dict[str, list[str]] = {}
+    for name in ("amid", "whole"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            new_trainer(tmp_path, "auto", max_epochs=2).fit(
+                Lit("sgd"), loader(STEPS, 1), ckpt_path=str(tmp_path / name)
+            )
+            new_trainer(tmp_path, "auto").validate(Lit("sgd"), loader(1, 1), str(tmp_path / name), verbose=False)
+        told[name] = [str(one.message) for one in caught if "positions" in str(one.message)]
+    assert told["whole"] == []
+    (message,) = told["amid"]
+    assert_says(message, "amid an epoch", "does not restore the positions", "begin anew", "strategy='fsdp2'")
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def test_lightnings_command_line_takes_a_folder(tmp_path: Path) -> None:
+    command = str(Path(__file__).parent / "lightning_cli.py")
+    folder = tmp_path / "runs"
+    for words, steps in (
+        (("fit", "--trainer.strategy=fsdp2", "--trainer.max_steps=3", f"--trainer.default_root_dir={folder}"), 3),
+        (("fit", "--trainer.strategy=fsdp_native", "--trainer.max_steps=5", f"--ckpt_path={folder}/last"), 5),
+        (("test", "--trainer.strategy=auto", "--trainer.devices=1", f"--ckpt_path={folder}/last"), 0),
+    ):
+        ended = start(tmp_path, command, *words)
+        assert ended.status == 0, ended.output
+        assert ended.said[-1]["step"] == steps
+    line = nn.Linear(4, 1)
+    saved = fsdp_core.load_state_dict(folder / "last")
+    line.load_state_dict({name.removeprefix("layer."): tensor for name, tensor in saved.items()})
+    data = torch.eye(16, 4)
+    want = (line(data) - data.sum(1, keepdim=True)).square().mean().item()
+    assert ended.said[-1]["loss"] == pytest.approx(want, abs=FP32_TOLERANCE)
 
 
 # -- Fabric ------------------------------------------------------------------------------------------------------------

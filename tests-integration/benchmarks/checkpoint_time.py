@@ -143,7 +143,7 @@ def save_and_load(strategy: str, size: Size, folder: Path, turns: int) -> dict[s
         for name in dice.sample(list(saves), len(saves)):
             fresh(places[name])
             measured(name, saves[name])
-            behind.fabric.strategy.wait_for_save()  # type: ignore[attr-defined]
+            behind.fabric.strategy.wait_for_saves()  # type: ignore[attr-defined]
             dist.barrier()
         for name in dice.sample(list(loads), len(loads)):
             measured(name, loads[name])

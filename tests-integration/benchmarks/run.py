@@ -107,16 +107,22 @@ def checkpoints(strategy: str, *, quick: bool) -> dict[str, Any]:
     return result
 
 
+_STARTER = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
 def consolidate(source: Path, target: Path) -> dict[str, Any]:
     """How much memory the command takes at its peak, beside a Python that only imports torch."""
-    command = [str(Path(sys.executable).with_name("fsdp")), "checkpoint", "consolidate", str(source), str(target)]
+    fsdp = str(Path(sys.executable).with_name("fsdp"))
+    command = [fsdp, "checkpoint", "consolidate", str(source), str(target), "--to", "safetensors"]
     peaks = {}
     for name, words in (("command", command), ("import torch", [sys.executable, "-c", "import torch"])):
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-        _, status, used = os.wait4(process.pid, 0)
-        if status:
-            raise RuntimeError(f"{' '.join(words)} ended with status {status}")
-        peaks[name] = 1024 * used.ru_maxrss
+        # A process begins with the peak of the one that started it, so a small one has to.
+        found = subprocess.run([sys.executable, "-c", _STARTER, *words], check=True, capture_output=True, text=True)
+        peaks[name] = 1024 * int(found.stdout.splitlines()[-1])
     return {"bytes": target.stat().st_size, "peak memory": peaks}
 
 

@@ -152,6 +152,21 @@ def test_files_behind_a_link_are_not_removed(tmp_path: Path) -> None:
     assert value_of(tmp_path / "other") == 1.0
 
 
+def test_nothing_is_saved_behind_a_link(tmp_path: Path) -> None:
+    """A load would not follow it."""
+    save_state(tmp_path / "c", 1.0)
+    (tmp_path / "c" / "model").rename(tmp_path / "elsewhere")
+    (tmp_path / "c" / "model").symlink_to(tmp_path / "elsewhere")
+    before = files_in(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"'model/.* is a link to .*elsewhere, outside of the checkpoint"):
+        save_state(tmp_path / "c", 2.0)
+    assert files_in(tmp_path / "elsewhere") == before
+    (tmp_path / "c" / "model").unlink()
+    (tmp_path / "linked").symlink_to("c")
+    save_state(tmp_path / "linked", 3.0)
+    assert value_of(tmp_path / "linked") == 3.0
+
+
 @pytest.mark.parametrize("at", range(1, 14))
 def test_whatever_sync_fails_one_whole_checkpoint_is_there(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch

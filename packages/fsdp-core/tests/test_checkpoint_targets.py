@@ -18,7 +18,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from checkpoint_ranks import started
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, save, verify
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, remove, save, verify
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.ranks import RankPool
@@ -282,6 +282,10 @@ def test_a_folder_that_this_user_may_not_write(open_path: Path, make: Callable[[
     told = as_nobody(save_value, path, 2.0)
     assert told.startswith(f"CheckpointError: writing {path} failed: PermissionError: ")
     assert "This user may not do that there: ask for the right, or use another path." in told
+    if make is a_checkpoint:
+        told = as_nobody(remove, path)
+        assert told.startswith(f"CheckpointError: can't remove {path}: PermissionError: ")
+        assert "This user may not do that there: ask for the right" in told
     for folder in (path.parent, *(found for found in path.parent.rglob("*") if found.is_dir())):
         folder.chmod(0o755)
     assert everything(open_path) == before

@@ -101,12 +101,12 @@ def stand_ins(root: FullyShardedDataParallel) -> Iterator[dict[str, nn.Parameter
     by_name: dict[str, nn.Parameter] = {}
     by_place: dict[tuple[int, str], nn.Parameter] = {}
     held: dict[str, nn.Parameter] = {}
-    before: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+    before: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
 
     def put(owner: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
         by_place[id(owner), attribute] = parameter
-        if not any(owner is one for one, _ in before):
-            before.append((owner, dict(owner._parameters)))
+        if owner not in before:
+            before[owner] = dict(owner._parameters)
 
     for name, member in named_members(root):
         data = torch.zeros((), dtype=member.held.dtype, device=member.held.device).expand(member.shape)
@@ -116,10 +116,10 @@ def stand_ins(root: FullyShardedDataParallel) -> Iterator[dict[str, nn.Parameter
     for unit in units_of(root):
         for owner, attribute, first, first_attribute in tied_members(unit):
             put(owner, attribute, by_place[id(first), first_attribute])
-        if not any(unit.module is one for one, _ in before):
-            before.append((unit.module, dict(unit.module._parameters)))
+        if unit.module not in before:
+            before[unit.module] = dict(unit.module._parameters)
     hidden: list[tuple[nn.Module, str, object]] = []
-    for owner, parameters in before:
+    for owner, parameters in before.items():
         owner._parameters.clear()
         for name in dict.fromkeys((*_ORDERS.get(owner, ()), *parameters)):
             if (id(owner), name) in by_place:
@@ -132,7 +132,7 @@ def stand_ins(root: FullyShardedDataParallel) -> Iterator[dict[str, nn.Parameter
     try:
         yield by_name
     finally:
-        for owner, parameters in before:
+        for owner, parameters in before.items():
             owner._parameters.clear()
             owner._parameters.update(parameters)
         for owner, name, value in hidden:

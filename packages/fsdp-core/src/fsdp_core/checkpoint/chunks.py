@@ -30,35 +30,41 @@ class Chunk:
     data: Tensor | TensorSource
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChunkedTensor:
     """This rank's part of a tensor: zero or more boxes that don't overlap.
 
     The boxes of all ranks with ``replica == 0`` cover the tensor exactly. A rank that holds nothing of the tensor (more
     ranks than rows) has no chunks.
 
-    Attributes:
+    Args:
         shape: The shape of the whole tensor.
         dtype: Its dtype.
         chunks: The boxes that this rank holds.
         replica: Which copy of the tensor these boxes belong to. Only copy 0 is written; every copy is read into.
+
+    Raises:
+        ValueError: A chunk does not lie inside the tensor.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-    replica: int = 0
+    # Not a dataclass, for Lightning looks into those for tensors to replace.
+    __slots__ = ("chunks", "dtype", "replica", "shape")
 
-    def __post_init__(self) -> None:
-        for chunk in self.chunks:
+    def __init__(
+        self, *, shape: tuple[int, ...], dtype: torch.dtype, chunks: tuple[Chunk, ...], replica: int = 0
+    ) -> None:
+        self.shape, self.dtype, self.chunks, self.replica = shape, dtype, chunks, replica
+        for chunk in chunks:
             box = tuple(chunk.data.shape)
-            if not len(box) == len(chunk.offsets) == len(self.shape) or any(
+            if not len(box) == len(chunk.offsets) == len(shape) or any(
                 offset < 0 or offset + length > size
-                for offset, length, size in zip(chunk.offsets, box, self.shape, strict=True)
+                for offset, length, size in zip(chunk.offsets, box, shape, strict=True)
             ):
                 raise ValueError(
-                    f"a chunk of shape {box} at {chunk.offsets} does not lie inside a tensor of shape {self.shape}"
+                    f"a chunk of shape {box} at {chunk.offsets} does not lie inside a tensor of shape {shape}"
                 )
+
+    def __repr__(self) -> str:
+        return f"ChunkedTensor(shape={self.shape}, dtype={self.dtype}, chunks={self.chunks}, replica={self.replica})"
 
 
 def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> ChunkedTensor:

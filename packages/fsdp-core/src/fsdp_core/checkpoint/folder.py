@@ -98,13 +98,24 @@ class Folder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Open a new file for writing; when the block ends, its bytes are on the disk or in the object store."""
+        """Open a new file for writing; when the block ends, its bytes are on the disk or in the object store.
+
+        Raises:
+            CheckpointError: A link leads out of the folder, where no reader would follow.
+        """
         path = self.path(name)
         if not self.local:
             with _uploading(self.fs, path) as stream:
                 yield stream
             return
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        parent = os.path.dirname(path)
+        root, real = os.path.realpath(self.root), os.path.realpath(parent)
+        if os.path.commonpath([root, real]) != root:
+            raise CheckpointError(
+                f"can't write {name!r} in {self}: {parent} is a link to {real}, outside of the checkpoint, and no load "
+                "would follow it.\nSave to another path, or link the whole folder instead."
+            )
+        os.makedirs(parent, exist_ok=True)
         with open(path, "xb", buffering=2**20) as file:
             yield file
             file.flush()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fsdp_core.checkpoint.folder import StrPath, open_folder
+from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.manifest import MANIFEST
 from fsdp_core.checkpoint.recognition import holds_manifest, is_ours
-from fsdp_core.errors import CheckpointExistsError
+from fsdp_core.checkpoint.remedies import remedy
+from fsdp_core.errors import CheckpointError, CheckpointExistsError
 
 __all__ = ["remove"]
 
@@ -22,8 +23,20 @@ def remove(path: StrPath) -> None:
 
     Raises:
         CheckpointExistsError: A folder of anything else is at the path; nothing was removed.
+        CheckpointError: The file system refuses; what was removed by then stays removed, the manifest first.
     """
     folder = open_folder(path)
+    try:
+        _remove(folder)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"can't remove {folder}: {type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        ) from error
+
+
+def _remove(folder: Folder) -> None:
     kind = folder.kind()
     if kind == "missing":
         return

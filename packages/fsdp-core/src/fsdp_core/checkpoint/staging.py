@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.chunks import Chunk
+from fsdp_core.checkpoint.chunks import Chunk, ChunkedTensor
 from fsdp_core.checkpoint.planning import Plan
 
 __all__ = ["Staging"]
@@ -76,7 +76,12 @@ class Staging:
         return replace(
             plan,
             stored={
-                key: replace(tensor, chunks=tuple(map(copied, tensor.chunks)) if tensor.replica == 0 else ())
+                key: ChunkedTensor(
+                    shape=tensor.shape,
+                    dtype=tensor.dtype,
+                    chunks=tuple(map(copied, tensor.chunks)) if tensor.replica == 0 else (),
+                    replica=tensor.replica,
+                )
                 for key, tensor in plan.stored.items()
             },
             tensors={name: copies[_identity(tensor)] for name, tensor in plan.tensors.items()} if not rank else {},

@@ -77,6 +77,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     ) -> None:
         self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
         self.roots: list[nn.Module] = []
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._num_nodes = 1
         super().__init__(
             accelerator=accelerator,
@@ -158,10 +159,12 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         forward = self.setup_module(module)
         self.backend.repoint(optimizers, self.roots)
+        self.optimizers.update(optimizers)
         return forward, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self.backend.repoint([optimizer], self.roots)
+        self.optimizers.add(optimizer)
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:

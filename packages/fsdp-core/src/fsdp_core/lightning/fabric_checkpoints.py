@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -22,16 +23,20 @@ from fsdp_core.lightning.fabric_loaders import is_loader, load_loader, loader_st
 from fsdp_core.lightning.file_layout import as_trainers_file
 from fsdp_core.lightning.forwarding import root_of
 from fsdp_core.lightning.full_file import gathered, numbered, write_full
+from fsdp_core.lightning.local_shards import refuse_local_shards
 from fsdp_core.lightning.reading import read_checkpoint
 from fsdp_core.runtime import Runtime
 
 __all__ = ["load_checkpoint", "owner_of", "save_checkpoint"]
+
+_INSTEAD = 'Give the objects themselves: fabric.save(path, {"model": model, "optimizer": optimizer}).'
 
 
 class _Strategy(Protocol):
     backend: Backend
     runtime: Runtime
     roots: list[nn.Module]
+    optimizers: weakref.WeakSet[Optimizer]
     strategy_name: str
 
     @property
@@ -89,7 +94,8 @@ def save_checkpoint(
     if background is not None:
         background.wait()  # before memory is taken for this one
     _warn_of_gradients(strategy, state)
-    backend, converted, kinds, tied = strategy.backend, {}, {}, {}
+    backend, kinds, tied = strategy.backend, dict[str, str](), dict[str, str]()
+    converted: dict[str, Any] = {}
     for key, obj in state.items():
         if isinstance(obj, nn.Module):
             root = root_of(obj)
@@ -106,6 +112,8 @@ def save_checkpoint(
             converted[key] = obj.state_dict() if callable(getattr(obj, "state_dict", None)) else obj
         if key in filters and isinstance(converted[key], dict):
             converted[key] = {k: v for k, v in converted[key].items() if filters[key](k, v)}
+    plain = {key: value for key, value in converted.items() if join_path(key) not in kinds}
+    refuse_local_shards(plain, backend, strategy.roots, strategy.optimizers, strategy.runtime, _INSTEAD)
     if strategy.state_dict_type == "full":
         whole = gathered(converted, backend)
         whole = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in whole.items()}

@@ -28,7 +28,7 @@ from fsdp_core.lightning.private import (
 )
 from fsdp_core.runtime import Runtime
 
-__all__ = ["TrainingLoaders"]
+__all__ = ["TrainingLoaders", "warn_of_lost_positions"]
 
 _KEY = "data_loaders"
 
@@ -145,9 +145,8 @@ class TrainingLoaders:
         saved = checkpoint.get(_KEY) or {"world_size": 1, "loaders": _of_other_strategies(loop["state_dict"])}
         at_end = all(is_at_end(state) for one in saved["loaders"] for state in states_in(one))
         loop = _with_true_epochs(loop, at_end or _KEY not in checkpoint)
-        epochs, batches = loop["epoch_progress"]["total"], loop["epoch_loop.batch_progress"]
-        self._epoch_is_over = epochs["ready"] == epochs["started"] == epochs["processed"]
-        self._interrupted = not self._epoch_is_over and not batches["is_last_batch"]
+        batches = loop["epoch_loop.batch_progress"]
+        self._epoch_is_over, self._interrupted = _epoch_is_over(loop), _is_amid_an_epoch(loop)
         # if so, Lightning will count the epoch as done, after it has made the loaders
         self._last_batch_was_done = (
             not self._epoch_is_over
@@ -162,6 +161,32 @@ class TrainingLoaders:
             always_load_loader_states(trainer.fit_loop)
         self._restored = states
         return _with_loop(checkpoint, {**loop, "state_dict": {**loop["state_dict"], "combined_loader": states}})
+
+
+def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
+    """Tell that a strategy which reads no positions of ours begins the epoch's samples anew.
+
+    Lightning says so itself of loaders without a state.
+
+    Args:
+        checkpoint: What one of our strategies has saved of a Trainer.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop")
+    if loop is not None and checkpoint.get(_KEY) and _is_amid_an_epoch(_with_true_epochs(loop, at_end=False)):
+        rank_zero_warn(
+            "The checkpoint was saved amid an epoch, and this strategy does not restore the positions that it holds of "
+            "the data loaders, so that epoch's samples begin anew.\n"
+            "Resume with strategy='fsdp2', or another name that `fsdp list` shows, or from the end of an epoch."
+        )
+
+
+def _epoch_is_over(loop: Mapping[str, Any]) -> bool:
+    epochs = loop["epoch_progress"]["total"]
+    return bool(epochs["ready"] == epochs["started"] == epochs["processed"])
+
+
+def _is_amid_an_epoch(loop: Mapping[str, Any]) -> bool:
+    return not _epoch_is_over(loop) and not loop["epoch_loop.batch_progress"]["is_last_batch"]
 
 
 def _states(loop: Any) -> list[Any]:

@@ -3,7 +3,8 @@
 Checked on Lightning 2.6.6, which reads every checkpoint file by one function and writes it by another, each imported by
 name into the modules below. Both are wrapped in every place: a folder with a manifest of ours is read as what the file
 of the same run holds, and anything else goes to Lightning's own function as it came. Lightning's own sharded strategies
-read by other ways, made for their own layouts; they refuse our folder with what to write instead.
+read by other ways, made for their own layouts; they refuse our folder with what to write instead. A fit that goes on
+from amid an epoch is told that its data begin anew.
 
 A version of Lightning that has one of these no longer is left as it is there.
 """
@@ -51,6 +52,7 @@ def install_opening(strategies: ModuleType) -> None:
                 _replace(sys.modules.get(f"{package[front_end]}.{rest}"), name, wrap)
     for name in _OTHER_LAYOUTS:
         _replace(vars(strategies).get(name), "load_checkpoint", _refuses_folders)
+    _replace(vars(strategies).get("Strategy"), "load_checkpoint", _warns_of_lost_positions)
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -118,6 +120,22 @@ def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         return load_checkpoint(self, *args, **kwargs)
 
     return _marked(load_own_layout, load_checkpoint)
+
+
+@cache
+def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load_checkpoint)
+    def load_and_warn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = load_checkpoint(self, *args, **kwargs)
+        module, given = getattr(self, "lightning_module", None), inspect.signature(load_checkpoint)
+        path: Any = given.bind(self, *args, **kwargs).args[1]
+        if module is not None and module.trainer.state.fn == "fit" and _is_sharded_folder(path):
+            from fsdp_core.lightning.loader_positions import warn_of_lost_positions
+
+            warn_of_lost_positions(checkpoint)
+        return checkpoint
+
+    return _marked(load_and_warn, load_checkpoint)
 
 
 def _marked(wrapper: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:

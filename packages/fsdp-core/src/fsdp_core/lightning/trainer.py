@@ -29,6 +29,7 @@ from fsdp_core.lightning.capabilities import check_checkpoint, check_loop, check
 from fsdp_core.lightning.full_file import gathered, numbered, write_full
 from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.loader_positions import TrainingLoaders
+from fsdp_core.lightning.local_shards import refuse_local_shards
 from fsdp_core.lightning.pending import expect_what_is_pending
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher
@@ -42,6 +43,8 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.strategy_info import Capability
 
 __all__ = ["ShardedTrainerStrategy"]
+
+_ALREADY_SAVED = "Leave it out: the checkpoint holds the model and its optimizers anyway."
 
 
 class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
@@ -373,6 +376,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         assert self.lightning_module is not None
         rest = self._training_loaders.save(checkpoint, self.lightning_module.trainer, self.runtime)
         model, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
+        if self.model is not None:
+            refuse_local_shards(rest, self.backend, [self.model], self.optimizers, self.runtime, _ALREADY_SAVED)
         if optimizers is not None and self.model is not None:
             rest[KEY] = self._exact_resume.state(self.backend, self.model)
         if self.state_dict_type == "full":

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import SavedTensor
+from fsdp_core.errors import CheckpointValueError
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
@@ -137,6 +141,38 @@ def _blocks_first_or_last(strategy: str, path: str, load: bool) -> dict[str, dic
     return full_optimizer_state(fabric.strategy, optimizer)
 
 
+def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bool]]:
+    """Save state dicts in the place of the objects themselves: what is refused, and what came back whole."""
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    x, y = oracle.global_batches(1)[0]
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+    used: Any = fabric.strategy
+    weights, moments = full_state(used), full_optimizer_state(used, optimizer)
+    by_name: Any = optimizer.state_dict()  # Lightning asks the strategy for it
+    fabric.save(f"{tmp}/by name", {"optimizer": by_name})
+    saved = _whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
+    kept = [torch.equal(saved[name][key], whole) for name, held in moments.items() for key, whole in held.items()]
+    refused = []
+    moments_by_number = {"nested": [optimizer.optimizer.state_dict()]}
+    shards: dict[str, dict[str, Any]] = {"weights": model.state_dict(), "moments": moments_by_number}
+    for name, state in shards.items():
+        message = refusal(CheckpointValueError, partial(fabric.save, f"{tmp}/{name}", state))
+        if message.endswith("nothing was raised"):  # its tensors say that they are shards, and of what
+            found = _whole(fabric.load(f"{tmp}/{name}"))
+            if name == "weights":
+                kept += [torch.equal(found[key], whole) for key, whole in weights.items()]
+        else:
+            refused.append(message)
+    return refused, kept
+
+
+def _whole(state: Any) -> Any:
+    return apply_to_collection(state, SavedTensor, SavedTensor.full)
+
+
 class FabricCheckpointsSuite(Clauses):
     """What Fabric saves, with all that its users put beside a model, is restored bit for bit."""
 
@@ -148,6 +184,13 @@ class FabricCheckpointsSuite(Clauses):
             assert_bit_equal(got, saved)
             assert got["plain"] == (2, 2)
             assert got["rest"] == {"note": {"lr": (0.1, None)}}
+
+    @KINDS
+    def test_state_dicts_are_saved_whole_or_refused(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+        for refused, kept in ranks.run(2, _state_dicts, self.strategy, str(tmp_path), kind):
+            assert all(kept)
+            for message in refused:
+                assert_says(message, "a rank's own shard of", 'fabric.save(path, {"model": model')
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_filter(self, ranks: RankPool, tmp_path: Path) -> None:

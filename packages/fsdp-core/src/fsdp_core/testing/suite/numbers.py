@@ -14,6 +14,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained, train_plain
 from fsdp_core.testing.suite.clauses import Clauses, requires, with_options
 from fsdp_core.testing.training import fabric_fit, fit
+from fsdp_core.wrapping import describe_policy
 
 __all__ = ["NumbersSuite", "assert_numbers_alone", "assert_same", "options_id"]
 
@@ -35,19 +36,8 @@ def assert_numbers_alone(ranks: RankPool, tmp_path: Path, strategy: str, options
 
 
 def options_id(options: Mapping[str, Any]) -> str:
-    """How pytest shows options that are a parameter of a test: the same in every process, whatever a set's order.
-
-    Example:
-        >>> options_id({"auto_wrap_policy": {torch.nn.Linear, torch.nn.LayerNorm}, "cpu_offload": True})
-        'auto_wrap_policy={LayerNorm,Linear},cpu_offload=True'
-    """
-
-    def shown(value: Any) -> str:
-        if isinstance(value, set):
-            return "{" + ",".join(sorted(map(shown, value))) + "}"
-        return str(getattr(value, "__name__", value))
-
-    return ",".join(f"{name}={shown(value)}" for name, value in options.items())
+    """How pytest shows options that are a parameter of a test."""
+    return ",".join(f"{key}={describe_policy(option)}" for key, option in options.items())
 
 
 class NumbersSuite(Clauses):
