@@ -7,15 +7,19 @@ from typing import ClassVar
 from fsdp_core import Capability
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 
+# FSDP1's own option for what is reshard_after_forward elsewhere
+ASKS = {Capability.RESHARD_AFTER_FORWARD: {"sharding_strategy": "SHARD_GRAD_OP"}}
+
 
 class TestNative(StrategySuite):
     strategy = "fsdp_native"
-    asks: ClassVar = {Capability.RESHARD_AFTER_FORWARD: {"sharding_strategy": "SHARD_GRAD_OP"}}
+    asks: ClassVar = ASKS
 
 
 class TestNativeWithOffload(PresetSuite):
     strategy = "fsdp_native_full_shard_offload"
     preset_of = "fsdp_native"
+    asks: ClassVar = ASKS
 
 
 class TestFairscalesName(PresetSuite):

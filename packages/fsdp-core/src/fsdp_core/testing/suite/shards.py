@@ -49,7 +49,7 @@ def _largest_tensor(strategy: str) -> int:
     fabric = new_fabric(strategy, 2)
     net = nn.Sequential(nn.Linear(512, 512))
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    largest = []
+    largest: list[int] = []
     while len(largest) < 10:  # a thread of gloo's may keep what was broadcast a moment longer
         gc.collect()
         largest.append(max(local(t).untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, Tensor)))
