@@ -49,6 +49,11 @@ class ChunkedTensor:
     # Not a dataclass, for Lightning looks into those for tensors to replace.
     __slots__ = ("chunks", "dtype", "replica", "shape")
 
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+    replica: int
+
     def __init__(
         self, *, shape: tuple[int, ...], dtype: torch.dtype, chunks: tuple[Chunk, ...], replica: int = 0
     ) -> None:
