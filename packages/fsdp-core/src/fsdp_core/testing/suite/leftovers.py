@@ -63,7 +63,6 @@ def _left(
         patch.chdir(places[0])
         patch.setattr(tempfile, "tempdir", str(places[1]))
         patch.setenv("TMPDIR", str(places[1]))
-        patch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
         variables, threads, groups = dict(os.environ), set(threading.enumerate()), 0
         run = {"trainer": _under_trainer, "fabric": _under_fabric}[front_end]
         for path in (folder / "first", folder / "second"):
