@@ -95,7 +95,7 @@ def assert_sharded(held: Sequence[int], total: int) -> None:
         >>> assert_sharded([9, 9], 9)
         Traceback (most recent call last):
             ...
-        AssertionError: of 9 elements, the ranks hold [9, 9]
+        AssertionError: of 9 elements, the ranks hold [9, 9]...
     """
     # shares are uneven where sizes don't divide, and 0-dim parameters may be on every rank
     assert max(held) <= 1.3 * total / len(held), f"of {total} elements, the ranks hold {held}"
