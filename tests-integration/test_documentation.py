@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_core import errors
+from fsdp_core.testing.processes import fresh_environment
 
 ROOT = Path(__file__).parent.parent
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/quickstart.md")}
@@ -31,7 +32,7 @@ def run_script(script: str, folder: Path, *arguments: str) -> subprocess.Complet
     process = subprocess.Popen(
         [sys.executable, *arguments, "script.py"],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+        env={**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

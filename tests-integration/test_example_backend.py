@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_core.testing.processes import fresh_environment
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "tests-integration" / "example-backend"
 BUILT = (ROOT / "packages" / "fsdp-core", ROOT / "packages" / "fsdp-fsdp2", EXAMPLE)
@@ -84,7 +86,7 @@ class Environment:
 
     def run(self, command: str, *arguments: str, folder: Path, status: int = 0) -> str:
         """Run a command of the environment, all of whose processes end within minutes; what it wrote."""
-        inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD")}
+        inherited = {name: value for name, value in fresh_environment().items() if name != "PYTHONPATH"}
         process = subprocess.Popen(
             [str(self.path / "bin" / command), *arguments],
             cwd=folder,

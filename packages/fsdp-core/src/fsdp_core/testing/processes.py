@@ -16,12 +16,17 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-__all__ = ["SCRIPTS", "SECONDS", "TORCHRUN", "Ended", "start"]
+__all__ = ["SCRIPTS", "SECONDS", "TORCHRUN", "Ended", "fresh_environment", "start"]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 120  # for one start; it takes ten or so
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 _TOKEN = "FSDP_TESTS_STARTED_THIS"
+#: What launchers tell ranks; training inside of the tests' own process leaves some of it there.
+_OF_RANKS = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TORCHELASTIC_RUN_ID", "TORCH_DEVICE_BACKEND_AUTOLOAD"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,11 @@ class Ended:
         return sorted((one for one in self.said if one.get("front_end") == front_end), key=lambda one: int(one["rank"]))
 
 
+def fresh_environment() -> dict[str, str]:
+    """The environment variables of this process, without what a script would take for its launcher's."""
+    return {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+
+
 def _started_by(token: str) -> list[psutil.Process]:
     """The processes that still run of those that a start began, at any depth."""
     found = []
@@ -72,13 +82,12 @@ def start(
         **environ: Environment variables.
     """
     token, began = uuid.uuid4().hex, time.monotonic()
-    inherited = {k: v for k, v in os.environ.items() if k not in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "LOCAL_RANK")}
     file = tmp / f"{token}.txt"
     with file.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=SCRIPTS,
-            env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _TOKEN: token, **environ},
+            env={**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _TOKEN: token, **environ},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
