@@ -113,6 +113,8 @@ def shard_bytes(state: dict[str, Any]) -> int:
     for value in state.values():
         if isinstance(value, dict):
             total += shard_bytes(value)
+        elif hasattr(value, "local_shards"):  # FSDP1 gives torch's older kind of sharded tensor
+            total += sum(shard.tensor.nbytes for shard in value.local_shards())
         elif isinstance(value, torch.Tensor):
             local = value.to_local() if hasattr(value, "to_local") else value
             total += local.nbytes
