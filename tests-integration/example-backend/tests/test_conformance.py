@@ -14,5 +14,6 @@ class TestZero1(StrategySuite):
     expected_failures: ClassVar[Mapping[str, str]] = {
         "test_evaluation_leaves_nothing_unsharded": WHOLE,
         "test_setup_leaves_no_whole_weight": WHOLE,
+        "test_stages_in_any_order": WHOLE,
         "test_module_that_is_refused[two dtypes in a unit]": BY_ITSELF,
     }

@@ -83,7 +83,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
         "policy": getattr(used.backend, "auto_wrap_policy", "auto")
         is policy
         is options.get("auto_wrap_policy", "auto"),
-        "held": held_by(used.backend.layout(root_of(used))),
+        "held": held_by(root_of(used).parameters()),
         "predicted": torch.cat(predicted),
     }
 
