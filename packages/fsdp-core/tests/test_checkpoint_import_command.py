@@ -124,7 +124,7 @@ def test_progress_reaches_the_whole(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_memory_stays_small(tmp_path: Path) -> None:
-    """A file of 240 MB, one tensor of it 160 MB, passes through less than 120 MB."""
+    """A file of 240 MB, one tensor of it 160 MB, passes through less than 80 MB (20 to 32 MB, for malloc keeps a piece or two)."""
     state = {"big": torch.ones(40, 1000, 1000), **{f"{i}": torch.ones(1000, 1000) for i in range(20)}}
     torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.0"}, tmp_path / "old.ckpt")
     del state
@@ -144,4 +144,4 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("old.ckpt", "new", "small.pt")]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 120e6
+    assert int(done.stdout) < 80e6

@@ -22,6 +22,7 @@ __all__ = ["HEADER_KEY", "STAGING_BYTES", "FileTensor", "parse_header", "read_bo
 STAGING_BYTES = 32 * 2**20
 """The most bytes that a write or a read copies at once."""
 
+_SOURCE_BYTES = 16 * 2**20  # small, for what malloc keeps of freed pieces; large, for a remote read is a request
 _DIRECT_RUN_BYTES = 256 * 2**10
 
 
@@ -33,7 +34,7 @@ def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor | TensorSou
 
     Args:
         stream: A binary stream opened for writing.
-        tensors: The tensors by the name that they get in the file. Sources are read :data:`STAGING_BYTES` at a time.
+        tensors: The tensors by the name that they get in the file. Sources are read 16 MiB at a time.
 
     Returns:
         The number of bytes written, and their checksum (xxh3, 64 bits, as 16 hexadecimal digits).
@@ -81,7 +82,7 @@ def unsavable(tensor: Tensor | TensorSource) -> str | None:
 def _pieces(header: bytes, tensors: Sequence[Tensor | TensorSource]) -> Iterator[Any]:
     yield header
     for tensor in tensors:
-        blocks = _blocks(tensor.detach()) if isinstance(tensor, Tensor) else blocks_of(tensor, STAGING_BYTES)
+        blocks = _blocks(tensor.detach()) if isinstance(tensor, Tensor) else blocks_of(tensor, _SOURCE_BYTES)
         for block in blocks:
             yield _memory(block)
             del block  # before the next one is made: one staging buffer at a time

@@ -13,6 +13,8 @@ from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["SourceFile", "Window", "open_file", "source_of"]
 
+_BLOCK_BYTES = 4 * 2**20
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
@@ -43,8 +45,11 @@ class SourceFile:
         return data
 
     def fill(self, buffer: memoryview, start: int) -> None:
-        """Read into a buffer."""
-        buffer[:] = self.read(start, start + len(buffer))
+        """Read into a buffer, a local file block by block: what is read stays a small copy."""
+        block = _BLOCK_BYTES if self.folder.local else max(len(buffer), 1)
+        for at in range(0, len(buffer), block):
+            end = min(at + block, len(buffer))
+            buffer[at:end] = self.read(start + at, start + end)
 
 
 def source_of(path: StrPath) -> tuple[Folder, str | None]:

@@ -311,10 +311,10 @@ class AsyncSavesSuite(Clauses):
     @requires("async_save")
     @KINDS
     def test_training_goes_on_while_a_slow_disk_writes(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
-        for call, steps, fit in ranks.run(2, _stall, self.strategy, str(tmp_path), kind, 1.0):
-            assert call < 0.9
+        for call, steps, fit in ranks.run(2, _stall, self.strategy, str(tmp_path), kind, 2.0):
+            assert call < 1.8
             assert steps == 4
-            assert fit > 1.0
+            assert fit > 2.0
 
     @requires("async_save")
     @pytest.mark.parametrize(
