@@ -160,6 +160,14 @@ def tests(session: nox.Session, package: str) -> None:
     run_pytest(session, "--doctest-modules", *places, side_by_side=side_by_side)
 
 
+@nox.session(python=False)
+def conformance(session: nox.Session) -> None:
+    """The whole suite over names that only fix options of another, which `tests` gives a part of it. An hour or less."""
+    python = shared_python(session)
+    files = sorted(str(file) for package in SHARING for file in package.path.glob("tests/conformance_of_*.py"))
+    session.run(python, "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, *files, *session.posargs, external=True)
+
+
 @nox.session
 def integration(session: nox.Session) -> None:
     """The packages as users get them, built and installed as wheels: `tests-integration/`."""

@@ -27,6 +27,7 @@ from contenders import STRATEGIES
 from device import ACCELERATOR, PROCESS_GROUP, RANKS
 from ranks import run_on_ranks
 from startup import fsdp_list, import_torch
+from step_time import joined
 
 import fsdp_core
 
@@ -68,7 +69,15 @@ def met(yes: bool) -> str:
     return "met" if yes else "NOT MET"
 
 
-def strategy_rows(time: dict[str, Any], memory: dict[str, Any] | None) -> Iterator[Row]:
+def step_time(strategy: str, rounds: int, *words: object, ranks: int = RANKS) -> dict[str, Any]:
+    """Rounds of :mod:`step_time`, each in processes of its own."""
+    of = ("--strategy", strategy, *words)
+    return joined(
+        [run_on_ranks("step_time.py", *of, "--seed", seed, time_limit=600, ranks=ranks) for seed in range(rounds)]
+    )
+
+
+def strategy_rows(time: dict[str, Any], fixed: dict[str, Any], memory: dict[str, Any] | None) -> Iterator[Row]:
     """One strategy beside the loop by hand and Lightning's own."""
     for (pair, wall), bar in zip(time["ratios"].items(), (1.05, 1.00, None), strict=True):
         milliseconds = " / ".join(f"{time['milliseconds'][name]:.0f}" for name in pair.split(" ÷ "))
@@ -80,6 +89,10 @@ def strategy_rows(time: dict[str, Any], memory: dict[str, Any] | None) -> Iterat
             met(wall["ratio"] <= bar) if bar else "",
             f"95 % in {wall['from']:.3f} to {wall['to']:.3f}; {milliseconds} ms; processor time {processor_time:.3f}",
         )
+    for pair, wall in fixed["ratios"].items():
+        a, b = (fixed["milliseconds"][name] for name in pair.split(" ÷ "))
+        detail = f"{wall['from']:.3f} to {wall['to']:.3f}; {a:.1f} / {b:.1f} ms on one rank"
+        yield Row(f"fixed costs of a step: {pair}", f"{wall['ratio']:.3f}", detail=detail)
     if memory:
         for (name, held), bar in zip(memory["contenders"].items(), (1.10, None, None), strict=True):
             with_buffers = f"{held['ratio with buffers in transit']:.3f} with buffers in transit"
@@ -178,14 +191,15 @@ def main() -> None:
         "--strategy", nargs="+", choices=STRATEGIES, default=installed, help="by default: all that are installed"
     )
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="by default: everything")
-    parser.add_argument("--turns", type=int, default=100, help="turns of the comparison by time")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of the comparison by time, in fresh processes")
+    parser.add_argument("--turns", type=int, default=15, help="turns in each of them")
     parser.add_argument("--runs", type=int, default=20, help="fresh interpreters for each start-up figure")
-    parser.add_argument("--quick", action="store_true", help="5 turns, 3 runs")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 3 turns, 3 runs")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks.json")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave no rank behind
     if args.quick:
-        args.turns, args.runs = 5, 3
+        args.rounds, args.turns, args.runs = 2, 3, 3
 
     result: dict[str, Any] = {"machine": machine(), "strategies": {}, "checkpoints": {}}
     if "start-up" in args.what:
@@ -199,13 +213,18 @@ def main() -> None:
         result["strategies"][strategy] = {
             # One rank holds everything whole.
             "memory": run_on_ranks("memory.py", *of, time_limit=300) if RANKS > 1 else None,
-            "time": run_on_ranks("step_time.py", *of, "--turns", args.turns, time_limit=1800),
+            "time": step_time(strategy, args.rounds, "--turns", args.turns),
+            "fixed costs": step_time(strategy, args.rounds // 2, "--turns", 4 * args.turns, "--small", ranks=1),
         }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1))
 
     print(f"\n{RANKS} ranks on {ACCELERATOR}, {PROCESS_GROUP}\n")
-    rows = [row for of in result["strategies"].values() for row in strategy_rows(**of)]
+    rows = [
+        row
+        for of in result["strategies"].values()
+        for row in strategy_rows(of["time"], of["fixed costs"], of["memory"])
+    ]
     for strategy, of in result["checkpoints"].items():
         rows += [row._replace(figure=f"{strategy}: {row.figure}") for row in checkpoint_rows(of)]
     if "start-up" in args.what:

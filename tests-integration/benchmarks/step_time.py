@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 from dataclasses import asdict
 from functools import partial
 from math import ceil, sqrt
@@ -17,7 +18,9 @@ from ranks import be_a_rank
 from transformer import Size
 from turns import Turn, take_turns
 
-__all__ = ["compare", "mirrored"]
+__all__ = ["compare", "joined", "mirrored"]
+
+SMALL = Size(width=16, windows=1, context=8)  # as many blocks, and next to nothing to compute
 
 
 def mirrored(names: list[str]) -> list[str]:
@@ -57,16 +60,23 @@ def by_contender(loops: list[Turn], times: list[list[float]]) -> dict[str, list[
     return {name: [geometric_mean(turn) for turn in zip(*both, strict=True)] for name, both in twins.items()}
 
 
-def measure(strategy: str, size: Size, turns: int) -> dict[str, Any]:
-    """Let the contenders take turns.
+def measure(strategy: str, size: Size, turns: int, seed: int) -> dict[str, Any]:
+    """Let the contenders take turns, in one process per rank.
 
     The loop by hand is two of them: the ratio of a thing to itself shows what the method can tell apart.
+
+    Args:
+        strategy: One of this project's.
+        size: What to train.
+        turns: How many steps of each are timed.
+        seed: Decides in which order they are built.
     """
     trains = contenders(strategy)
     mine, lightnings, loop = trains
     again = f"{loop}, again"
     trains[again] = trains[loop]
-    loops = [Turn(name, partial(trains[name], size)) for name in mirrored(list(trains))]
+    order = random.Random(seed).sample(list(trains), len(trains))
+    loops = [Turn(name, partial(trains[name], size)) for name in mirrored(order)]
     take_turns(loops, turns=turns)
 
     by_rank: list[Any] = [None] * dist.get_world_size()
@@ -91,14 +101,43 @@ def measure(strategy: str, size: Size, turns: int) -> dict[str, Any]:
     }
 
 
+def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several rounds, each of fresh processes, as one figure.
+
+    Where a process has laid out its memory moves all steps of a contender by about a percent, so that the turns of one
+    round are not independent of each other. Rounds are: what counts is the median of theirs.
+
+    Args:
+        rounds: What :func:`measure` gave.
+    """
+    first = rounds[0]
+
+    def over_rounds(key: str, pair: str) -> dict[str, float]:
+        ratios = [of[key][pair]["ratio"] for of in rounds]
+        return compare({"it": ratios, "one": [1.0] * len(ratios)}, "it", "one")
+
+    return {
+        "size": first["size"],
+        "turns": [of["turns"] for of in rounds],
+        "losses differ by": max(of["losses differ by"] for of in rounds),
+        "milliseconds": {name: median(of["milliseconds"][name] for of in rounds) for name in first["milliseconds"]},
+        **{
+            key: {pair: over_rounds(key, pair) for pair in first[key]} for key in ("ratios", "ratios of processor time")
+        },
+        "rounds": rounds,
+    }
+
+
 def main() -> None:
     """Be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", choices=STRATEGIES, required=True)
     parser.add_argument("--turns", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--small", action="store_true", help="next to nothing to compute: what a step costs anyway")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    be_a_rank(lambda: measure(args.strategy, Size(), args.turns), args.out)
+    be_a_rank(lambda: measure(args.strategy, SMALL if args.small else Size(), args.turns, args.seed), args.out)
 
 
 if __name__ == "__main__":

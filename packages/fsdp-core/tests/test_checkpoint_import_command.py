@@ -124,7 +124,7 @@ def test_progress_reaches_the_whole(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_memory_stays_small(tmp_path: Path) -> None:
-    """A file of 240 MB, one tensor of it 160 MB, passes through less than 80 MB (20 to 32 MB, for malloc keeps a piece or two)."""
+    """A file of 240 MB, one tensor of it 160 MB, passes through less than 80 MB: 20 to 32, as malloc keeps pieces."""
     state = {"big": torch.ones(40, 1000, 1000), **{f"{i}": torch.ones(1000, 1000) for i in range(20)}}
     torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.0"}, tmp_path / "old.ckpt")
     del state

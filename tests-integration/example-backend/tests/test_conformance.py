@@ -6,7 +6,6 @@ from typing import ClassVar
 from fsdp_core.testing.suite import StrategySuite
 
 WHOLE = "ZeRO-1 keeps parameters whole on every rank, and shards what the optimizer holds"
-BY_ITSELF = "each parameter is sharded by itself, so parameters of several dtypes go together"
 
 
 class TestZero1(StrategySuite):
@@ -15,5 +14,4 @@ class TestZero1(StrategySuite):
         "test_evaluation_leaves_nothing_unsharded": WHOLE,
         "test_setup_leaves_no_whole_weight": WHOLE,
         "test_stages_in_any_order": WHOLE,
-        "test_module_that_is_refused[two dtypes in a unit]": BY_ITSELF,
     }

@@ -134,11 +134,11 @@ def _completed(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -
     """Add what other ranks hold state of and this one doesn't, so that all ranks describe the same."""
     own = {name: {key: _Kind.of(value) for key, value in values.items()} for name, values in state.items()}
     kinds: dict[str, dict[str, _Kind]] = {}
-    firsts = [{name for name in own if parts[name].is_first}, set(own)]
-    for which in firsts:  # plain values are those of the rank with the first element
-        for by_rank in runtime.gather_objects({name: own[name] for name in which}):
-            for name, values in by_rank.items():
-                kinds.setdefault(name, values)
+    ranks = runtime.gather_objects((own, {name for name in own if parts[name].is_first}))
+    for of_rank, first in ranks:  # plain values are those of the rank with the first element
+        kinds.update((name, of_rank[name]) for name in first if name not in kinds)
+    for of_rank, _ in ranks:
+        kinds = {**of_rank, **kinds}
     order = {name: index for index, name in enumerate(parts)}
     return {
         name: {key: state.get(name, {}).get(key, kind.absent()) for key, kind in kinds[name].items()}

@@ -23,7 +23,7 @@ from fsdp_core.backend import Backend
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.fqn import clean_name
+from fsdp_core.fqn import aliases, clean_name
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.materialize import place
 from fsdp_core.parts import Layout
@@ -188,7 +188,10 @@ class NativeBackend(Backend):
     def layout(self, module: nn.Module) -> Layout:
         root = _root_of(module)
         self.reshard(root)
-        return layout_of(root)
+        if _LAYOUT not in root.__dict__:  # FSDP1 flattens once; a save asks for it four times
+            root.__dict__[_LAYOUT] = layout_of(root)
+        found: Layout = root.__dict__[_LAYOUT]
+        return found
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -266,8 +269,8 @@ class NativeBackend(Backend):
         root = _root_of(module)
         with self.as_written(root):
             state = {clean_name(name): value for name, value in type(root.module).state_dict(root.module).items()}
+            first = aliases(root.module)
         parts = {name: part.of(flat) for name, part, flat in local_parts(root)}
-        first = self.aliases(root)
         return {name: parts.get(first.get(name, name), value) for name, value in state.items()}
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -354,6 +357,7 @@ class NativeBackend(Backend):
 
 
 _ROOT = "_fsdp_cuda_native_root"
+_LAYOUT = "_fsdp_cuda_native_layout"
 
 
 def _root_of(module: nn.Module) -> FullyShardedDataParallel:

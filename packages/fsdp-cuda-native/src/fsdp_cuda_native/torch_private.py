@@ -162,11 +162,11 @@ def reshard(unit: FullyShardedDataParallel) -> None:
     flat = handle.flat_param
     place = flat._param_infos[0]
     at_rest = (
-        (handle.needs_unshard() if handle.uses_sharded_strategy else True)
-        and flat.data_ptr() == flat._local_shard.data_ptr()
-        and not handle._skipped_use_sharded_views
         # without sharding, what a forward pass uses are other views of the same memory
-        and (not handle._use_orig_params or getattr(place.module, place.param_name) is flat._params[0])
+        (not handle._use_orig_params or place.module._parameters.get(place.param_name) is flat._params[0])
+        and not handle._skipped_use_sharded_views
+        and flat.data_ptr() == flat._local_shard.data_ptr()
+        and (not handle.uses_sharded_strategy or handle.needs_unshard())
     )
     if not at_rest:
         handle._training_state = HandleTrainingState.IDLE

@@ -36,6 +36,7 @@ from fsdp_core.wrapping import (
     select_units,
 )
 from fsdp_fsdp2.torch_private import (
+    Gathering,
     finish_backward,
     set_unreduced_gradients,
     take_unfrozen,
@@ -67,6 +68,7 @@ class FSDP2Backend(Backend):
     _replicated: ClassVar[weakref.WeakKeyDictionary[nn.Module, ReplicatedParameters]] = weakref.WeakKeyDictionary()
     _interrupted: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
     _units: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[FSDPModule]]] = weakref.WeakKeyDictionary()
+    _gathering: ClassVar[weakref.WeakKeyDictionary[nn.Module, Gathering]] = weakref.WeakKeyDictionary()
     _shards: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]]] = weakref.WeakKeyDictionary()
 
     def __init__(
@@ -151,6 +153,7 @@ class FSDP2Backend(Backend):
         if in_order:
             self._replicated[module] = ReplicatedParameters(in_order, module, self.runtime)
         self._units[module] = weakref.WeakSet(_fsdp(unit) for unit in (*units, module))
+        self._gathering[module] = Gathering(self._units[module])
         if compute is not None:
             module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
         self._shards[module] = dict(module.named_parameters())
@@ -174,8 +177,7 @@ class FSDP2Backend(Backend):
                 replicated.sync = True
 
     def reshard(self, module: nn.Module) -> None:
-        for unit in self._units[module]:
-            unit.reshard()
+        self._gathering[module].reshard()
 
     def resume_forward(self, module: nn.Module) -> None:
         root = _fsdp(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from fsdp_core.checkpoint.sources import TensorSource
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 __all__ = ["Chunk", "ChunkedTensor", "chunked"]
 
@@ -59,17 +60,24 @@ class ChunkedTensor:
     ) -> None:
         self.shape, self.dtype, self.chunks, self.replica = shape, dtype, chunks, replica
         for chunk in chunks:
-            box = tuple(chunk.data.shape)
-            if not len(box) == len(chunk.offsets) == len(shape) or any(
-                offset < 0 or offset + length > size
-                for offset, length, size in zip(chunk.offsets, box, shape, strict=True)
-            ):
+            if not _lies_inside(chunk, shape):
                 raise ValueError(
-                    f"a chunk of shape {box} at {chunk.offsets} does not lie inside a tensor of shape {shape}"
+                    f"a chunk of shape {tuple(chunk.data.shape)} at {chunk.offsets} does not lie inside a tensor of "
+                    f"shape {shape}"
                 )
 
     def __repr__(self) -> str:
         return f"ChunkedTensor(shape={self.shape}, dtype={self.dtype}, chunks={self.chunks}, replica={self.replica})"
+
+
+def _lies_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    box = chunk.data.shape
+    if not len(box) == len(chunk.offsets) == len(shape):
+        return False
+    for offset, length, size in zip(chunk.offsets, box, shape, strict=True):  # a save does this for every tensor
+        if offset < 0 or offset + length > size:
+            return False
+    return True
 
 
 def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> ChunkedTensor:
@@ -105,15 +113,33 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
 
 
 def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
-    from torch.distributed.tensor import Replicate, Shard
-
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the tensor's mesh
         return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=())
+    offsets, lengths, replica = _box(shape, tensor.placements, tuple(mesh.shape), tuple(coordinate))
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    if not all(lengths):
+        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(), replica=replica)
+    if tuple(local.shape) != lengths:
+        raise ValueError(
+            f"this rank's part of a DTensor of shape {shape} placed as {tensor.placements} should have shape "
+            f"{lengths}, but it has {tuple(local.shape)}: build the DTensor with its true shape and stride"
+        )
+    chunk = Chunk(offsets=offsets, data=local)
+    return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(chunk,), replica=replica)
+
+
+@lru_cache(maxsize=1024)  # a model repeats its shapes, and a save asks for each of them three times
+def _box(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The box at a coordinate of a mesh: its offsets, its lengths, and which copy of the tensor it belongs to."""
+    from torch.distributed.tensor import Replicate, Shard
+
     offsets, lengths, replica = [0] * len(shape), list(shape), 0
-    for axis, (placement, index) in enumerate(zip(tensor.placements, coordinate, strict=True)):
-        ranks = mesh.size(axis)
+    for placement, index, ranks in zip(placements, coordinate, mesh, strict=True):
         # By exact type: torch's strided shard has been a subclass of Shard, and holds rows that are no box.
         if type(placement) is Shard:
             dim = placement.dim % len(shape)
@@ -125,17 +151,7 @@ def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
             replica = replica * ranks + index
         else:
             raise ValueError(
-                f"a DTensor placed as {tensor.placements} is not made of boxes, so it can't be saved or loaded as it "
+                f"a DTensor placed as {placements} is not made of boxes, so it can't be saved or loaded as it "
                 "is: redistribute it to Shard(dim) and Replicate() first"
             )
-    with torch.no_grad():
-        local = tensor.to_local().detach()
-    if not all(lengths):
-        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(), replica=replica)
-    if tuple(local.shape) != tuple(lengths):
-        raise ValueError(
-            f"this rank's part of a DTensor of shape {shape} placed as {tensor.placements} should have shape "
-            f"{tuple(lengths)}, but it has {tuple(local.shape)}: build the DTensor with its true shape and stride"
-        )
-    chunk = Chunk(offsets=tuple(offsets), data=local)
-    return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(chunk,), replica=replica)
+    return tuple(offsets), tuple(lengths), replica

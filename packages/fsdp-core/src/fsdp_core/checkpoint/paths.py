@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from fsdp_core.errors import CheckpointValueError
@@ -17,7 +18,12 @@ def join_path(*keys: str) -> str:
         >>> join_path("optimizer", "0"), join_path("nets/generator")
         ('optimizer/0', 'nets%2Fgenerator')
     """
-    return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
+    return "/".join(map(_escaped, keys))
+
+
+@lru_cache(maxsize=4096)  # a state repeats its keys, for each parameter those of the optimizer's state
+def _escaped(key: str) -> str:
+    return key.replace("%", "%25").replace("/", "%2F")
 
 
 def split_path(path: str) -> list[str]:

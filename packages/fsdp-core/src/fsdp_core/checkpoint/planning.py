@@ -56,7 +56,7 @@ def plan_save(state: Mapping[str, Any], kinds: Mapping[str, str], aliases: Mappi
         CheckpointValueError: Something in the state can't be saved, or ``kinds`` or ``aliases`` don't fit it.
     """
     roots: dict[Keys, Section] = {}
-    for path, kind in kinds.items():
+    for path, kind in sorted(kinds.items(), key=lambda one: one[0].count("/")):  # the outermost decides
         if kind not in ("model", "optimizer"):
             raise CheckpointValueError(f"kinds[{path!r}] is {kind!r}; it must be 'model' or 'optimizer'")
         find_part(state, path)
@@ -76,12 +76,12 @@ class _Planner:
 
     def on_tensor(self, keys: Keys, leaf: TensorLeaf) -> dict[str, str]:
         """Note a leaf of the state; gives the reference that stands for it in the plain data."""
-        names = tuple(join_path(key) for key in keys)
+        names = tuple(map(join_path, keys))
         try:
             "/".join(names).encode()
         except UnicodeEncodeError as error:
             raise CheckpointValueError("a tensor's name must be text that UTF-8 can hold; rename it") from error
-        root = next((names[:length] for length in range(1, len(names) + 1) if names[:length] in self.roots), None)
+        root = next((root for root in self.roots if names[: len(root)] == root), None)
         if root is None and isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
             return {"$tensor": self._small("/".join(names), leaf)}
         section: Section = "state" if root is None else self.roots[root]

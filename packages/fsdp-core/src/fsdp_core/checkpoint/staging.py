@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,13 +59,16 @@ class Staging:
         originals = [data for data in chunks if isinstance(data, Tensor)] + (
             list(plan.tensors.values()) if not rank else []
         )
-        distinct = {_identity(tensor): tensor for tensor in originals}
-        copies: dict[Any, Tensor] = {}
+        identities = [_identity(tensor) for tensor in originals]
+        distinct = dict(zip(identities, originals, strict=True))
         with torch.no_grad():
-            for (identity, original), memory in zip(
-                distinct.items(), self._memory(list(distinct.values())), strict=True
-            ):
-                copies[identity] = memory.copy_(original, non_blocking=original.is_cuda)
+            made = {
+                identity: memory.copy_(original, non_blocking=original.is_cuda)
+                for (identity, original), memory in zip(
+                    distinct.items(), self._memory([*distinct.values()]), strict=True
+                )
+            }
+        copies = {id(tensor): made[identity] for tensor, identity in zip(originals, identities, strict=True)}
         self._copied = []
         for device in {tensor.device for tensor in distinct.values() if tensor.is_cuda}:
             event = torch.cuda.Event()
@@ -71,7 +76,9 @@ class Staging:
             self._copied.append(event)
 
         def copied(chunk: Chunk) -> Chunk:
-            return replace(chunk, data=copies[_identity(chunk.data)]) if isinstance(chunk.data, Tensor) else chunk
+            return (
+                Chunk(offsets=chunk.offsets, data=copies[id(chunk.data)]) if isinstance(chunk.data, Tensor) else chunk
+            )
 
         return replace(
             plan,
@@ -84,7 +91,7 @@ class Staging:
                 )
                 for key, tensor in plan.stored.items()
             },
-            tensors={name: copies[_identity(tensor)] for name, tensor in plan.tensors.items()} if not rank else {},
+            tensors={name: copies[id(tensor)] for name, tensor in plan.tensors.items()} if not rank else {},
         )
 
     def wait(self) -> None:
@@ -116,9 +123,18 @@ class Staging:
             if self._blocks[i].numel() < size:
                 self._blocks[i] = torch.empty(0, dtype=torch.uint8)  # free the old one first
                 self._blocks[i] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        typed: dict[tuple[int, torch.dtype], Tensor] = {}
         for tensor, (block, start) in zip(originals, places, strict=True):
-            end = start + tensor.numel() * tensor.dtype.itemsize
-            yield self._blocks[block][start:end].view(tensor.dtype).view(tensor.shape)
+            memory = typed.get((block, tensor.dtype))
+            if memory is None:
+                memory = typed[block, tensor.dtype] = self._blocks[block].view(tensor.dtype)
+            yield memory.as_strided(tensor.shape, _row_major(tensor.shape), start // tensor.dtype.itemsize)
+
+
+@lru_cache(maxsize=1024)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _identity(tensor: Tensor) -> Any:

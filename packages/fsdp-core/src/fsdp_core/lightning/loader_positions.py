@@ -84,7 +84,7 @@ class TrainingLoaders:
             )
         self._epoch_is_over = self._last_batch_was_done = self._interrupted = False
         self._restored, self._before_fetch = [], None
-        if fetcher.length is None:
+        if fetcher.length is None and any(map(has_state, combined.flattened)):
             # The loaders are then one batch ahead of training.
             before_each_fetch(loop, lambda: self._note_states(loop))
 

@@ -114,7 +114,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        return super().precision_plugin
+        return self._precision_plugin or super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:

@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
+from fsdp_core.lightning.forwarding import root_of
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -50,10 +51,20 @@ def _hooked(fabric: Fabric, path: str) -> None:
     fabric.setup(net)
 
 
-def _mixed_dtypes(fabric: Fabric, path: str) -> None:
-    net: Any = oracle.new_net()
-    net.blocks[0].up.to(torch.bfloat16)
-    fabric.setup(net)
+def _two_dtypes(strategy: str) -> tuple[str, bool]:
+    """What is said of a unit with parameters of two dtypes, and whether each parameter has kept its own."""
+    fabric, net = new_fabric(strategy), oracle.new_net()
+    blocks: Any = net.blocks
+    blocks[0].up.to(torch.bfloat16)
+    written = {name: parameter.dtype for name, parameter in net.named_parameters()}
+    kept: dict[str, torch.dtype] = {}
+
+    def set_up_and_look() -> None:
+        root = root_of(fabric.setup(net))
+        state = fabric.strategy.backend.model_state(root)  # type: ignore[attr-defined]
+        kept.update((name, state[name].dtype) for name in written)
+
+    return refusal(ShardingError, set_up_and_look), kept == written
 
 
 def _part_first(fabric: Fabric, path: str) -> None:
@@ -88,7 +99,6 @@ def _fewer_parameters(fabric: Fabric, path: str) -> None:
 #: What a user does, and what the refusal says.
 REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
     "gradient hook": (_hooked, ["'blocks.0.up.weight'", "hook"]),
-    "two dtypes in a unit": (_mixed_dtypes, ["torch.bfloat16", "torch.float32", "one dtype"]),
     "part of a model first": (_part_first, ["'blocks.0'", "Set up the whole model"]),
     "a buffer that nothing fills": (_unfilled, ["'table'", "reset_parameters()"]),
     "optimizer over fewer parameters": (_fewer_parameters, ["'inp.weight'", "doesn't", "saved with"]),
@@ -119,6 +129,12 @@ class BadModulesSuite(Clauses):
     def test_module_sharded_on_other_terms(self, ranks: RankPool, tmp_path: Path) -> None:
         (told,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path))
         assert_says(told, "cpu_offload False, now True", "Use the same options", "build the module anew")
+
+    def test_two_dtypes_in_a_unit(self, ranks: RankPool, tmp_path: Path) -> None:
+        """Refused, or each parameter keeps its own dtype."""
+        for told, kept in ranks.run(2, _two_dtypes, self.strategy):
+            if not kept:
+                assert_says(told, "torch.bfloat16", "torch.float32", "one dtype")
 
     @pytest.mark.parametrize("case", [pytest.param(one, marks=_NEEDS.get(one, [])) for one in REFUSED])
     def test_module_that_is_refused(self, ranks: RankPool, tmp_path: Path, case: str) -> None:
