@@ -162,7 +162,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session(python=False)
 def conformance(session: nox.Session) -> None:
-    """The whole suite over names that only fix options of another, which `tests` gives a part of it. An hour or less."""
+    """The whole suite over names that only fix options of another, of which `tests` runs a part. Half an hour."""
     python = shared_python(session)
     files = sorted(str(file) for package in SHARING for file in package.path.glob("tests/conformance_of_*.py"))
     session.run(python, "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, *files, *session.posargs, external=True)

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contenders import STRATEGIES
+from contenders import STRATEGIES, contenders
 from device import ACCELERATOR, PROCESS_GROUP, RANKS
 from ranks import run_on_ranks
 from startup import fsdp_list, import_torch
@@ -77,8 +77,9 @@ def step_time(strategy: str, rounds: int, *words: object, ranks: int = RANKS) ->
     )
 
 
-def strategy_rows(time: dict[str, Any], fixed: dict[str, Any], memory: dict[str, Any] | None) -> Iterator[Row]:
+def strategy_rows(of: dict[str, Any]) -> Iterator[Row]:
     """One strategy beside the loop by hand and Lightning's own."""
+    time, fixed, memory = of["time"], of["fixed costs"], of["memory"]
     for (pair, wall), bar in zip(time["ratios"].items(), (1.05, 1.00, None), strict=True):
         milliseconds = " / ".join(f"{time['milliseconds'][name]:.0f}" for name in pair.split(" ÷ "))
         processor_time = time["ratios of processor time"][pair]["ratio"]
@@ -89,6 +90,10 @@ def strategy_rows(time: dict[str, Any], fixed: dict[str, Any], memory: dict[str,
             met(wall["ratio"] <= bar) if bar else "",
             f"95 % in {wall['from']:.3f} to {wall['to']:.3f}; {milliseconds} ms; processor time {processor_time:.3f}",
         )
+    mine, lightnings, _ = of["calls"]
+    more = of["calls"][mine] / of["calls"][lightnings]
+    detail = f"{of['calls'][mine]:.0f} / {of['calls'][lightnings]:.0f}"
+    yield Row(f"calls of functions per step: {mine} ÷ {lightnings}", f"{more:.4f}", detail=detail)
     for pair, wall in fixed["ratios"].items():
         a, b = (fixed["milliseconds"][name] for name in pair.split(" ÷ "))
         detail = f"{wall['from']:.3f} to {wall['to']:.3f}; {a:.1f} / {b:.1f} ms on one rank"
@@ -214,17 +219,17 @@ def main() -> None:
             # One rank holds everything whole.
             "memory": run_on_ranks("memory.py", *of, time_limit=300) if RANKS > 1 else None,
             "time": step_time(strategy, args.rounds, "--turns", args.turns),
+            "calls": {
+                name: run_on_ranks("calls.py", *of, "--contender", name, time_limit=300, ranks=1)["calls"]
+                for name in contenders(strategy)
+            },
             "fixed costs": step_time(strategy, args.rounds // 2, "--turns", 4 * args.turns, "--small", ranks=1),
         }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1))
 
     print(f"\n{RANKS} ranks on {ACCELERATOR}, {PROCESS_GROUP}\n")
-    rows = [
-        row
-        for of in result["strategies"].values()
-        for row in strategy_rows(of["time"], of["fixed costs"], of["memory"])
-    ]
+    rows = [row for of in result["strategies"].values() for row in strategy_rows(of)]
     for strategy, of in result["checkpoints"].items():
         rows += [row._replace(figure=f"{strategy}: {row.figure}") for row in checkpoint_rows(of)]
     if "start-up" in args.what:

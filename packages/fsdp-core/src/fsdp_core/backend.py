@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from fsdp_core.checkpoint import ChunkedTensor, SavedTensor, fill, fill_all
+from fsdp_core.checkpoint import ChunkedTensor, SavedTensor, fill_all
 from fsdp_core.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor
-from fsdp_core.errors import CheckpointMismatchError, ShardingError
+from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import aliases, clean_name, named_parameters
 from fsdp_core.gathering import whole
-from fsdp_core.gradients import HeldGradients
+from fsdp_core.gradients import HeldGradients, held_at_parameters, restore_at_parameters
 from fsdp_core.marking import mark_by_torch_wrap
 from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
 from fsdp_core.parts import Layout, whole_parts
@@ -365,17 +364,7 @@ class Backend(ABC):
         All ranks must call it. A library that keeps gradients elsewhere than at the parameters while :meth:`no_sync`
         lasts adds those.
         """
-        held = HeldGradients()
-        for parameter, parts in self.layout(module).items():
-            grad = parameter.grad
-            if grad is None:
-                continue
-            for part in parts:
-                if part.range is not None or isinstance(grad, DTensor):
-                    held.reduced[part.name] = part.of(grad)
-                else:
-                    held.own[part.name] = grad
-        return held
+        return held_at_parameters(self.layout(module))
 
     def restore_gradients(
         self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
@@ -393,25 +382,7 @@ class Backend(ABC):
         Raises:
             CheckpointMismatchError: A gradient is of no parameter that can take it, or has another shape.
         """
-        layout = self.layout(module)
-        held = {part.name: (p, part) for p, parts in layout.items() for part in parts}
-        for name in [name for name in (*own, *reduced) if name not in held]:
-            raise _no_such_gradient(name, module)
-        for parameter in layout:
-            parameter.grad = None
-        for name, read in own.items():
-            parameter, part = held[name]
-            if isinstance(parameter, DTensor) or part.range is not None:
-                raise _no_such_gradient(name, module)
-            parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            fill(parameter.grad, read(), cast=True)
-        for name, grad in reduced.items():
-            parameter, part = held[name]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-            added = torch.zeros_like(parameter.grad)
-            fill(part.of(added), grad, cast=True)
-            parameter.grad += added
+        restore_at_parameters(self.layout(module), type(module).__name__, own, reduced)
 
     def full_tensor(self, value: Any) -> Any:
         """The whole of a state tensor, on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""
@@ -423,13 +394,6 @@ class Backend(ABC):
 
 _TENSORS = (Tensor, ChunkedTensor, SavedTensor)
 _EVERY: dict[str, Any] = {"remove_duplicate": False}
-
-
-def _no_such_gradient(name: str, module: nn.Module) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"the checkpoint holds an accumulated gradient of {name!r}, which is no parameter of {type(module).__name__} "
-        "that could take it.\nLoad it into the model that it was saved from, or load the weights alone."
-    )
 
 
 def _whole(value: Any) -> Any:

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, fill
+from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.parts import Layout
 from fsdp_core.runtime import Runtime
 
-__all__ = ["HeldGradients", "described", "of_this_rank"]
+__all__ = ["HeldGradients", "described", "held_at_parameters", "of_this_rank", "restore_at_parameters"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,65 @@ class HeldGradients:
 
     own: dict[str, Tensor] = field(default_factory=dict)
     reduced: dict[str, Tensor | ChunkedTensor] = field(default_factory=dict)
+
+
+def held_at_parameters(layout: Layout) -> HeldGradients:
+    """The gradients that are kept at the parameters of a layout, sharing memory with them."""
+    held = HeldGradients()
+    for parameter, parts in layout.items():
+        grad = parameter.grad
+        if grad is None:
+            continue
+        for part in parts:
+            if part.range is not None or isinstance(grad, DTensor):
+                held.reduced[part.name] = part.of(grad)
+            else:
+                held.own[part.name] = grad
+    return held
+
+
+def restore_at_parameters(
+    layout: Layout,
+    module: str,
+    own: Mapping[str, Callable[[], Tensor]],
+    reduced: Mapping[str, Tensor | SavedTensor],
+) -> None:
+    """Put gradients at the parameters of a layout, in the place of those that are there.
+
+    Args:
+        layout: The parameters.
+        module: The name of their module's class, for the error.
+        own: Functions that read what this rank has yet to have reduced, by parameter name.
+        reduced: What is reduced already, by parameter name.
+
+    Raises:
+        CheckpointMismatchError: A gradient is of no parameter that can take it, or has another shape.
+    """
+    held = {part.name: (p, part) for p, parts in layout.items() for part in parts}
+    for name in [name for name in (*own, *reduced) if name not in held]:
+        raise _no_such_gradient(name, module)
+    for parameter in layout:
+        parameter.grad = None
+    for name, read in own.items():
+        parameter, part = held[name]
+        if isinstance(parameter, DTensor) or part.range is not None:
+            raise _no_such_gradient(name, module)
+        parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        fill(parameter.grad, read(), cast=True)
+    for name, grad in reduced.items():
+        parameter, part = held[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        added = torch.zeros_like(parameter.grad)
+        fill(part.of(added), grad, cast=True)
+        parameter.grad += added
+
+
+def _no_such_gradient(name: str, module: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"the checkpoint holds an accumulated gradient of {name!r}, which is no parameter of {module} that could take "
+        "it.\nLoad it into the model that it was saved from, or load the weights alone."
+    )
 
 
 def described(held: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:

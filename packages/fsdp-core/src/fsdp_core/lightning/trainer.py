@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -23,28 +23,23 @@ from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.background import BackgroundSaves
-from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.averaging import shard_averages
-from fsdp_core.lightning.capabilities import check_checkpoint, check_loop, check_precision
-from fsdp_core.lightning.full_file import gathered, numbered, write_full
+from fsdp_core.lightning.capabilities import check_loop, check_precision
 from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.loader_positions import TrainingLoaders
-from fsdp_core.lightning.local_shards import refuse_local_shards
 from fsdp_core.lightning.pending import expect_what_is_pending
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher
 from fsdp_core.lightning.ranks import RanksOfStrategy
-from fsdp_core.lightning.reading import is_sharded, read_checkpoint
 from fsdp_core.lightning.redirection import call_inside_forward
 from fsdp_core.lightning.resuming import KEY, ExactResume
 from fsdp_core.lightning.summary import show_written_shapes
+from fsdp_core.lightning.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
 from fsdp_core.strategy_info import Capability
 
 __all__ = ["ShardedTrainerStrategy"]
-
-_ALREADY_SAVED = "Leave it out: the checkpoint holds the model and its optimizers anyway."
 
 
 class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
@@ -339,7 +334,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         """Refuse what does not fit the model or an optimizer, before either is changed."""
         assert self.model is not None
         self.backend.load_model_state(self.model, checkpoint["state_dict"], strict, check_only=True)
-        self._load_optimizers(checkpoint["optimizer_states"], check_only=True)
+        load_optimizers(self, checkpoint["optimizer_states"], check_only=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
@@ -347,20 +342,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         return self.backend.optimizer_state(self.model, plain)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._load_optimizers(checkpoint["optimizer_states"], check_only=False)
+        load_optimizers(self, checkpoint["optimizer_states"], check_only=False)
         assert self.lightning_module is not None
         self._training_loaders.progress_restored(self.lightning_module.trainer)
         self._exact_resume.take(checkpoint.get(KEY))
-
-    def _load_optimizers(self, states: list[Mapping[str, Any]], *, check_only: bool) -> None:
-        assert self.model is not None
-        if len(states) != len(self.optimizers):
-            raise CheckpointMismatchError(
-                f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers made "
-                f"{len(self.optimizers)}.\nReturn the optimizers that it was saved with."
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            self.backend.load_optimizer_state(self.model, optimizer, state, check_only=check_only)
 
     @property
     def behind(self) -> BackgroundSaves | None:
@@ -373,52 +358,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.behind is not None:
             self.behind.wait()  # before memory is taken for this one
             self.expected = {path: True}
-        assert self.lightning_module is not None
-        rest = self._training_loaders.save(checkpoint, self.lightning_module.trainer, self.runtime)
-        model, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
-        if self.model is not None:
-            refuse_local_shards(rest, self.backend, [self.model], self.optimizers, self.runtime, _ALREADY_SAVED)
-        if optimizers is not None and self.model is not None:
-            rest[KEY] = self._exact_resume.state(self.backend, self.model)
-        if self.state_dict_type == "full":
-            whole = gathered({"state_dict": model, **rest}, self.backend)
-            if optimizers is not None:
-                whole["optimizer_states"] = [numbered(gathered(state, self.backend)) for state in optimizers]
-            write_full(
-                path,
-                whole,
-                [checkpoint, rest],
-                write=lambda it: self.checkpoint_io.save_checkpoint(it, path, storage_options=storage_options),
-                runtime=self.runtime,
-                background=self.behind,
-            )
-            return
-        self.refuse_storage_options(storage_options)
-        assert self.model is not None
-        tied = self.backend.aliases(self.model)
-        state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
-        kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
-        save = partial(checkpoints.save, runtime=self.runtime) if self.behind is None else self.behind.save
-        save(
-            path,
-            state,
-            strategy=self.strategy_name,
-            kinds=kinds,
-            aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
-        )
+        save_checkpoint(self, path, checkpoint, storage_options, self._training_loaders, self._exact_resume)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self.wait_for_saves()
         path = self.broadcast(str(checkpoint_path))
-        sharded = is_sharded(path, self.runtime)
-        check_checkpoint(self.strategy_name, "sharded" if sharded else "full", f"to load {path!r}")
-        saved: dict[str, Any] = read_checkpoint(path, weights_only, self.runtime)
-        if sharded:
-            rest = saved.get("trainer", {})
-            optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
-            saved = {"state_dict": saved["model"], **optimizers, **rest}
-        assert self.lightning_module is not None
-        return self._training_loaders.load(saved, self.lightning_module.trainer, self.runtime)
+        return load_checkpoint(self, path, weights_only, self._training_loaders)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         path = str(filepath)

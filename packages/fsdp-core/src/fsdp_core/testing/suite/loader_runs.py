@@ -1,0 +1,364 @@
+"""Runs over data that are counted, saved and gone on from: which samples each rank has seen, and when."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
+from fsdp_core.testing import oracle
+from fsdp_core.testing.refusals import refusal
+from fsdp_core.testing.training import Lit, new_fabric, new_trainer
+
+__all__ = [
+    "FULL",
+    "Run",
+    "Seen",
+    "Stream",
+    "assert_sees",
+    "fabric_epochs",
+    "fabric_refused",
+    "fit",
+    "in_turns",
+    "order_of",
+    "refused",
+    "steps_after",
+]
+
+Sample = tuple[Tensor, Tensor, int]
+
+
+class Numbered(Dataset[Sample]):
+    """Samples that tell their number."""
+
+    def __init__(self, size: int) -> None:
+        self.rows = oracle.dataset(size)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        return (*self.rows[index], index)
+
+
+class Counting(Numbered):
+    """Samples that can be looked up, and a state beside them: their numbers go up by what was looked up before."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.looked_up = 0
+
+    def __getitem__(self, index: int) -> Sample:
+        self.looked_up += 1
+        return (*self.rows[index], index + 100 * self.looked_up)
+
+    def state_dict(self) -> dict[str, int]:
+        """How many were looked up."""
+        return {"looked_up": self.looked_up}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore it."""
+        self.looked_up = state["looked_up"]
+
+
+class Stream(IterableDataset[Sample]):
+    """Samples without a length. Each rank and each worker goes through the rows by steps of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.rows = oracle.dataset(size)
+        self.at = self.given = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        worker = get_worker_info()
+        part, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        while self.given < len(self.rows) // (ranks * parts):
+            index, self.at = self.at % len(self.rows), self.at + 1 + rank + ranks * part
+            self.given += 1
+            yield (*self.rows[index], index)
+        self.given = 0  # but the next epoch goes on where this one has ended
+
+    def state_dict(self) -> dict[str, int]:
+        """The position."""
+        return {"at": self.at, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore it."""
+        self.at, self.given = state["at"], state["given"]
+
+
+class OddsFirst(Sampler[int]):
+    """An order that only its user knows."""
+
+    def __init__(self, size: int) -> None:
+        self.order = [*range(1, size, 2), *range(0, size, 2)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+FULL = {"state_dict_type": "full"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A fit: its data, when to save, and where to go on from.
+
+    Attributes:
+        data: What kind of loader; see :meth:`loader`.
+        size: How many samples.
+        batch: How many of them a rank sees in a step.
+        workers: How many processes load them.
+        drop_last: Whether the loader leaves out the last batch where it is smaller.
+        save: When to save: the moment, the epoch, the number of the batch.
+        fails: When a step fails: the epoch, the number of the batch. The checkpoint is saved then.
+        path: Where to save to.
+        resume: Where to go on from.
+        seed: What shuffling follows from.
+        trainer: Arguments of the Trainer.
+        options: The strategy's options.
+        asks_steps: Whether ``configure_optimizers`` asks how many steps there will be, for which Lightning makes the
+            loaders before it reads the checkpoint.
+    """
+
+    data: str = "stateful"
+    size: int = 24
+    batch: int = 2
+    workers: int = 0
+    drop_last: bool = False
+    save: tuple[str, int, int] | None = None
+    fails: tuple[int, int] | None = None
+    path: str | None = None
+    resume: str | None = None
+    seed: int = 0
+    trainer: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = None
+    asks_steps: bool = False
+
+    def loader(self) -> Any:
+        """The loader, as its user writes it."""
+        kwargs: dict[str, Any] = {
+            "batch_size": self.batch,
+            "num_workers": self.workers,
+            "drop_last": self.drop_last,
+            # ranks of a RankPool were spawned, and would spawn workers, which takes seconds
+            "multiprocessing_context": "fork" if self.workers else None,
+        }
+        numbered, shorter, counting = Numbered(self.size), Numbered(self.size // 2), Counting(self.size)
+        match self.data:
+            case "stateful":
+                return StatefulDataLoader(numbered, shuffle=True, **kwargs)
+            case "stateful, persistent":
+                return StatefulDataLoader(numbered, shuffle=True, persistent_workers=True, **kwargs)
+            case "plain":
+                return DataLoader(numbered, shuffle=True, **kwargs)
+            case "two":
+                return {
+                    "long": StatefulDataLoader(numbered, shuffle=True, **kwargs),
+                    "short": DataLoader(shorter, shuffle=True, **kwargs),
+                }
+            case "counting":
+                return StatefulDataLoader(counting, shuffle=True, **kwargs)
+            case "stream":
+                return StatefulDataLoader(Stream(self.size), **kwargs)
+            case "own sampler":
+                return StatefulDataLoader(numbered, sampler=OddsFirst(self.size), **kwargs)
+            case other:
+                raise AssertionError(other)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a rank saw in a step, and what Lightning said of it."""
+
+    epoch: int
+    batch: int
+    last: bool
+    samples: list[int]
+    short: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a rank saw in a fit."""
+
+    steps: list[Step]
+    validated: list[tuple[int, int]]
+    batches: int
+    warnings: list[str]
+
+
+class Watching(Lit):
+    """Notes what it sees."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__("sgd")
+        self.asks_steps, self.fails = run.asks_steps, run.fails
+        self.steps: list[Step] = []
+        self.validated: list[tuple[int, int]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if (self.current_epoch, batch_idx) == self.fails:
+            raise ArithmeticError("this step fails")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        both = batch if isinstance(batch, dict) else {"long": batch}
+        x, y, index = both["long"]
+        self.steps.append(
+            Step(
+                epoch=self.current_epoch,
+                batch=batch_idx,
+                last=self.trainer.is_last_batch,
+                samples=index.tolist() if isinstance(index, Tensor) else [index],
+                short=both["short"][2].tolist() if "short" in both else [],
+            )
+        )
+        return mse_loss(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append((self.current_epoch, self.trainer.fit_loop.batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        if self.asks_steps:
+            assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+class SaveOnce(Callback):
+    """Saves a checkpoint at one moment."""
+
+    def __init__(self, run: Run) -> None:
+        self.when, self.fails, self.path = run.save, run.fails, run.path
+
+    def _save(self, trainer: pl.Trainer, moment: str, epoch: int) -> None:
+        if (moment, epoch, trainer.fit_loop.batch_idx) == self.when and not trainer.sanity_checking:
+            assert self.path is not None
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save(trainer, "batch end", trainer.current_epoch)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self.fails and isinstance(exception, ArithmeticError):
+            trainer.save_checkpoint(str(self.path))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer, "validation end", trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer, "epoch end", trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer, "epoch start", trainer.current_epoch)
+
+
+def fit(strategy: str, tmp: str, world_size: int, run: Run) -> Seen:
+    """Fit on this rank."""
+    allow_workers()
+    module = Watching(run)
+    loop: dict[str, Any] = {"max_epochs": 3, "callbacks": [SaveOnce(run)], **(run.trainer or {})}
+    trainer = new_trainer(tmp, strategy, world_size, run.options, **loop)
+    validation: Any = DataLoader(Numbered(world_size))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.setenv("PL_GLOBAL_SEED", str(run.seed))
+        warnings.simplefilter("always")
+        with pytest.raises(ArithmeticError) if run.fails else nullcontext():
+            trainer.fit(module, run.loader(), validation, ckpt_path=run.resume)
+    if run.path is not None and run.save is None and run.fails is None:
+        trainer.save_checkpoint(run.path)
+    return Seen(
+        steps=module.steps,
+        validated=module.validated,
+        batches=int(trainer.num_training_batches) if run.data != "stream" else 0,
+        warnings=[str(one.message) for one in caught],
+    )
+
+
+def allow_workers() -> None:
+    """Let this rank of a RankPool, which is a daemon, have loaders with workers."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def refused(strategy: str, tmp: str, world_size: int, run: Run) -> str:
+    """What a fit is refused with."""
+    return refusal(CheckpointMismatchError, lambda: fit(strategy, tmp, world_size, run))
+
+
+def order_of(epoch: int, size: int) -> list[int]:
+    """The samples of an epoch in the order of one process, by torch's own sampler."""
+    sampler: Any = DistributedSampler(range(size), 1, 0)  # type: ignore[arg-type]
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def in_turns(by_rank: list[list[list[int]]]) -> list[int]:
+    """What all ranks together saw, given each one's steps, in the order in which they take turns."""
+    steps = zip(*by_rank, strict=True)
+    return [index for step in steps for turn in zip_longest(*step) for index in turn if index is not None]
+
+
+def assert_sees(ranks: list[Seen], epoch: int, size: int, *, begins: int = 0) -> None:
+    """From ``begins`` on, the epoch's samples come in order and once each, but for turns that don't come out even."""
+    order, repeated = order_of(epoch, size), -(size - begins) % len(ranks)
+    assert in_turns([[step.samples for step in rank.steps if step.epoch == epoch] for rank in ranks]) == (
+        order[begins:] + order[:repeated]
+    )
+    for rank in ranks:
+        steps = [step for step in rank.steps if step.epoch == epoch]
+        assert [step.batch for step in steps] == list(range(rank.batches - len(steps), rank.batches))
+        assert [step.last for step in steps] == [False] * (len(steps) - 1) + [True]
+
+
+def steps_after(rank: Seen, save: tuple[str, int, int]) -> list[Step]:
+    """The steps after a checkpoint was saved."""
+    moment, epoch, batch = save
+    saved = (epoch - 1, batch) if moment == "epoch start" else (epoch, batch)
+    return [step for step in rank.steps if (step.epoch, step.batch) > saved]
+
+
+def fabric_epochs(
+    strategy: str, world_size: int, run: Run, epochs: list[int], stop: int | None = None
+) -> list[list[list[int]]]:
+    """Under Fabric, on this rank: each epoch's batches, of the last one ``stop`` at most; from or to a checkpoint."""
+    allow_workers()
+    fabric = new_fabric(strategy, world_size, run.options)
+    net = oracle.new_net()
+    model = fabric.setup(net)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PL_GLOBAL_SEED", str(run.seed))
+        loader: Any = fabric.setup_dataloaders(run.loader())
+    if run.resume:
+        fabric.load(run.resume, {"model": model, "loader": loader})
+    seen: list[list[list[int]]] = []
+    for epoch in epochs:
+        seen.append([])
+        for _, _, index in loader:
+            seen[-1].append(index.tolist())
+            if epoch == epochs[-1] and len(seen[-1]) == stop:
+                break
+    if run.path:
+        fabric.save(run.path, {"model": model, "loader": loader})
+    return seen
+
+
+def fabric_refused(strategy: str, world_size: int, run: Run) -> str:
+    """What saving or loading under Fabric is refused with."""
+    errors = (CheckpointMismatchError, CheckpointValueError)
+    return refusal(errors, lambda: fabric_epochs(strategy, world_size, run, [0]))
