@@ -48,6 +48,7 @@ FAULTS = (
     "moment_not_saved",
     "moments_by_position",
     "random_numbers_not_restored",
+    "async_save_not_copied",
     "gradients_not_restored",
     "strict_ignored",
     "changed_before_check",
@@ -55,6 +56,7 @@ FAULTS = (
     "group_left_open",
     "thread_left_running",
     "variable_left_set",
+    "file_left_behind",
     # what the plugin says
     "signature_differs",
     "mixed_precision_claimed",

@@ -20,6 +20,16 @@ class ForgetsRandomNumbers(LoopbackTrainerStrategy):
         self._exact_resume._to_restore = None
 
 
+class SavesWhatChanges(LoopbackTrainerStrategy):
+    """Writes behind training what training goes on to change."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.background is not None:
+            staging: Any = self.background._staging
+            staging.copy = lambda plan, rank: plan
+
+
 class DoesAll(LoopbackTrainerStrategy):
     """Lets nothing be refused that it does not declare."""
 
@@ -42,6 +52,7 @@ class TakesPolicy(LoopbackTrainerStrategy):
 #: Where the fault is not the backend's.
 TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "random_numbers_not_restored": ForgetsRandomNumbers,
+    "async_save_not_copied": SavesWhatChanges,
     "clip_by_norm_unclaimed": DoesAll,
     "checkpointing_claimed": TakesPolicy,
     "option_unclaimed": TakesPolicy,
