@@ -1,6 +1,7 @@
 """How many calls of functions a step makes, in Python and from Python into C. A script that each rank runs.
 
-A count is the same in every run, so it tells what time can't: whether a strategy does more in a step. One contender
+A count varies far less than time does (torch's hash tables compare a little more or less from run to run), so it
+tells what time can't: whether a strategy does more in a step. One contender
 in a process, for what torch remembers of one's tensors spares the next one some calls.
 """
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from contenders import STRATEGIES, contenders
@@ -220,10 +221,13 @@ def main() -> None:
             "memory": run_on_ranks("memory.py", *of, time_limit=300) if RANKS > 1 else None,
             "time": step_time(strategy, args.rounds, "--turns", args.turns),
             "calls": {
-                name: run_on_ranks("calls.py", *of, "--contender", name, time_limit=300, ranks=1)["calls"]
+                name: median(
+                    run_on_ranks("calls.py", *of, "--contender", name, time_limit=300, ranks=1)["calls"]
+                    for _ in range(1 if args.quick else 5)
+                )
                 for name in contenders(strategy)
             },
-            "fixed costs": step_time(strategy, args.rounds // 2, "--turns", 4 * args.turns, "--small", ranks=1),
+            "fixed costs": step_time(strategy, max(1, args.rounds // 2), "--turns", 4 * args.turns, "--small", ranks=1),
         }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1))

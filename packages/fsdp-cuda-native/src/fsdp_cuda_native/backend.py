@@ -188,9 +188,12 @@ class NativeBackend(Backend):
     def layout(self, module: nn.Module) -> Layout:
         root = _root_of(module)
         self.reshard(root)
-        if _LAYOUT not in root.__dict__:  # FSDP1 flattens once; a save asks for it four times
-            root.__dict__[_LAYOUT] = layout_of(root)
-        found: Layout = root.__dict__[_LAYOUT]
+        held = tuple(root.module.parameters())
+        known, found = root.__dict__.get(_LAYOUT, ((), None))
+        # a save asks for it four times, and it changes only if the user puts another parameter in the place of one
+        if found is None or len(held) != len(known) or any(a is not b for a, b in zip(held, known, strict=True)):
+            found = layout_of(root)
+            root.__dict__[_LAYOUT] = (held, found)
         return found
 
     # -- steps -----------------------------------------------------------------------------------------------------

@@ -84,12 +84,13 @@ class TrainingLoaders:
             )
         self._epoch_is_over = self._last_batch_was_done = self._interrupted = False
         self._restored, self._before_fetch = [], None
-        if fetcher.length is None and any(map(has_state, combined.flattened)):
+        if fetcher.length is None:
             # The loaders are then one batch ahead of training.
             before_each_fetch(loop, lambda: self._note_states(loop))
 
     def _note_states(self, loop: Any) -> None:
-        self._before_fetch = copy.deepcopy(_states(loop))
+        states = _states(loop)
+        self._before_fetch = copy.deepcopy(states) if states else states
 
     def finish(self, trainer: pl.Trainer) -> None:
         """Note the positions while the loaders have them; a checkpoint may be saved after the fit."""
