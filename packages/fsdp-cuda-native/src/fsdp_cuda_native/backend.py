@@ -189,6 +189,8 @@ class NativeBackend(Backend):
         root = _root_of(module)
         self.reshard(root)
         held = tuple(root.module.parameters())
+        known: tuple[nn.Parameter, ...]
+        found: Layout | None
         known, found = root.__dict__.get(_LAYOUT, ((), None))
         # a save asks for it four times, and it changes only if the user puts another parameter in the place of one
         if found is None or len(held) != len(known) or any(a is not b for a, b in zip(held, known, strict=True)):
