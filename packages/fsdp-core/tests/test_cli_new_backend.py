@@ -111,6 +111,13 @@ def test_its_tests_say_what_to_write_next(site: Site, written: Path) -> None:
     assert "NotImplementedError: next: write MyShardsBackend.shard in src/fsdp_my_shards/backend.py" in done.stdout
 
 
+def test_what_fails_first_is_what_to_write_next(site: Site, written: Path) -> None:
+    install(site, written)
+    test_file = written / "tests" / "test_conformance.py"
+    done = site.run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(test_file), check=False)
+    assert "NotImplementedError: next: write MyShardsBackend.shard in src/fsdp_my_shards/backend.py" in done.stdout
+
+
 WHOLE = """
     def shard(self, module):
         if not self.is_sharded(module):

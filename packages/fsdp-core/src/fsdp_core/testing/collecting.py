@@ -38,7 +38,8 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
         items: Its tests, one for each set of parameters.
 
     Returns:
-        What applies to the strategy. A clause for a capability that it does not declare stays, skipped with the reason.
+        What applies to the strategy, in the order of the suite's bases, so that with ``pytest -x`` what fails first is
+        what to write next. A clause for a capability that it does not declare stays, skipped with the reason.
 
     Raises:
         pytest.Collector.CollectError: The class was tampered with, or expects a failure of what is no clause.
@@ -53,6 +54,8 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
         )
     info, names = registry.describe(cls.strategy), set(cls.clauses())
     kept = [item for item in items if item.originalname not in names or _applies(item, info)]
+    order = {base: place for place, base in enumerate(cls.__mro__)}  # pytest begins with the last base
+    kept.sort(key=lambda item: next(order[base] for base in cls.__mro__ if item.originalname in vars(base)))
     clauses = [item for item in kept if item.originalname in names]
     lacks = {item: _lacks(item, info) for item in clauses}
     _check_expected(cls, [item for item in clauses if not lacks[item]])
@@ -60,6 +63,7 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
         needs = [str(need) for need in _needs(item)]
         refuses = [str(mark.args[0]) for mark in item.iter_markers("fsdp_undeclared")]
         expected = cls.expected_failures.get(item.name, cls.expected_failures.get(item.originalname))
+        item.extra_keyword_matches.add(item.function.__module__.rpartition(".")[2])
         item.stash[CLAUSE] = {
             "test": item.nodeid,
             "suite": item.parent.nodeid,

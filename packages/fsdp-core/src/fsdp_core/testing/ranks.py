@@ -55,6 +55,7 @@ class RankPool:
         Raises:
             RankError: A rank raised, died, or took too long.
         """
+        __tracebackhide__ = True  # pytest then shows the test that called, and what the ranks said
         while len(self._workers) < world_size:
             self._start_worker()
         port = _free_port()

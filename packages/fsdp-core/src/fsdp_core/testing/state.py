@@ -98,7 +98,8 @@ def assert_sharded(held: Sequence[int], total: int) -> None:
         AssertionError: of 9 elements, the ranks hold [9, 9]...
     """
     # shares are uneven where sizes don't divide, and 0-dim parameters may be on every rank
-    assert max(held) <= 1.3 * total / len(held), f"of {total} elements, the ranks hold {held}"
+    most = int(1.3 * total / len(held))
+    assert max(held) <= most, f"of {total} elements, the ranks hold {held}: each may hold {most} at most"
     assert sum(held) >= total, f"of {total} elements, the ranks hold {held}"
 
 

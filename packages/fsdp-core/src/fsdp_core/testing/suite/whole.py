@@ -31,8 +31,8 @@ __all__ = ["PresetSuite", "StrategySuite"]
 class StrategySuite(
     ListingSuite,
     ContractSuite,
-    CapabilitiesSuite,
     NumbersSuite,
+    CapabilitiesSuite,
     ShardsSuite,
     ParametersSuite,
     PrecisionSuite,
