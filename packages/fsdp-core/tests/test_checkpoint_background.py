@@ -26,6 +26,7 @@ from fsdp_core.checkpoint.staging import Staging
 from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.disks import disk
+from fsdp_core.testing.processes import interruptible
 from fsdp_core.testing.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.timeout(100)
@@ -262,13 +263,14 @@ def _free_port() -> int:
 def _script(tmp_path: Path, how: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    return subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "it"), how, str(_free_port())],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        text=True,
-    )
+    with interruptible():
+        return subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "it"), how, str(_free_port())],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
 
 
 class TestEndOfTheInterpreter:

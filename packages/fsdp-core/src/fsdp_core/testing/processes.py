@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-__all__ = ["SCRIPTS", "SECONDS", "TORCHRUN", "Ended", "fresh_environment", "start"]
+__all__ = ["SCRIPTS", "SECONDS", "TORCHRUN", "Ended", "fresh_environment", "interruptible", "start"]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 120  # for one start; it takes ten or so
@@ -70,6 +72,21 @@ def _started_by(token: str) -> list[psutil.Process]:
     return found
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """A context in which what is started can be interrupted, also from a job that a shell has put into the background.
+
+    Such a job ignores SIGINT, and what it starts does so too, unless it has a handler at that moment.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def start(
     tmp: Path, *command: str, meanwhile: Callable[[subprocess.Popen[bytes], Path], None] | None = None, **environ: str
 ) -> Ended:
@@ -83,7 +100,7 @@ def start(
     """
     token, began = uuid.uuid4().hex, time.monotonic()
     file = tmp / f"{token}.txt"
-    with file.open("wb") as out:
+    with file.open("wb") as out, interruptible():
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=SCRIPTS,
