@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.clipping import clip_grads_by_norm
-from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.fqn import aliases, clean_name
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.materialize import place
@@ -41,7 +41,7 @@ from fsdp_cuda_native import torch_private
 from fsdp_cuda_native.flat_gradients import held_by_units, restore_to_units
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
-from fsdp_cuda_native.unit_checks import check_unit, unit_options
+from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
 from fsdp_cuda_native.wrappers import called_for, put_in_place, renew_parameters
 from fsdp_cuda_native.written import layout_of, local_parts, named_members, note_order, stand_ins, unwrapped
 
@@ -136,7 +136,7 @@ class NativeBackend(Backend):
         if self.is_sharded(module):
             return _root_of(module)
         self.check_shardable(module)
-        _check_not_wrapped(module)
+        check_not_wrapped(module)
         self.remember(module)
         units = select_units(module, self.auto_wrap_policy)
         checkpoint_activations(module, self.activation_checkpointing_policy)
@@ -399,14 +399,3 @@ def _cast_inputs(module: nn.Module, policy: MixedPrecision) -> None:
         return torch_private.cast_inputs(dtype, args, kwargs)
 
     module.register_forward_pre_hook(cast_all, with_kwargs=True, prepend=True)
-
-
-def _check_not_wrapped(module: nn.Module) -> None:
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, FullyShardedDataParallel):
-            raise ShardingError(
-                f"{type(module).__name__} is already sharded: {name or 'the root'!r} is a FullyShardedDataParallel.\n"
-                "Write fsdp_core.wrap(module) in the place of FullyShardedDataParallel(module, ...), or leave both out "
-                "and give the strategy auto_wrap_policy={MyBlock}."
-            )
-        unit_options(name, submodule)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.marking import options_of
 from fsdp_cuda_native.options import check_mixed_precision, named_member
 
-__all__ = ["check_unit", "unit_options"]
+__all__ = ["check_not_wrapped", "check_unit", "unit_options"]
 
 #: Options that ``wrap`` may give to one unit. FSDP1 wants the others to be the same in all units.
 UNIT_OPTIONS = ("mixed_precision", "backward_prefetch", "forward_prefetch")
@@ -72,3 +72,20 @@ def check_unit(
             f"ones ({by_grad[False]!r}), which one flat parameter can't.\n"
             "Write use_orig_params=True, or make units of them that hold one kind each, with auto_wrap_policy."
         )
+
+
+def check_not_wrapped(module: nn.Module) -> None:
+    """Refuse a module that is wrapped already, or whose parts ask for what no unit can have.
+
+    Raises:
+        ShardingError: It holds a ``FullyShardedDataParallel``.
+        UnsupportedCapabilityError: ``wrap`` was told what is no option of a unit.
+    """
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, FullyShardedDataParallel):
+            raise ShardingError(
+                f"{type(module).__name__} is already sharded: {name or 'the root'!r} is a FullyShardedDataParallel.\n"
+                "Write fsdp_core.wrap(module) in the place of FullyShardedDataParallel(module, ...), or leave both out "
+                "and give the strategy auto_wrap_policy={MyBlock}."
+            )
+        unit_options(name, submodule)

@@ -150,7 +150,7 @@ class LaunchingSuite(Clauses):
         assert ended.status != 0
         assert f"RuntimeError: rank {rank} fails" in ended.output
         assert not ended.reports(front_end)
-        assert ended.seconds < 100  # and not when a collective gives up, half an hour later
+        assert ended.seconds < 60
 
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups to send SIGINT to")
     def test_interrupt_ends_every_rank(self, tmp_path: Path) -> None:
