@@ -64,10 +64,43 @@ def largest_storage() -> int:
     return max(t.untyped_storage().nbytes() for t in held)
 
 
+def gathered_between_passes(options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The units whose parameters are whole after a forward pass, and after the backward pass."""
+    fabric = new_fabric("fsdp2", options=options)
+    net = oracle.new_net()
+    model = fabric.setup_module(net)
+    loss = model(torch.ones(2, oracle.FEATURES)).sum()
+
+    def whole() -> list[str]:
+        return [
+            name
+            for name in units_of(net)
+            if not isinstance(net.get_submodule(name).get_parameter(first[name]), DTensor)
+        ]
+
+    first = {name: next(n for n, p in net.get_submodule(name).named_parameters() if p.ndim) for name in units_of(net)}
+    after_forward = whole()
+    fabric.backward(loss)
+    return after_forward, [name for name in whole() if name]
+
+
 def test_tied_parameters_stay_in_one_unit(ranks: RankPool) -> None:
     for units, whole in ranks.run(2, shared_units):
         assert units == ["", "blocks.3"]
         assert whole == [f"blocks.{i}.gain" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, ["", "blocks.2"]),  # the backward pass needs the last block first
+        ({"reshard_after_forward": True}, [""]),
+        ({"reshard_after_forward": False}, ["", "blocks.0", "blocks.1", "blocks.2"]),
+    ],
+    ids=str,
+)
+def test_units_kept_between_forward_and_backward(ranks: RankPool, options: dict[str, Any], kept: list[str]) -> None:
+    assert ranks.run(2, gathered_between_passes, options) == [(kept, [])] * 2
 
 
 def test_evaluation_leaves_dtensors(ranks: RankPool, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -56,7 +56,8 @@ class FSDP2Backend(Backend):
             blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
         reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
-            them sharded over groups of so many ranks. ``None``: all but the root do.
+            them sharded over groups of so many ranks. ``None``: all do but the root and the last unit, which the
+            backward pass needs first.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory. An
             :class:`~torch.distributed.fsdp.OffloadPolicy` is taken as it is.
         mp_policy: Dtypes of computation and reduction, in the place of those that the precision implies.
@@ -135,12 +136,10 @@ class FSDP2Backend(Backend):
             whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
             replaced = {p for m in own for p in m.parameters(recurse=False)} - whole
             _check_dtypes(unit, replaced)
-            # a root that frees its parameters would have none left when a step method calls its forward
-            reshard = None if unit is module and self.reshard_after_forward is not False else self.reshard_after_forward
             fully_shard(
                 unit,
                 mesh=self.mesh,
-                reshard_after_forward=reshard,
+                reshard_after_forward=self._reshards(unit, module, units),
                 mp_policy=self._mp_policy(),
                 offload_policy=self._offload_policy(),
                 ignored_params=whole or None,
@@ -159,6 +158,15 @@ class FSDP2Backend(Backend):
         self._shards[module] = dict(module.named_parameters())
         self.mark_sharded(module)
         return module
+
+    def _reshards(self, unit: nn.Module, root: nn.Module, units: Sequence[nn.Module]) -> bool | int | None:
+        if self.reshard_after_forward is False:
+            return False
+        if unit is root:
+            return None  # a root that frees its parameters would have none left when a step method calls its forward
+        if self.reshard_after_forward is None and unit is units[-1]:
+            return False  # it would be gathered again at once
+        return self.reshard_after_forward
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
@@ -182,7 +190,7 @@ class FSDP2Backend(Backend):
     def resume_forward(self, module: nn.Module) -> None:
         root = _fsdp(module)
         finish_backward(root)
-        root.reshard()
+        self.reshard(module)  # all units: one that is kept after forward and got no gradient would be stale
         root.unshard()
 
     def follow_requires_grad(self, module: nn.Module) -> None:
@@ -246,7 +254,7 @@ class FSDP2Backend(Backend):
         if type(size) is int and (size < 1 or self.runtime.world_size % size):
             raise UnsupportedCapabilityError(
                 f"reshard_after_forward={size} does not divide the {self.runtime.world_size} ranks into groups.\n"
-                "Write a number that divides them, or True, False, or None (all but the root reshard)."
+                "Write a number that divides them, or True, False, or None: all but the root and the last unit reshard."
             )
 
     def _mp_policy(self) -> MixedPrecisionPolicy:
@@ -280,7 +288,8 @@ def _check_options(reshard_after_forward: object, cpu_offload: object, mp_policy
     if not isinstance(reshard_after_forward, bool | int | None):
         raise UnsupportedCapabilityError(
             f"reshard_after_forward={reshard_after_forward!r} is not known to 'fsdp2'.\n"
-            "Write True, False, None (all but the root reshard), or the number of ranks to stay sharded over."
+            "Write True, False, None (all but the root and the last unit reshard), or the number of ranks to shard "
+            "over."
         )
     if not isinstance(cpu_offload, bool | OffloadPolicy):
         raise UnsupportedCapabilityError(

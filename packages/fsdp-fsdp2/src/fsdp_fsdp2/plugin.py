@@ -24,7 +24,8 @@ _OPTIONS = (
     Option(
         name="reshard_after_forward",
         default=None,
-        help="Whether a unit frees its full parameters between forward and backward; None: all but the root do.",
+        help="Whether a unit frees its full parameters between forward and backward; None: all but the root and the "
+        "last unit do.",
     ),
     Option(name="cpu_offload", default=False, help="Keep shards, gradients and optimizer state in host memory."),
     Option(

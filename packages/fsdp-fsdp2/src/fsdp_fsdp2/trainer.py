@@ -40,7 +40,8 @@ class FSDP2Strategy(ShardedTrainerStrategy):
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
             classes or a function ``module -> bool``.
         reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
-            them sharded over groups of so many ranks. ``None``: all but the root do.
+            them sharded over groups of so many ranks. ``None``: all do but the root and the last unit, which the
+            backward pass needs first.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
         mp_policy: A :class:`~torch.distributed.fsdp.MixedPrecisionPolicy`, which wins over ``precision``.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation, which keeps accumulated
