@@ -1,0 +1,111 @@
+"""What fsdp-xla provides, as plain data; imports neither torch nor Lightning."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_core import Capability, Option, StrategyInfo, hookimpl
+
+__all__ = ["fsdp_strategies", "why_not_here"]
+
+_SHARED = (
+    Option(
+        name="auto_wrap_policy",
+        default="auto",
+        help="What becomes a unit of its own: 'auto' (the blocks repeated in the model's ModuleLists), a set of module "
+        "classes, or a callable, torch_xla's policies among them.",
+    ),
+    Option(
+        name="activation_checkpointing_policy",
+        default=None,
+        help="Which modules recompute their activations in the backward: a set of module classes or a callable.",
+    ),
+    Option(
+        name="state_dict_type",
+        default="sharded",
+        help="How checkpoints are saved: 'sharded' (a folder, every rank writes its part) or 'full' (one file).",
+    ),
+    Option(name="accelerator", default=None, help="A Lightning Accelerator; None: Lightning chooses."),
+    Option(name="parallel_devices", default=None, help="The devices of this host; None: Lightning chooses."),
+    Option(name="checkpoint_io", default=None, help="A Lightning CheckpointIO, which full checkpoints go through."),
+    Option(
+        name="precision", default=None, help="A Lightning Precision plugin; precision='bf16-mixed' is the usual way."
+    ),
+)
+
+_CLASSIC = StrategyInfo(
+    name="xla_fsdp",
+    summary="Fully sharded data parallel with torch_xla's XlaFullyShardedDataParallel, one rank per XLA device.",
+    trainer="fsdp_xla.trainer:XLAFSDPStrategy",
+    fabric="fsdp_xla.fabric:XLAFSDPStrategy",
+    accelerators=("tpu", "cpu"),
+    capabilities=frozenset(
+        {
+            Capability.ACTIVATION_CHECKPOINTING,
+            Capability.CLIP_BY_NORM,
+            Capability.CLIP_BY_VALUE,
+            Capability.FULL_CHECKPOINT,
+            Capability.GRADIENT_ACCUMULATION,
+            Capability.MIXED_PRECISION,
+            Capability.RESHARD_AFTER_FORWARD,
+            Capability.SHARDED_CHECKPOINT,
+            Capability.WRAP_POLICY,
+        }
+    ),
+    options=_SHARED,
+    requires=("torch==2.9.*", "torch_xla==2.9.*", "lightning>=2.6"),
+    probe="fsdp_xla.plugin:why_not_here",
+)
+
+_SPMD = replace(
+    _CLASSIC,
+    name="xla_fsdp_spmd",
+    summary="Fully sharded data parallel with torch_xla's SPMD: one process drives all XLA devices of the host.",
+    trainer="fsdp_xla.trainer:XLASPMDStrategy",
+    fabric="fsdp_xla.fabric:XLASPMDStrategy",
+    capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD},
+    options=_SHARED,
+)
+
+
+@hookimpl
+def fsdp_strategies() -> list[StrategyInfo]:
+    """The three names of this package."""
+    return [
+        _CLASSIC,
+        replace(
+            _CLASSIC,
+            name="xla_fsdp_full",
+            summary="xla_fsdp with checkpoints of one file, gathered on rank 0.",
+            presets={"state_dict_type": "full"},
+        ),
+        _SPMD,
+    ]
+
+
+def why_not_here() -> str | None:
+    """Why the strategies can't run on this machine, or ``None`` if they can. Looks for chips as torch_xla does."""
+    device = os.environ.get("PJRT_DEVICE", "").upper()
+    if device == "CPU" or (device in ("", "TPU") and _tpu_chips()):
+        return None
+    asked = f"PJRT_DEVICE is {device!r}" if device else "PJRT_DEVICE is not set"
+    return (
+        f"no TPU is attached to this machine, and {asked}; to try it on the CPU, set PJRT_DEVICE=CPU "
+        "and CPU_NUM_DEVICES=2 (or more) before Python starts"
+    )
+
+
+_GOOGLE = "0x1ae0"
+
+
+def _tpu_chips() -> int:
+    """How many PCI devices of Google's there are."""
+    found = 0
+    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
+        try:
+            found += vendor.read_text().strip() == _GOOGLE
+        except OSError:
+            continue
+    return found
