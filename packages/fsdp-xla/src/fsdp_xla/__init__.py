@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdp_xla import fabric
     from fsdp_xla.accelerator import XLACPUAccelerator
-    from fsdp_xla.trainer import XLAFSDPStrategy, XLASPMDStrategy
+    from fsdp_xla.spmd.trainer import XLASPMDStrategy
+    from fsdp_xla.trainer import XLAFSDPStrategy
 
     __version__: str
 
@@ -27,8 +28,10 @@ __all__ = ["XLACPUAccelerator", "XLAFSDPStrategy", "XLASPMDStrategy", "__version
 def __getattr__(name: str) -> object:
     value: object
     match name:
-        case "XLAFSDPStrategy" | "XLASPMDStrategy":
-            value = getattr(import_module(f"{__name__}.trainer"), name)
+        case "XLAFSDPStrategy":
+            value = import_module(f"{__name__}.trainer").XLAFSDPStrategy
+        case "XLASPMDStrategy":
+            value = import_module(f"{__name__}.spmd.trainer").XLASPMDStrategy
         case "XLACPUAccelerator":
             value = import_module(f"{__name__}.accelerator").XLACPUAccelerator
         case "fabric":

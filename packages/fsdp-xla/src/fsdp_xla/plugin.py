@@ -63,8 +63,8 @@ _SPMD = replace(
     _CLASSIC,
     name="xla_fsdp_spmd",
     summary="Fully sharded data parallel with torch_xla's SPMD: one process drives all XLA devices of the host.",
-    trainer="fsdp_xla.trainer:XLASPMDStrategy",
-    fabric="fsdp_xla.fabric:XLASPMDStrategy",
+    trainer="fsdp_xla.spmd.trainer:XLASPMDStrategy",
+    fabric="fsdp_xla.spmd.fabric:XLASPMDStrategy",
     capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD},
     options=_SHARED,
 )
