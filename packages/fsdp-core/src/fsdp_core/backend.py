@@ -340,6 +340,13 @@ class Backend(ABC):
             extra = {raw_names[n]: _whole(value) for n, value in state.items() if n in live and n not in kept}
             if extra:
                 type(written).load_state_dict(written, extra, strict=False)
+        self.adopt_model_state(module, live)
+
+    def adopt_model_state(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Let the module go on from what :meth:`model_state` returned, now that a checkpoint has been read into it.
+
+        Nothing to do where that shares memory with the module.
+        """
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name. See :func:`fsdp_core.optimizer_state.optimizer_state`."""

@@ -1,0 +1,300 @@
+"""Sharding with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device. Knows no Lightning."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.backend import Backend
+from fsdp_core.clipping import clip_grads_by_norm
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.fqn import aliases, clean_name
+from fsdp_core.materialize import materialize
+from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
+from fsdp_core.parts import Layout
+from fsdp_core.precision import ShardPrecision
+from fsdp_core.wrapping import (
+    ActivationCheckpointingPolicy,
+    WrapPolicy,
+    checkpoint_activations,
+    describe_policy,
+    select_units,
+)
+from fsdp_xla import torch_xla_private as xla
+from fsdp_xla.on_host import HostOptimizer, flat_on_host
+from fsdp_xla.options import check_options
+from fsdp_xla.runtime import XLARuntime
+from fsdp_xla.torch_xla_private import XlaFullyShardedDataParallel, is_shard
+from fsdp_xla.written import layout_of, named_members, note_order, put_in_place, user_module, written
+
+__all__ = ["XLABackend"]
+
+
+class XLABackend(Backend):
+    """Keeps of every parameter a run of its elements on each rank, padded to a multiple of 128.
+
+    Args:
+        auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
+            blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
+        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
+        **options: Options of ``XlaFullyShardedDataParallel``.
+
+    Raises:
+        UnsupportedCapabilityError: An option is none of torch_xla's, or is set by something else.
+    """
+
+    accelerators = ("xla",)
+    runtime: XLARuntime
+
+    def __init__(
+        self,
+        *,
+        auto_wrap_policy: WrapPolicy | None = "auto",
+        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        check_options(options)
+        self.auto_wrap_policy = auto_wrap_policy
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.options = options
+
+    def terms(self) -> dict[str, Any]:
+        return {
+            **super().terms(),
+            "auto_wrap_policy": describe_policy(self.auto_wrap_policy),
+            "activation_checkpointing_policy": describe_policy(self.activation_checkpointing_policy),
+            **self.options,
+        }
+
+    def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
+        if precision.storage is not torch.float32 or precision.scaled:
+            raise UnsupportedCapabilityError(
+                f"precision={precision.name!r} can't be used with 'xla_fsdp': XlaFullyShardedDataParallel keeps its "
+                "shards in fp32, and has no gradient scaler.\n"
+                "Write precision='bf16-mixed', or '32-true'; strategy='xla_fsdp_spmd' can keep its shards in bf16."
+            )
+        return precision
+
+    # -- building and sharding -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def wrap_context(self) -> Iterator[None]:
+        with self.runtime.building(), super().wrap_context():
+            yield
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        if self.is_sharded(module):
+            return _root_of(module)
+        self._check(module)
+        self.remember(module)
+        units = select_units(module, _as_torch_policy(self.auto_wrap_policy))
+        checkpoint_activations(module, self.activation_checkpointing_policy, xla.recompute)
+        note_order(module.modules())
+        sharded: set[nn.Module] = set()
+        root: XlaFullyShardedDataParallel | None = None
+        for unit in (*units, module):
+            own = [
+                m
+                for m in unit.modules()
+                if m not in sharded and not isinstance(m, XlaFullyShardedDataParallel) and not _is_flattener(m)
+            ]
+            sharded.update(own)
+            self._place(own)
+            root = self._wrapped(unit)
+            if unit is not module:
+                put_in_place(module, unit, root)
+        assert root is not None
+        gc.collect()
+        xla.sync(wait=True)
+        module.__dict__[_ROOT] = (root,)  # in a tuple, so that it becomes no submodule
+        self.mark_sharded(module)
+        self.mark_sharded(root)
+        return root
+
+    def _check(self, module: nn.Module) -> None:
+        self.check_shardable(module)
+        for fqn, parameter in module.named_parameters():
+            if parameter.dtype != torch.float32:
+                raise ShardingError(
+                    f"parameter {fqn!r} is in {parameter.dtype}, and XlaFullyShardedDataParallel keeps its shards in "
+                    "fp32.\nLeave the model in fp32 and write precision='bf16-mixed', or use strategy='xla_fsdp_spmd'."
+                )
+        for fqn, submodule in module.named_modules():
+            if isinstance(submodule, XlaFullyShardedDataParallel):
+                raise ShardingError(
+                    f"{type(module).__name__} is already sharded: {fqn or 'the root'!r} is an "
+                    "XlaFullyShardedDataParallel.\nRemove it, and give the strategy auto_wrap_policy={MyBlock} instead."
+                )
+
+    def _place(self, modules: list[nn.Module]) -> None:
+        """Bring what ``modules`` own to the device, with rank 0's values; tied parameters stay tied."""
+        materialize(modules, torch.device("cpu"))
+        device = self.runtime.device
+        moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        for module in modules:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if id(parameter) not in moved:
+                    data = self.runtime.broadcast_object(parameter.data.cpu())
+                    new = nn.Parameter(data.to(device), requires_grad=parameter.requires_grad)
+                    new.__dict__.update(parameter.__dict__)
+                    moved[id(parameter)] = (new, parameter)
+                    # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
+                    parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+                module._parameters[name] = moved[id(parameter)][0]
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                module._buffers[name] = self.runtime.broadcast_object(buffer.cpu()).to(device)
+
+    def _wrapped(self, unit: nn.Module) -> XlaFullyShardedDataParallel:
+        return XlaFullyShardedDataParallel(
+            unit,
+            **{
+                "compute_dtype": self.precision.compute,
+                "buffer_dtype": torch.float32,
+                # the other kind of all-gather is made of sums over padding: no faster, and never the same on two ranks
+                "pin_layout_in_collective_ops": False,
+                **self.options,
+            },
+        )
+
+    def written_module(self, root: nn.Module) -> nn.Module:
+        return user_module(root)
+
+    @contextmanager
+    def as_written(self, module: nn.Module) -> Iterator[None]:
+        root = _root_of(module)
+        with written(root) as by_name:
+            for name, parameter in by_name.items():
+                self._note_written(user_module(root), name, parameter)
+            yield
+
+    def layout(self, module: nn.Module) -> Layout:
+        return layout_of(_root_of(module))
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = _root_of(module).no_sync()
+        return context
+
+    def reshard(self, module: nn.Module) -> None:
+        for unit in xla.units_of(_root_of(module)):
+            if unit.has_full_params:
+                unit._free_full_params()
+
+    def holds_part(self, parameter: Tensor) -> bool:
+        return is_shard(parameter)
+
+    def clip_norm(
+        self,
+        parameters: Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        return clip_grads_by_norm(
+            parameters,
+            max_norm,
+            runtime=self.runtime.in_graph(),
+            is_sharded=self.holds_part,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        root = _root_of(module)
+        self.reshard(root)
+        xla.sync(wait=True)
+        held = {name: flat_on_host(member.shard) for name, member in named_members(root)}
+        parts = {part.name: part for of_shard in self.layout(root).values() for part in of_shard}
+        with self.as_written(root):
+            user = user_module(root)
+            state = {clean_name(name): value for name, value in type(user).state_dict(user).items()}
+            first = aliases(user)
+        found: dict[str, Any] = {}
+        for name, value in state.items():
+            known = first.get(name, name)
+            if known in parts:
+                found[name] = parts[known].of(held[known])
+            else:
+                found[name] = xla.on_host(value) if isinstance(value, Tensor) else value
+        return found
+
+    def adopt_model_state(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        root = _root_of(module)
+        flats: dict[nn.Parameter, Tensor] = {}
+        for name, member in named_members(root):
+            if name in state:
+                if member.shard not in flats:
+                    flats[member.shard] = flat_on_host(member.shard)
+                at = member.offset
+                for chunk in state[name].chunks:
+                    flats[member.shard][at : at + chunk.data.numel()] = chunk.data.reshape(-1)
+                    at += chunk.data.numel()
+        for shard, flat in flats.items():
+            xla.replace(shard, flat.view(shard.shape))
+        for name, buffer in user_module(root).named_buffers():
+            loaded = state.get(clean_name(name))
+            if isinstance(loaded, Tensor):
+                xla.replace(buffer, loaded)
+        xla.sync(wait=True)
+
+    def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self.reshard(module)
+        xla.sync(wait=True)
+        host: Any = HostOptimizer(optimizer, self.layout(module))
+        return optimizer_state(host, host.layout, self.runtime)
+
+    def load_optimizer_state(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+        *,
+        check_only: bool = False,
+    ) -> None:
+        self.reshard(module)
+        xla.sync(wait=True)
+        host: Any = HostOptimizer(optimizer, self.layout(module), with_state=False)
+        load_optimizer_state(host, host.layout, state, check_only=check_only)
+        if check_only:
+            return
+        host.complete(state["state"])
+        host.give_back()
+        xla.sync(wait=True)
+
+
+_ROOT = "_fsdp_xla_root"
+
+
+def _root_of(module: nn.Module) -> XlaFullyShardedDataParallel:
+    """The root that stands for a module, or the root itself."""
+    if isinstance(module, XlaFullyShardedDataParallel):
+        return module
+    (root,) = module.__dict__[_ROOT]
+    assert isinstance(root, XlaFullyShardedDataParallel)
+    return root
+
+
+def _is_flattener(module: nn.Module) -> bool:
+    return type(module).__name__ == "XlaFlattenParamsWrapper"
+
+
+def _as_torch_policy(policy: Any) -> Any:
+    """Let a policy of torch_xla's, which counts ``unwrapped_params``, be asked as torch's are."""
+    if not callable(policy) or isinstance(policy, type) or "unwrapped_params" not in inspect.signature(policy).parameters:
+        return policy
+
+    def as_torch(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return bool(policy(module=module, recurse=recurse, unwrapped_params=nonwrapped_numel))
+
+    return as_torch
+

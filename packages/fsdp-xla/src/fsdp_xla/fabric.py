@@ -1,0 +1,89 @@
+"""``strategy="xla_fsdp"`` for Fabric."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.precision import Precision
+
+from fsdp_core.lightning.fabric import ShardedFabricStrategy
+from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_xla.backend import XLABackend
+from fsdp_xla.launchers import FabricXLALauncher
+from fsdp_xla.ranks import XLADeviceRanks, XLARanks
+from fsdp_xla.runtime import XLARuntime
+from fsdp_xla.torch_xla_private import sync
+
+__all__ = ["XLAFSDPStrategy"]
+
+
+class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
+    """Shards modules with torch_xla's ``XlaFullyShardedDataParallel`` under Fabric, one rank per XLA device.
+
+    ``Fabric(strategy="xla_fsdp")`` is this class with its defaults. With several devices the training goes into a
+    function, ``fabric.launch(train)``, which every rank calls.
+
+    Args:
+        accelerator: As in Lightning.
+        parallel_devices: As in Lightning.
+        checkpoint_io: As in Lightning; for ``state_dict_type="full"`` only.
+        precision: A Lightning precision plugin; ``Fabric(precision="bf16-mixed")`` is the usual way.
+        auto_wrap_policy: Which submodules are gathered and freed together: a set of classes, a function
+            ``module -> bool``, one of torch_xla's or torch's policies, ``"auto"`` for the blocks repeated in
+            ``ModuleList`` s, or ``None`` for the root alone.
+        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
+            classes or a function ``module -> bool``.
+        state_dict_type: ``"sharded"`` for checkpoint folders that every rank writes its part of, ``"full"`` for one
+            file gathered on rank 0.
+        timeout: How long a rank waits for the others; half an hour when ``None``.
+        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
+            training.
+        **kwargs: Options of ``XlaFullyShardedDataParallel``; see :data:`fsdp_xla.options.PASSED_ON`.
+
+    Raises:
+        UnsupportedCapabilityError: An option is unknown, or can't be used.
+    """
+
+    backend: XLABackend
+    launcher_class = FabricXLALauncher
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        auto_wrap_policy: WrapPolicy | None = "auto",
+        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        *,
+        timeout: timedelta | None = None,
+        async_save: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            XLABackend(
+                auto_wrap_policy=auto_wrap_policy,
+                activation_checkpointing_policy=activation_checkpointing_policy,
+                **kwargs,
+            ),
+            strategy_name="xla_fsdp",
+            runtime=XLARuntime(),
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=XLARanks(),
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            state_dict_type=state_dict_type,
+            timeout=timeout,
+            async_save=async_save,
+        )
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, **kwargs)
+        sync()
+        return output

@@ -1,0 +1,152 @@
+"""How ranks exchange objects on the host, so that no graph of the device has to be compiled or run for it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from fsdp_core.errors import FSDPError
+
+__all__ = ["Meeting", "RankLostError", "StoreMeeting", "ThreadMeeting"]
+
+
+class RankLostError(FSDPError, RuntimeError):
+    """Another rank has failed, or does not come."""
+
+
+class Meeting(ABC):
+    """Where the ranks of one run meet.
+
+    Attributes:
+        world_size: How many there are.
+    """
+
+    world_size: int
+
+    @abstractmethod
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Give every rank the list of all ranks' values, by rank. All of them must call it.
+
+        Args:
+            rank: The caller.
+            value: What it brings; picklable.
+
+        Raises:
+            RankLostError: A rank has failed, or did not come in time.
+        """
+
+    def building(self, rank: int) -> AbstractContextManager[None]:
+        """A context in which a rank builds its model."""
+        return nullcontext()
+
+    @abstractmethod
+    def another(self, rank: int) -> Meeting:
+        """A further meeting of the same ranks, for another thread of each. All of them must call it."""
+
+
+class ThreadMeeting(Meeting):
+    """The ranks are threads of one process.
+
+    Args:
+        world_size: How many there are.
+        timeout: How long a rank waits for the others.
+
+    Example:
+        >>> ThreadMeeting(1).exchange(0, "hello")
+        ['hello']
+    """
+
+    def __init__(self, world_size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+        self.world_size = world_size
+        self._timeout = timeout
+        self._barrier = threading.Barrier(world_size)
+        self._slots: list[Any] = [None] * world_size
+        self._others: list[ThreadMeeting] = []
+        self._building = threading.RLock()
+        self._random_states: list[Tensor] = []
+        self._built = [0] * world_size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        # every rank gets copies of its own, as from another process
+        self._slots[rank] = pickle.dumps(value)
+        self._wait()
+        gathered = [pickle.loads(slot) for slot in self._slots]  # our own ranks wrote them, in this process
+        self._wait()
+        return gathered
+
+    def another(self, rank: int) -> Meeting:
+        if rank == 0:
+            self._others.append(ThreadMeeting(self.world_size, self._timeout))
+        self._wait()
+        made = self._others[-1]
+        self._wait()
+        return made
+
+    @contextmanager
+    def building(self, rank: int) -> Iterator[None]:
+        """A context for one rank at a time, in which each finds torch's random generator where the first found it.
+
+        The generator is the process's own, and so is what torch's ``wrap`` looks at.
+        """
+        with self._building:
+            turn = self._built[rank]
+            self._built[rank] += 1
+            if turn == len(self._random_states):
+                self._random_states.append(torch.get_rng_state())
+            torch.set_rng_state(self._random_states[turn])
+            yield
+
+    def break_up(self) -> None:
+        """Let every rank that waits, or is going to, raise."""
+        self._barrier.abort()
+        for other in self._others:
+            other.break_up()
+
+    def _wait(self) -> None:
+        try:
+            self._barrier.wait(self._timeout.total_seconds())
+        except threading.BrokenBarrierError:
+            raise RankLostError(
+                "another rank has failed, or did not come to where this one waits.\nSee the other rank's error."
+            ) from None
+
+
+class StoreMeeting(Meeting):
+    """The ranks are processes, which share one of torch's stores.
+
+    Args:
+        store: The store.
+        world_size: How many ranks there are.
+    """
+
+    def __init__(self, store: Store, world_size: int) -> None:
+        self.world_size = world_size
+        self._store = store
+        self._count = 0
+        self._made = 0
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._count += 1
+        self._store.set(f"{self._count}/{rank}", pickle.dumps(value))
+        try:
+            gathered = [pickle.loads(self._store.get(f"{self._count}/{r}")) for r in range(self.world_size)]
+        except RuntimeError as error:
+            raise RankLostError(
+                f"another rank did not come to where rank {rank} waits: {error}\nSee the other rank's error."
+            ) from error
+        # who comes here has read all of the exchange before last, so that nobody needs it any more
+        self._store.delete_key(f"{self._count - 2}/{rank}")
+        return gathered
+
+    def another(self, rank: int) -> Meeting:
+        self._made += 1
+        return StoreMeeting(PrefixStore(f"{self._made}", self._store), self.world_size)

@@ -1,0 +1,64 @@
+"""Which options of XlaFullyShardedDataParallel the strategy passes on, and what to write in the place of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fsdp_core.errors import UnsupportedCapabilityError
+
+__all__ = ["PASSED_ON", "check_options"]
+
+#: What users may set, in torch_xla's order.
+PASSED_ON = (
+    "reshard_after_forward",
+    "flatten_parameters",
+    "execute_sharding_on_init",
+    "optimization_barrier_in_forward",
+    "optimization_barrier_in_backward",
+    "sync_on_finalization",
+    "disable_reshard_on_root",
+    "compute_dtype",
+    "buffer_dtype",
+    "fp32_reduce_scatter",
+    "shard_param_on_dim_0",
+    "pin_layout_in_collective_ops",
+    "reduce_scatter_bucket_size_mb",
+    "coalesce_all_gather_ops",
+)
+
+_INSTEAD = {
+    "auto_wrapper_callable": "Write activation_checkpointing_policy={MyBlock}, which needs no wrapper.",
+    "param_init_fn": "Leave it out: a module built on the meta device is filled by its reset_parameters().",
+    "sharding_groups": "Leave it out: all ranks shard.",
+    "sharding_rank": "Leave it out: all ranks shard.",
+    "sharding_world_size": "Leave it out: all ranks shard.",
+    # of torch's FSDP
+    "cpu_offload": "XLA keeps shards on its devices; 'fsdp2_cpu_offload' has it.",
+    "mixed_precision": "Write precision='bf16-mixed' to Trainer or Fabric.",
+    "mp_policy": "Write precision='bf16-mixed' to Trainer or Fabric.",
+    "sharding_strategy": "Write reshard_after_forward=True for 'FULL_SHARD', False for 'SHARD_GRAD_OP'.",
+    "backward_prefetch": "Leave it out: XLA schedules the whole graph of a step.",
+    "forward_prefetch": "Leave it out: XLA schedules the whole graph of a step.",
+    "limit_all_gathers": "Leave it out: XLA schedules the whole graph of a step.",
+    "use_orig_params": "Write flatten_parameters=False, which is the default.",
+    "device_mesh": "strategy='xla_fsdp_spmd' shards over a mesh.",
+    "process_group": "Leave it out: all ranks shard.",
+    "process_group_backend": "Leave it out: XLA has no process group.",
+    "precision_plugin": "It is called precision here, for Trainer and Fabric alike.",
+    "cluster_environment": "Leave it out: XLA numbers the ranks.",
+}
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Refuse what isn't passed on to XlaFullyShardedDataParallel.
+
+    Raises:
+        UnsupportedCapabilityError: There is any; the message says what to write.
+    """
+    for name in options:
+        if name not in PASSED_ON:
+            told = _INSTEAD.get(name, "It is no option of torch_xla's XlaFullyShardedDataParallel either.")
+            raise UnsupportedCapabilityError(
+                f"strategy 'xla_fsdp' has no option {name!r}. {told}\n"
+                f"Besides its own it takes {', '.join(PASSED_ON)}; `fsdp describe xla_fsdp` explains all."
+            )

@@ -1,0 +1,102 @@
+"""What the XLA strategies for Trainer and Fabric have in common: which rank this is, and when a graph runs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
+from fsdp_core.lightning.devices import set_rank_zero
+from fsdp_xla import torch_xla_private as xla
+from fsdp_xla.accelerator import uses_cpu_devices
+from fsdp_xla.placement import OnXLADevices
+from fsdp_xla.runtime import XLARuntime
+from fsdp_xla.starting import check_cpu_devices
+
+__all__ = ["XLADeviceRanks", "XLARanks"]
+
+
+class XLARanks(ClusterEnvironment):
+    """Ranks as XLA numbers them; before they are started, one of as many as were asked for."""
+
+    def __init__(self) -> None:
+        self._asked = 1
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return False
+
+    @property
+    def main_address(self) -> str:
+        # on a TPU slice, XLA's own list of its hosts
+        return os.environ.get("MASTER_ADDR") or os.environ.get("TPU_WORKER_HOSTNAMES", "127.0.0.1").split(",")[0]
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", "29531"))
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        here = xla.rank_here()
+        return self._asked if here is None else here.world_size
+
+    def set_world_size(self, size: int) -> None:
+        self._asked = size
+
+    def global_rank(self) -> int:
+        here = xla.rank_here()
+        return 0 if here is None else here.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """XLA numbers the ranks."""
+
+    def local_rank(self) -> int:
+        here = xla.rank_here()
+        return 0 if here is None else here.local_rank
+
+    def node_rank(self) -> int:
+        here = xla.rank_here()
+        return 0 if here is None else here.host
+
+
+class XLADeviceRanks(OnXLADevices):
+    """The part of a strategy that knows its ranks are XLA's devices. Comes before core's adapter."""
+
+    runtime: XLARuntime
+    cluster_environment: Any
+    _launcher: Any
+    launcher_class: Any
+    num_processes: int
+    num_nodes: int
+    global_rank: int
+    world_size: int
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        if xla.rank_here() is not None or self.runtime.device.type == "xla":
+            return self.runtime.device if self.runtime.device.type == "xla" else xla.default_device()
+        return (self.parallel_devices or [torch.device("xla", 0)])[0]
+
+    def _number_ranks(self) -> None:
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        here = xla.rank_here()
+        threads = getattr(xla.meetings, "here", None)
+        if threads is None or threads.world_size == 1:
+            set_rank_zero(0 if here is None else here.rank)  # else threads share what this sets: see lockstep
+
+    def _configure_launcher(self) -> None:
+        if uses_cpu_devices():
+            check_cpu_devices(self.num_processes)
+        if self.num_processes > 1 or self.num_nodes > 1:
+            self._launcher = self.launcher_class(self.num_processes)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, decide so; exchanged on the host."""
+        decisions = self.runtime.gather_objects(bool(decision))
+        return bool(min(decisions)) if all else bool(max(decisions))

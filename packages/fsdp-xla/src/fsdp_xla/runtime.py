@@ -1,0 +1,125 @@
+"""One rank per XLA device: which one this is, and how it talks to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_core.runtime import ReduceOp, Runtime
+from fsdp_xla import torch_xla_private as xla
+from fsdp_xla.meeting import Meeting
+
+__all__ = ["XLARuntime"]
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
+
+
+class XLARuntime(Runtime):
+    """Ranks that are XLA devices: processes on a TPU, threads on the CPU.
+
+    Values are reduced and gathered on the host, so that a metric never adds a graph to those that training compiles.
+    What is to happen on the device, inside the graph of a step, goes through :meth:`in_graph`.
+    """
+
+    launcher = "subprocess"
+
+    def __init__(self) -> None:
+        self._meeting: Meeting | None = None
+
+    def start(
+        self,
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        device: torch.device,
+        address: str,
+        port: int,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
+        self.device = xla.start_alone() if world_size == 1 else xla.default_device()
+        if world_size > 1 and self._meeting is None:
+            self._meeting = xla.meeting_of_ranks(rank, world_size, address, port, timeout)
+
+    def stop(self) -> None:
+        self._meeting = None
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        return [obj] if self._meeting is None else self._meeting.exchange(self.rank, obj)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        if self._meeting is None:
+            return obj
+        return self._meeting.exchange(self.rank, obj if self.rank == src else None)[src]
+
+    def barrier(self) -> None:
+        self.gather_objects(None)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "mean", group: Any | None = None) -> Tensor:
+        if self._meeting is None:
+            return tensor
+        stacked = torch.stack(self.gather_objects(xla.on_host(tensor)))
+        if op == "mean":
+            mean = stacked.sum(0) / len(stacked)
+            return tensor.copy_(mean)  # integers keep their dtype by rounding towards zero, as Lightning's reduction
+        return tensor.copy_(_REDUCTIONS[str(op)](stacked))
+
+    def building(self) -> AbstractContextManager[None]:
+        """A context in which this rank builds its model."""
+        return nullcontext() if self._meeting is None else self._meeting.building(self.rank)
+
+    def in_graph(self) -> XLARuntime:
+        """The same ranks, reducing inside the graph that is being recorded: nothing is fetched."""
+        return self if self._meeting is None else _InGraph(self)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if self._meeting is None:
+            return tensor.unsqueeze(0)
+        if sync_grads and tensor.requires_grad:
+            gathered: Tensor = _GatherOnDevice.apply(tensor, self.world_size)
+            return gathered
+        return torch.stack(self.gather_objects(xla.on_host(tensor))).to(tensor.device)
+
+    def side_channel(self) -> Runtime:
+        channel = XLARuntime()
+        channel.rank, channel.local_rank, channel.world_size = self.rank, self.local_rank, self.world_size
+        channel._meeting = None if self._meeting is None else self._meeting.another(self.rank)
+        return channel
+
+    def device_random_state(self) -> Any:
+        return xla.random_state(self.device)
+
+    def set_device_random_state(self, state: Any) -> None:
+        xla.set_random_state(self.device, state)
+
+
+class _InGraph(XLARuntime):
+    def __init__(self, main: XLARuntime) -> None:
+        super().__init__()
+        self.__dict__.update(main.__dict__)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "mean", group: Any | None = None) -> Tensor:
+        return xla.all_reduce(tensor, str(op))
+
+
+class _GatherOnDevice(torch.autograd.Function):
+    """torch_xla's own all-gather narrows the gradient to this rank's, and leaves out what the others have of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world_size: int) -> Tensor:  # type: ignore[override]
+        ctx.world_size = world_size
+        return xla.all_gather(tensor.unsqueeze(0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return xla.reduce_scatter(grad.contiguous(), ctx.world_size).squeeze(0), None

@@ -1,0 +1,105 @@
+"""Starting the ranks, one per XLA device: processes on a TPU host, threads of this process on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from fsdp_core.errors import StrategyUnavailableError
+from fsdp_xla import torch_xla_private as xla
+from fsdp_xla.accelerator import uses_cpu_devices
+from fsdp_xla.meeting import RankLostError, ThreadMeeting
+
+__all__ = ["check_cpu_devices", "run_ranks"]
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], arguments: Any) -> Any:
+    """Call ``function`` on every rank, each with a copy of ``arguments``.
+
+    Args:
+        world_size: How many ranks this host is to run.
+        function: Called with the rank's copy. What rank 0's call returns must be picklable where ranks are processes.
+        arguments: What ranks start from. It is left alone.
+
+    Returns:
+        What rank 0 of the host returned.
+
+    Raises:
+        StrategyUnavailableError: XLA has been started already, in another way.
+    """
+    if uses_cpu_devices():
+        return _on_threads(world_size, function, arguments)
+    return _on_processes(function, arguments)
+
+
+def check_cpu_devices(world_size: int) -> None:
+    """Let XLA have so many CPU devices.
+
+    Raises:
+        StrategyUnavailableError: It has another number already, or is told to have.
+    """
+    told = os.environ.get("CPU_NUM_DEVICES")
+    if told is not None and int(told) != world_size:
+        raise StrategyUnavailableError(
+            f"{world_size} ranks were asked for, and CPU_NUM_DEVICES={told} says that XLA has {told} CPU "
+            f"device{'s' * (told != '1')}; ranks are its devices.\n"
+            f"Write devices={told}, or set CPU_NUM_DEVICES={world_size} before Python starts."
+        )
+    if told is None and xla.runtime_is_started() and world_size != 1:
+        raise StrategyUnavailableError(
+            f"{world_size} ranks were asked for, but XLA has been used before they start, and has 1 CPU device since.\n"
+            f"Set CPU_NUM_DEVICES={world_size} before Python starts, and touch no XLA device before the launch."
+        )
+    os.environ["CPU_NUM_DEVICES"] = str(world_size)
+
+
+def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -> Any:
+    from fsdp_xla.testing.lockstep import lockstep  # what the CPU client needs, and no TPU
+
+    meeting = ThreadMeeting(world_size)
+    results: dict[int, Any] = {}
+    failures: list[BaseException] = []
+    copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # here: copying moves on random generators
+    with lockstep(world_size) if world_size > 1 else nullcontext() as steps:
+
+        def rank() -> None:
+            xla.meetings.here = meeting
+            here = xla.rank_here()
+            assert here is not None
+            try:
+                results[here.rank] = function(copies[here.rank])
+            except BaseException as error:
+                failures.append(error)
+                meeting.break_up()
+                if steps is not None:
+                    steps.break_up()
+
+        xla.run_on_threads(rank)
+    if failures:
+        raise next((e for e in failures if not isinstance(e, RankLostError)), failures[0])
+    return results[0]
+
+
+def _on_processes(function: Callable[..., Any], arguments: Any) -> Any:
+    if xla.runtime_is_started():
+        raise StrategyUnavailableError(
+            "XLA has been used in this process before the ranks start, and a TPU can't be shared with them.\n"
+            "Touch no XLA device (torch_xla.device(), tensor.to('xla')) before trainer.fit() or fabric.launch()."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer"
+
+        def rank() -> None:
+            result = function(copy.deepcopy(arguments))
+            here = xla.rank_here()
+            if here is not None and here.local_rank == 0:
+                answer.write_bytes(pickle.dumps(result))
+
+        xla.run_on_processes(rank)
+        return pickle.loads(answer.read_bytes())  # our own rank has written it, into a folder of our own

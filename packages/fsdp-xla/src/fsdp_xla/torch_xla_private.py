@@ -1,0 +1,283 @@
+"""The names of torch_xla that this package uses and that are private or not typed, each with its reason.
+
+Checked on torch_xla 2.9.0.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.xla_multiprocessing as xmp
+import torch_xla.runtime as xr
+from torch import Tensor, nn
+from torch.distributed import TCPStore
+from torch_xla._internal import pjrt
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+from torch_xla.utils.checkpoint import checkpoint
+
+from fsdp_xla.meeting import Meeting, StoreMeeting
+
+__all__ = [
+    "RankHere",
+    "ShardedMember",
+    "XlaFullyShardedDataParallel",
+    "all_gather",
+    "all_reduce",
+    "default_device",
+    "is_shard",
+    "meeting_of_ranks",
+    "meetings",
+    "on_host",
+    "random_state",
+    "rank_here",
+    "recompute",
+    "reduce_scatter",
+    "replace",
+    "run_on_processes",
+    "run_on_threads",
+    "runtime_is_started",
+    "set_random_state",
+    "sharded_members",
+    "start_alone",
+    "sync",
+    "tied_members",
+    "units_of",
+]
+
+#: By thread: whether a rank runs in it (``rank``), and where it meets the others if they are threads too (``here``).
+meetings = threading.local()
+
+
+class RankHere(NamedTuple):
+    """Which rank runs in this thread.
+
+    Attributes:
+        rank: Its index in the world.
+        local_rank: Its index on this host.
+        host: The index of this host.
+        world_size: The number of ranks.
+    """
+
+    rank: int
+    local_rank: int
+    host: int
+    world_size: int
+
+
+def rank_here() -> RankHere | None:
+    """Which rank runs in this thread; ``None`` before ranks are started."""
+    if not getattr(meetings, "rank", False):
+        return None
+    return RankHere(xr.global_ordinal(), xr.local_ordinal(), xr.host_index(), xr.world_size())
+
+
+def run_on_threads(function: Callable[[], object]) -> None:
+    """Call ``function`` on a thread for each device of this process, with replication over them.
+
+    ``torch_xla.launch`` does this where there is one process; its own way to it sets no replication on the CPU, and its
+    collectives then reduce nothing.
+    """
+    before = dict(os.environ)
+
+    def rank() -> None:
+        meetings.rank = True
+        function()
+
+    try:
+        pjrt._run_thread_per_device(0, 1, rank, pjrt.initialize_multiprocess)
+    finally:
+        for variable in set(os.environ) - set(before):
+            del os.environ[variable]
+
+
+def run_on_processes(function: Callable[[], object]) -> None:
+    """Call ``function`` in a process for each TPU chip of this host, forked from this one."""
+    xmp.spawn(_rank_of_process, args=(function,), start_method="fork")
+
+
+def _rank_of_process(_: int, function: Callable[[], object]) -> None:
+    meetings.rank = True
+    function()
+
+
+def default_device() -> torch.device:
+    """The XLA device of this rank."""
+    device: torch.device = torch_xla.device()
+    return device
+
+
+def start_alone() -> torch.device:
+    """Take one device of this process, without peers."""
+    pjrt.initialize_singleprocess()
+    return default_device()
+
+
+def replace(tensor: Tensor, value: Tensor) -> None:
+    """Let a tensor of the device have a value of the host's. A copy into it would be a graph to compile."""
+    torch_xla._XLAC._replace_xla_tensor(tensor, value.to(tensor.device))
+
+
+def runtime_is_started() -> bool:
+    """Whether XLA has been used in this process, so that its devices can't be chosen any more."""
+    return bool(torch_xla._XLAC._xla_runtime_is_initialized())
+
+
+def sync(wait: bool = False) -> None:
+    """Run what has been recorded. By attribute, since ranks that are threads put another in its place."""
+    torch_xla.sync(wait=wait)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor's values in host memory."""
+    return tensor.detach().cpu()
+
+
+def all_reduce(tensor: Tensor, op: str) -> Tensor:
+    """Reduce over all ranks, in the graph."""
+    reductions = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX, "min": xm.REDUCE_MIN, "mean": xm.REDUCE_SUM}
+    scale = 1.0 / xr.world_size() if op == "mean" else 1.0
+    reduced: Tensor = xm.all_reduce(reductions[op], tensor, scale=scale, pin_layout=False)
+    return reduced
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Concatenate the ranks' tensors along the first axis, in the graph."""
+    gathered: Tensor = xm.all_gather(tensor, dim=0, pin_layout=False)
+    return gathered
+
+
+def reduce_scatter(tensor: Tensor, world_size: int) -> Tensor:
+    """Sum over all ranks and keep this rank's row, in the graph, which is the same on every rank."""
+    row: Tensor = xm.reduce_scatter(
+        xm.REDUCE_SUM, tensor, scale=1.0, scatter_dim=0, shard_count=world_size, pin_layout=False
+    )
+    return row
+
+
+def random_state(device: torch.device) -> int:
+    """Where the device's generator is: its seed, which every draw moves on."""
+    return int(xm.get_rng_state(str(device)))
+
+
+def set_random_state(device: torch.device, state: int) -> None:
+    """Set the device's generator."""
+    xm.set_rng_state(int(state), str(device))
+
+
+def recompute(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch_xla's activation checkpointing.
+
+    torch's own would save no memory: XLA finds that the recomputed values are those that it had, and keeps them; this
+    one puts a barrier in between. It takes no keyword arguments, and needs an input that requires gradients.
+    """
+    names = tuple(kwargs)
+
+    def call(*packed: Any) -> Any:
+        count = len(packed) - len(names)
+        return forward(*packed[:count], **dict(zip(names, packed[count:], strict=True)))
+
+    packed = (*args, *kwargs.values())
+    if not any(isinstance(one, Tensor) and one.requires_grad for one in packed):
+        packed = tuple(_requiring_grad(packed))
+    return checkpoint(call, *packed)
+
+
+def _requiring_grad(packed: tuple[Any, ...]) -> Iterator[Any]:
+    """Let the first floating-point input require gradients, without which none would reach the parameters."""
+    done = not torch.is_grad_enabled()
+    for one in packed:
+        if not done and isinstance(one, Tensor) and one.is_floating_point():
+            done = True
+            yield one.detach().requires_grad_()
+        else:
+            yield one
+
+
+def meeting_of_ranks(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None) -> Meeting:
+    """Where this rank meets the others: in this process if they are its threads, else at rank 0's address."""
+    here: Meeting | None = getattr(meetings, "here", None)
+    if here is not None:
+        return here
+    store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout or timedelta(minutes=30))
+    return StoreMeeting(store, world_size)
+
+
+# -- what XlaFullyShardedDataParallel knows of its parameters ----------------------------------------------------------
+
+
+class ShardedMember(NamedTuple):
+    """A parameter of the user's and where this rank's elements of it lie.
+
+    Attributes:
+        owner: The user's module that holds it.
+        attribute: Its name there.
+        shape: Its shape as written.
+        shard: The sharded parameter that an optimizer holds.
+        start: The index of its first element here, in C order.
+        offset: Where that is in the shard, flattened.
+        length: How many elements of it are here.
+    """
+
+    owner: nn.Module
+    attribute: str
+    shape: tuple[int, ...]
+    shard: nn.Parameter
+    start: int
+    offset: int
+    length: int
+
+
+def units_of(root: nn.Module) -> Iterator[XlaFullyShardedDataParallel]:
+    """The root and the units in it."""
+    for module in root.modules():
+        if isinstance(module, XlaFullyShardedDataParallel):
+            yield module
+
+
+def is_shard(parameter: Tensor) -> bool:
+    """Whether a tensor is what a unit has left of a parameter."""
+    return bool(getattr(parameter, "_is_sharded", False))
+
+
+def sharded_members(unit: XlaFullyShardedDataParallel) -> Iterator[ShardedMember]:
+    """The parameters that a unit has sharded; each once, under the first of its places."""
+    for shard, (_, owner, attribute) in zip(unit.sharded_params, unit.full_param_infos, strict=True):
+        local = shard.numel()
+        first = unit.rank * local
+        if owner is unit._fsdp_wrapped_module:
+            yield from _flattened(owner, attribute, shard, first, local)
+            continue
+        shape = tuple(shard._orig_size)
+        size = torch.Size(shape).numel()
+        yield ShardedMember(owner, attribute, shape, shard, min(first, size), 0, max(0, min(local, size - first)))
+
+
+def _flattened(
+    wrapper: nn.Module, flat_name: str, shard: nn.Parameter, first: int, local: int
+) -> Iterator[ShardedMember]:
+    flat: Any = getattr(wrapper, flat_name)
+    begin = 0
+    for (owner, attribute), shape, size in zip(
+        [(m, n) for _, m, n in flat._param_infos], flat._param_shapes, flat._param_numels, strict=True
+    ):
+        start, end = max(first, begin), min(first + local, begin + size)
+        length = max(0, end - start)
+        yield ShardedMember(
+            owner, attribute, tuple(shape), shard, start - begin if length else 0, start - first if length else 0, length
+        )
+        begin += size
+
+
+def tied_members(unit: XlaFullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """The further places of a unit's parameters: owner and name, and those of the first place."""
+    for _, _, owner, attribute, first_owner, first_attribute in unit.shared_full_param_infos:
+        yield owner, attribute, first_owner, first_attribute
+    for _, _, owner, attribute, first_owner, first_attribute in unit._fsdp_wrapped_module._shared_param_infos:
+        yield owner, attribute, first_owner, first_attribute
