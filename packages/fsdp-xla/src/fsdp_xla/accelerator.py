@@ -79,7 +79,9 @@ def accelerator_for(strategy: str, chosen: Any) -> Any:
     name = type(chosen).__name__
     if isinstance(chosen, FabricCPUAccelerator) or name == "CPUAccelerator":
         if uses_cpu_devices():
-            return XLACPUAccelerator()
+            meant = XLACPUAccelerator()
+            chosen.setup_device = meant.setup_device  # Fabric keeps the one that it chose, for this alone
+            return meant
         raise StrategyUnavailableError(
             f"strategy {strategy!r} runs on XLA devices, and the accelerator is 'cpu'.\n"
             "On a TPU host write accelerator='tpu'; to try it on the CPU, set PJRT_DEVICE=CPU and CPU_NUM_DEVICES=2 "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,6 +97,10 @@ class XLABackend(Backend):
         self.remember(module)
         units = select_units(module, _as_torch_policy(self.auto_wrap_policy))
         checkpoint_activations(module, self.activation_checkpointing_policy, xla.recompute)
+        for submodule in module.modules():
+            forward = submodule.__dict__.get("forward")
+            if isinstance(forward, functools.partial):
+                forward.__func__ = type(submodule).forward  # type: ignore[attr-defined]  # torch_xla looks for it
         note_order(module.modules())
         sharded: set[nn.Module] = set()
         root: XlaFullyShardedDataParallel | None = None
@@ -111,6 +116,9 @@ class XLABackend(Backend):
             if unit is not module:
                 put_in_place(module, unit, root)
         assert root is not None
+        for shard in root.sharded_params:
+            # the root's own, or an optimizer over module.parameters() would leave them as they are
+            module.register_parameter(shard._name, shard)
         gc.collect()
         xla.sync(wait=True)
         module.__dict__[_ROOT] = (root,)  # in a tuple, so that it becomes no submodule
@@ -125,6 +133,11 @@ class XLABackend(Backend):
                 raise ShardingError(
                     f"parameter {fqn!r} is in {parameter.dtype}, and XlaFullyShardedDataParallel keeps its shards in "
                     "fp32.\nLeave the model in fp32 and write precision='bf16-mixed', or use strategy='xla_fsdp_spmd'."
+                )
+            if parameter.ndim == 0 and self.options.get("shard_param_on_dim_0"):
+                raise UnsupportedCapabilityError(
+                    f"parameter {fqn!r} is 0-dim, and shard_param_on_dim_0=True shards along the first dimension.\n"
+                    "Leave shard_param_on_dim_0 out, or give the parameter the shape (1,)."
                 )
         for fqn, submodule in module.named_modules():
             if isinstance(submodule, XlaFullyShardedDataParallel):
@@ -187,6 +200,9 @@ class XLABackend(Backend):
         for unit in xla.units_of(_root_of(module)):
             if unit.has_full_params:
                 unit._free_full_params()
+
+    def reset(self, module: nn.Module) -> None:
+        xla.reset(_root_of(module))
 
     def holds_part(self, parameter: Tensor) -> bool:
         return is_shard(parameter)
@@ -290,11 +306,14 @@ def _is_flattener(module: nn.Module) -> bool:
 
 def _as_torch_policy(policy: Any) -> Any:
     """Let a policy of torch_xla's, which counts ``unwrapped_params``, be asked as torch's are."""
-    if not callable(policy) or isinstance(policy, type) or "unwrapped_params" not in inspect.signature(policy).parameters:
+    if (
+        not callable(policy)
+        or isinstance(policy, type)
+        or "unwrapped_params" not in inspect.signature(policy).parameters
+    ):
         return policy
 
     def as_torch(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return bool(policy(module=module, recurse=recurse, unwrapped_params=nonwrapped_numel))
 
     return as_torch
-

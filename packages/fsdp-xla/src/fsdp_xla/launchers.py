@@ -58,9 +58,7 @@ class TrainerXLALauncher(_Launcher):
     def is_interactive_compatible(self) -> bool:
         return True
 
-    def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
-    ) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None and self._has_fit:
             self._refuse_what_was_lost(trainer, function, args, kwargs)
         results, told = run_ranks(self._ranks, _stage, (trainer, function, args, kwargs))

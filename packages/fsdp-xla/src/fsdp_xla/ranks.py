@@ -96,6 +96,12 @@ class XLADeviceRanks(OnXLADevices):
         if self.num_processes > 1 or self.num_nodes > 1:
             self._launcher = self.launcher_class(self.num_processes)
 
+    def _join_world(self) -> None:
+        super()._join_world()  # type: ignore[misc]  # of core's adapter, which comes after this class
+        seed = os.environ.get("PL_GLOBAL_SEED")
+        if seed is not None:  # seed_everything() seeds the host's generators, and none of XLA's
+            self.runtime.set_device_random_state(int(seed))
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so; exchanged on the host."""
         decisions = self.runtime.gather_objects(bool(decision))

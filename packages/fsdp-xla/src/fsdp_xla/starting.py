@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -62,9 +63,11 @@ def check_cpu_devices(world_size: int) -> None:
 def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -> Any:
     from fsdp_xla.testing.lockstep import lockstep  # what the CPU client needs, and no TPU
 
+    _check_not_interrupted()
     meeting = ThreadMeeting(world_size)
     results: dict[int, Any] = {}
     failures: list[BaseException] = []
+    ended = [threading.Event() for _ in range(world_size)]
     copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # here: copying moves on random generators
     with lockstep(world_size) if world_size > 1 else nullcontext() as steps:
 
@@ -73,17 +76,42 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
             here = xla.rank_here()
             assert here is not None
             try:
+                if steps is not None:
+                    steps.begin()
                 results[here.rank] = function(copies[here.rank])
             except BaseException as error:
                 failures.append(error)
-                meeting.break_up()
-                if steps is not None:
-                    steps.break_up()
+                ended[here.rank].set()
+                # most failures are of all ranks alike: let each have its own, rather than that of a rank that is lost
+                if not all(other.wait(_SECONDS_FOR_PEERS) for other in ended):
+                    meeting.break_up()
+                    if steps is not None:
+                        steps.break_up()
+            finally:
+                ended[here.rank].set()
 
         xla.run_on_threads(rank)
     if failures:
+        if len(failures) < world_size or any(isinstance(error, RankLostError) for error in failures):
+            _interrupted.append(world_size)
         raise next((e for e in failures if not isinstance(e, RankLostError)), failures[0])
     return results[0]
+
+
+#: How long a rank that has failed waits for others that are about to.
+_SECONDS_FOR_PEERS = 1.0
+
+#: Runs on CPU devices that ranks left at different places. What one of them had recorded stays with its device, and the
+#: next run's graphs would differ between ranks, which then wait for each other until XLA ends the process.
+_interrupted: list[int] = []
+
+
+def _check_not_interrupted() -> None:
+    if _interrupted:
+        raise StrategyUnavailableError(
+            "a run on XLA's CPU devices has failed in this process before, on some ranks earlier than on others, and "
+            "the devices can't be used again.\nStart Python anew."
+        )
 
 
 def _on_processes(function: Callable[..., Any], arguments: Any) -> Any:

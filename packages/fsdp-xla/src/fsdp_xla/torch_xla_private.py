@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch_xla._internal import pjrt
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
 from torch_xla.utils.checkpoint import checkpoint
 
 from fsdp_xla.meeting import Meeting, StoreMeeting
@@ -40,6 +42,7 @@ __all__ = [
     "recompute",
     "reduce_scatter",
     "replace",
+    "reset",
     "run_on_processes",
     "run_on_threads",
     "runtime_is_started",
@@ -179,14 +182,26 @@ def recompute(forward: Any, *args: Any, **kwargs: Any) -> Any:
     """
     names = tuple(kwargs)
 
-    def call(*packed: Any) -> Any:
+    def call(module: nn.Module, *packed: Any) -> Any:
         count = len(packed) - len(names)
         return forward(*packed[:count], **dict(zip(names, packed[count:], strict=True)))
 
     packed = (*args, *kwargs.values())
     if not any(isinstance(one, Tensor) and one.requires_grad for one in packed):
         packed = tuple(_requiring_grad(packed))
-    return checkpoint(call, *packed)
+    # a bound method: torch_xla looks at its module for the weights to put behind the barrier
+    output = checkpoint(MethodType(call, forward.__self__), *packed)
+    device = default_device()
+
+    def take_device(grad: Tensor) -> None:
+        # autograd computes gradients in a thread of its own for each device, whose default device is the first one;
+        # there torch_xla looks for the random generator to set back
+        torch_xla._XLAC._xla_set_default_device(str(device))
+
+    for one in output if isinstance(output, tuple | list) else (output,):
+        if isinstance(one, Tensor) and one.requires_grad:
+            one.register_hook(take_device)
+    return output
 
 
 def _requiring_grad(packed: tuple[Any, ...]) -> Iterator[Any]:
@@ -241,6 +256,25 @@ def units_of(root: nn.Module) -> Iterator[XlaFullyShardedDataParallel]:
             yield module
 
 
+def reset(root: nn.Module) -> None:
+    """Bring units back to where a step begins, after an exception amid one.
+
+    What a forward pass has hung on the full parameters would keep them, and all that the pass recorded, for ever.
+    """
+    for unit in units_of(root):
+        for parameter in unit.full_params:
+            hook = parameter.__dict__.pop("_shard_bwd_hook", None)
+            if hook is not None:
+                hook[1].remove()
+            parameter.grad = None
+        unit.training_state = TrainingState.IDLE
+        unit._pre_backward_hook_has_run = unit._post_backward_callback_queued = False
+        unit._free_full_params(apply_opt_barrier=False)
+        if unit._output_pre_backward_hook_registered is not None:
+            unit._output_pre_backward_hook_registered.clear()
+            unit._clear_backward_opt_barrier_lists()
+
+
 def is_shard(parameter: Tensor) -> bool:
     """Whether a tensor is what a unit has left of a parameter."""
     return bool(getattr(parameter, "_is_sharded", False))
@@ -270,7 +304,13 @@ def _flattened(
         start, end = max(first, begin), min(first + local, begin + size)
         length = max(0, end - start)
         yield ShardedMember(
-            owner, attribute, tuple(shape), shard, start - begin if length else 0, start - first if length else 0, length
+            owner,
+            attribute,
+            tuple(shape),
+            shard,
+            start - begin if length else 0,
+            start - first if length else 0,
+            length,
         )
         begin += size
 

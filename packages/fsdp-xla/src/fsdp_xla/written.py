@@ -14,6 +14,7 @@ from fsdp_core.parts import FlatRange, Layout, Part
 from fsdp_xla.torch_xla_private import (
     ShardedMember,
     XlaFullyShardedDataParallel,
+    is_shard,
     sharded_members,
     tied_members,
     units_of,
@@ -93,6 +94,10 @@ def written(root: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             by_place.setdefault(owner, {})[attribute] = by_place[first][first_attribute]
     frozen = {name: not stand_in.requires_grad for name, stand_in in by_name.items()}
     hidden: list[tuple[nn.Module, str, object]] = []
+    user = user_module(root)
+    shards = {name: p for name, p in user._parameters.items() if p is not None and is_shard(p)}
+    for name in shards:
+        del user._parameters[name]
     for owner, stand_ins in by_place.items():
         for name in (*_ORDERS.get(owner, ()), *stand_ins):
             if name in stand_ins and name not in owner._parameters:
@@ -115,6 +120,7 @@ def written(root: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
         for owner, stand_ins in by_place.items():
             for name in stand_ins:
                 owner._parameters.pop(name, None)
+        user._parameters.update(shards)
         for owner, name, value in hidden:
             owner.__dict__[name] = value
         for name, stand_in in by_name.items():

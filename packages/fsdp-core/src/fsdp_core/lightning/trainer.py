@@ -89,6 +89,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._exact_resume = ExactResume(self.runtime)
         self._in_step = False
         self._has_stepped = False
+        self._trainer: pl.Trainer | None = None
         self._fitting = False
         #: By path, whether a checkpoint is there when all that is pending is done.
         self.expected: dict[str, bool] = {}
@@ -159,6 +160,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
+        self._trainer = trainer
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._fitting = fitting
@@ -387,8 +389,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
-        if self.lightning_module is not None:
-            self._training_loaders.finish(self.lightning_module.trainer)
+        if self.lightning_module is not None and self._trainer is not None:  # else its ranks ran elsewhere
+            self._training_loaders.finish(self._trainer)
             self._exact_resume.leave()
             for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
                 self.lightning_module.__dict__.pop(name, None)  # see _watch_toggling and shard_averages

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel as xla_fsdp
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
+from lightning.fabric import wrappers as fabric_wrappers
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.utilities.migration import utils as migration
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -54,6 +54,10 @@ class Lockstep:
         self._barrier = threading.Barrier(ranks)
         self._compiled = threading.Event()
         self._before = (0, 0, 0)
+
+    def begin(self) -> None:
+        """Leave behind what a run that failed has left on this rank's device; every rank calls it first."""
+        _XLAC._set_all_reduce_token(_XLAC._xla_get_default_device(), None)
 
     def sync(self, wait: bool = False, reset_scope: bool = True) -> None:
         """What ``torch_xla.sync`` does, on all ranks together."""
@@ -138,6 +142,9 @@ def lockstep(ranks: int) -> Iterator[Lockstep]:
         status = _StatusOfThread()
         for owner in (xla_checkpoint, xla_fsdp):
             put(owner, "chkpt_status", status)
+        put(
+            fabric_wrappers, "_backward_hook", lambda *_: None
+        )  # looks at a flag that another rank's backward pass sets
         put(migration, "_lock", _Patched())
         put(migration.pl_legacy_patch, "__enter__", _once(migration.pl_legacy_patch.__enter__))
         put(migration.pl_legacy_patch, "__exit__", lambda *_: None)
