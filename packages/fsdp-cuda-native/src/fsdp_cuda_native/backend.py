@@ -279,6 +279,13 @@ class NativeBackend(Backend):
         parts = {name: part.of(flat) for name, part, flat in local_parts(root)}
         return {name: parts.get(first.get(name, name), value) for name, value in state.items()}
 
+    def aliases(self, module: nn.Module) -> dict[str, str]:
+        root = _root_of(module)
+        self.reshard(root)
+        if self.use_orig_params and not any(any(torch_private.tied_members(unit)) for unit in self._units[root]):
+            return aliases(root.module)  # each parameter is there by itself, and none has two names inside one unit
+        return super().aliases(root)
+
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(module, optimizer)
         if not self.use_orig_params:
