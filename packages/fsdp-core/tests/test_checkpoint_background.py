@@ -79,6 +79,22 @@ class TestStaging:
         assert pointers(10, 5)[0] == first[0]
         assert pointers(1000, 50) == first
 
+    def test_a_save_of_other_tensors_than_the_last_gets_places_of_its_own(self) -> None:
+        staging = Staging()
+        states = [
+            {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4)},
+            {"a": torch.arange(6.0).reshape(3, 2), "b": torch.arange(4)},
+            {"a": torch.arange(6).reshape(3, 2), "b": torch.arange(4)},
+            {"b": torch.arange(4), "a": torch.arange(6).reshape(3, 2)},
+        ]
+        for state in [*states, *reversed(states)]:
+            for _ in range(2):
+                copies = staging.copy(Plan(tensors=dict(state)), rank=0).tensors
+                assert all(copies[name].dtype == state[name].dtype for name in state)
+                assert all(torch.equal(copies[name], state[name]) for name in state)
+        staging.free()
+        assert staging._blocks == staging._places == []
+
     def test_large_parts_lie_in_several_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fsdp_core.checkpoint.staging._BLOCK_BYTES", 1024)
         tensors = {str(i): torch.full((100 + i,), float(i)) for i in range(7)}
@@ -118,6 +134,23 @@ class TestStaging:
         assert saves._staging._blocks == []
         saves.close()
         assert torch.equal(load(tmp_path / "two")["model"]["w"].full(), first["model"]["w"])
+
+
+class TestHeadStart:
+    def test_who_goes_on_is_left_alone_at_first_and_who_waits_is_not_kept_waiting(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("fsdp_core.checkpoint.background._HEAD_START", 300)  # more than a test may take
+        saves, begun = BackgroundSaves(ProcessGroupRuntime()), threading.Event()
+        for _ in range(2):
+            begun.clear()
+            saves.run("beginning", lambda _: begun.set())
+            assert not begun.wait(0.2)
+            saves.wait()
+            assert begun.is_set()
+        saves.run("beginning", lambda _: begun.clear())
+        saves.close()
+        assert not begun.is_set()
 
 
 class TestRanks:

@@ -126,6 +126,21 @@ def test_describe(full_site: Site) -> None:
     assert done.stderr == NOTHING_HEAVY
 
 
+def test_describe_of_a_name_that_fixes_no_option(full_site: Site) -> None:
+    done = full_site.fsdp("describe", "tpu_only")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()]
+    assert lines == [
+        "tpu_only (good-plugin 2.5)",
+        "Shards elsewhere.",
+        "Runs here no: there is no TPU",
+        "Accelerators tpu, cuda",
+        "Trainer class none",
+        "Fabric class a:B",
+        "Requires none",
+        "Can do none",
+    ]
+
+
 def test_describe_as_json(full_site: Site) -> None:
     done = full_site.fsdp("describe", "good", "--json")
     seen = json.loads(done.stdout)

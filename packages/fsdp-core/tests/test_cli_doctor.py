@@ -41,6 +41,11 @@ HEALTHY_TORCH = """
             def version():
                 return (2, 99, 1)
 """
+SAYS_NOTHING = """
+        @hookimpl
+        def fsdp_strategies():
+            return []
+"""
 DISTRIBUTED = """
     class Backend:
         backend_list = ["undefined", "gloo", "nccl", "mpi", "ucc", "hccl"]
@@ -225,6 +230,37 @@ def test_plugins_that_need_mending(light_site: Site) -> None:
         "one-plugin 1.0 (one_plugin) requires no fsdp-core, so that one with another contract would load it too → "
         "report this to the authors of one-plugin: it should require what it was built for, such as fsdp-core>=0.1,<0.2"
     ) in what_is("note", seen)
+
+
+def test_a_plugin_is_slow_only_if_it_is_slow_alone(light_site: Site) -> None:
+    """Others are not its fault: these are slow while Lightning has yet to be asked, or beside another of them."""
+    (light_site.path / "lightning.py").write_text("open(__file__ + '.asked', 'w').close()")
+    waits = """
+        import os, time
+        here = os.path.dirname(__file__)
+        try:
+            os.mkdir(f"{here}/loading")
+            alone = True
+        except FileExistsError:
+            alone = False
+        time.sleep(0.2 if alone and os.path.exists(f"{here}/lightning.py.asked") else 1.2)
+        if alone:
+            os.rmdir(f"{here}/loading")
+    """
+    for name in ("first-plugin", "second-plugin", "third-plugin"):
+        light_site.plugin(name, waits + SAYS_NOTHING)
+    light_site.plugin("slow-plugin", "        import time; time.sleep(1.2)\n" + SAYS_NOTHING)
+    bound(light_site)
+    seen = doctor(light_site, status=1)
+    slow = [note for note in what_is("note", seen) if " s to load" in note]
+    assert [note.partition(" takes 1.")[0] for note in slow] == ["slow-plugin 1.0 (slow_plugin)"]
+    assert {one["name"]: one["seconds"] < 1 for one in seen["plugins"]} == {
+        "first_plugin": True,
+        "good_plugin": True,
+        "second_plugin": True,
+        "slow_plugin": False,
+        "third_plugin": True,
+    }
 
 
 def test_what_a_person_reads_fits_a_bug_report(light_site: Site) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import sys
 import tomllib
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import pytest
 from packaging.requirements import Requirement
 
+import fsdp_core.backend
 from fsdp_core.cli.new_backend import LIGHTNINGS_OWN
 
 if TYPE_CHECKING:
     from conftest import Site
+
+PAGE = Path(__file__).parents[3] / "docs/writing-a-backend.md"
 
 FILES = [
     "README.md",
@@ -25,6 +29,7 @@ FILES = [
     "src/fsdp_my_shards/backend.py",
     "src/fsdp_my_shards/fabric.py",
     "src/fsdp_my_shards/plugin.py",
+    "src/fsdp_my_shards/py.typed",
     "src/fsdp_my_shards/trainer.py",
     "tests/test_conformance.py",
 ]
@@ -75,7 +80,7 @@ def test_nothing_of_the_template_is_left(written: Path) -> None:
         if file.is_file():
             text = file.read_text(encoding="utf-8")
             assert not re.search(r"\$[\w{]", text), file
-            assert max(map(len, text.splitlines())) <= 120, file
+            assert all(len(line) <= 120 for line in text.splitlines()), file
 
 
 def test_the_project_says_which_core_it_is_built_for(written: Path) -> None:
@@ -97,6 +102,32 @@ def test_it_is_listed_before_anything_is_written(site: Site, written: Path) -> N
     assert "my_shards  fsdp-my-shards  0.1.0    cpu           yes" in listed.stdout
     assert "Broken" not in listed.stdout
     assert "Trainer class  fsdp_my_shards.trainer:MyShardsStrategy" in site.fsdp("describe", "my_shards").stdout
+
+
+def test_the_documentation_shows_what_is_listed_then(site: Site) -> None:
+    site.fsdp("new-backend", "theirs")
+    install(site, site.path / "fsdp-theirs")
+    (shown,) = re.findall(
+        r"^\$ fsdp list\n(.*?)^\$ pytest -x$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert site.fsdp("list").stdout == shown
+
+
+def test_the_backend_says_when_to_write_what_else(written: Path) -> None:
+    """Each stub is the contract's own method, as it is called, and says when it must be written."""
+    text = (written / "src/fsdp_my_shards/backend.py").read_text(encoding="utf-8")
+    commented = "\n".join(re.findall(r"^    # ?(.*)$", text.split("# Nothing more is needed")[1], re.MULTILINE))
+    stubs = {node.name: node for node in ast.parse(commented[commented.index("def ") :]).body if is_function(node)}
+    assert {"layout", "repoint", "holds_part", "as_written"} <= stubs.keys()
+    contract = ast.parse(Path(fsdp_core.backend.__file__).read_text(encoding="utf-8"))
+    methods = {node.name: node for node in ast.walk(contract) if is_function(node)}
+    for name, stub in stubs.items():
+        assert ast.unparse(stub.args) == ast.unparse(methods[name].args)
+        assert (ast.get_docstring(stub) or "").startswith("When "), name
+
+
+def is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef)
 
 
 def test_its_tests_say_what_to_write_next(site: Site, written: Path) -> None:
@@ -156,6 +187,7 @@ def test_what_is_written_takes_effect(site: Site, written: Path) -> None:
         ("ddp", ["'ddp' is taken by Lightning itself", "fsdp new-backend my_ddp"]),
         ("fsdp", ["'fsdp' is taken by Lightning itself"]),
         ("fsdp2", ["'fsdp2' is taken by fsdp-fsdp2", "fsdp new-backend my_fsdp2"]),
+        ("xla_fsdp", ["'xla_fsdp' is taken by fsdp-xla", "fsdp new-backend my_xla_fsdp"]),
         ("theirs", ["'theirs' is taken by their-plugin 3.1"]),
         ("broken_plugin", ["'broken_plugin' is taken by broken-plugin 1.0"]),
         ("core", ["a package 'fsdp-core'", "there is one of that name"]),

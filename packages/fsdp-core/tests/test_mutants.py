@@ -42,6 +42,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "sync_left_off": ("test_no_backward_sync_leaves_sync_on[True]", "norm == pytest.approx"),
     "no_sync_ignored": ("test_accumulation_skips_the_reduction[as it is]", "(of_trainer, of_fabric) =="),
     "stale_in_forward": ("test_manual_optimization[2]", LOSSES),
+    "requires_grad_not_followed": ("test_manual_optimization[2]", "does not require grad"),
     "interrupted_counts": ("test_whole_parameters_stay_equal_after_an_exception", "gains == pytest.approx"),
     "state_off_by_one": ("test_trainer_equals_plain[2-sgd]", STATE),
     "names_wrapped": ("test_odd_names", "wrapped.aweight"),
@@ -70,6 +71,14 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "signature_differs": (
         "test_methods_are_called_as_the_contract_says[trainer]",
         "'clip_value' is called 'limit' there",
+    ),
+    "accelerator_claimed": (
+        "test_plugin_and_backend_name_the_same_accelerators[trainer]",
+        "the plugin names 'cuda', and the backend runs on no such device",
+    ),
+    "accelerator_unclaimed": (
+        "test_plugin_and_backend_name_the_same_accelerators[fabric]",
+        "the backend runs on 'cuda', and the plugin names no such accelerator",
     ),
     "clip_by_norm_unclaimed": ("test_what_is_not_declared_is_refused[clip_by_norm-trainer]", "nothing was raised"),
     "option_unclaimed": ("test_no_option_asks_for_what_is_not_declared", "activation_checkpointing_policy"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 
-from fsdp_core.testing import RankPool
+import pytest
+
+from fsdp_core.testing import RankError, RankPool
 
 
 def leave_variables() -> None:
@@ -21,3 +24,56 @@ def test_environment_variables_are_taken_back() -> None:
     with RankPool() as ranks:
         ranks.run(2, leave_variables)
         assert ranks.run(2, variables) == [(None, "1", True, "0"), (None, "1", True, "1")]
+
+
+class Refusal(Exception):
+    """One that goes on."""
+
+
+def fail_on(rank: int, error: BaseException) -> None:
+    if int(os.environ["RANK"]) == rank:
+        raise error
+    time.sleep(1.0)
+    raise ConnectionError("the other rank is gone")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "summary"),
+    [
+        (ValueError("weight differs"), "ValueError: weight differs"),
+        (Refusal("can't do that.\nLeave it out."), "test_ranks.Refusal: can't do that."),
+        (AssertionError(), "AssertionError"),
+        (SyntaxError("invalid syntax", ("model.py", 1, 1, "x = = 1")), "SyntaxError: invalid syntax"),
+    ],
+    ids=["one line", "goes on", "says nothing", "comes after its place"],
+)
+def test_an_error_begins_with_what_the_first_rank_that_failed_has_raised(
+    rank: int, error: BaseException, summary: str
+) -> None:
+    with RankPool() as ranks, pytest.raises(RankError) as raised:
+        ranks.run(2, fail_on, rank, error)
+    first, where, *rest = str(raised.value).splitlines()
+    assert first == summary
+    assert where == f"on rank {rank} of 2, in fail_on:"
+    assert [line for line in rest if line.startswith("---")] == ["--- rank 0 of 2", "--- rank 1 of 2"]
+    assert rest.count("Traceback (most recent call last):") == 2
+    assert "ConnectionError: the other rank is gone" in rest
+
+
+def leave(status: int) -> None:
+    os._exit(status)
+
+
+def answer_with(value: object) -> object:
+    return lambda: value
+
+
+def test_an_error_begins_with_what_has_become_of_a_rank_that_raised_nothing() -> None:
+    with RankPool() as ranks:
+        with pytest.raises(RankError, match=r"^the process died with exit code 3\non rank 0 of 1, in leave:\n"):
+            ranks.run(1, leave, 3)
+        with pytest.raises(RankError, match=r"^no answer within 0.1 s\non rank 0 of 1, in sleep:\n"):
+            ranks.run(1, time.sleep, 60, timeout=0.1)
+        with pytest.raises(RankError, match=r"^(\w+\.)*(AttributeError|PicklingError): Can't pickle"):
+            ranks.run(1, answer_with, 1)

@@ -6,6 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from fsdp_core.parts import Layout, whole_parts
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.repointing import repoint
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import hooks_on
+from fsdp_core.shardable import check_shardable
 
 __all__ = ["Backend", "StateTensor"]
 
@@ -48,29 +49,41 @@ class Backend(ABC):
         The smallest backend keeps every parameter whole and averages gradients after the backward pass:
 
         >>> from contextlib import contextmanager
+        >>> from weakref import WeakKeyDictionary
+        >>> from fsdp_core.materialize import place
         >>> from fsdp_core.replicated import ReplicatedParameters
         >>> class ReplicatingBackend(Backend):
+        ...     replicated = WeakKeyDictionary()  # by root, which outlives the strategy and its backend
+        ...
         ...     def shard(self, module):
         ...         if not self.is_sharded(module):
+        ...             self.check_shardable(module)
         ...             self.remember(module)
-        ...             module.to(self.runtime.device)
-        ...             self.replicated = ReplicatedParameters(list(module.parameters()), module, self.runtime)
+        ...             place(list(module.modules()), self.runtime.device)
+        ...             self.replicated[module] = ReplicatedParameters(list(module.parameters()), module, self.runtime)
         ...             self.mark_sharded(module)
         ...         return module
         ...
         ...     @contextmanager
         ...     def no_sync(self, module):
-        ...         self.replicated.sync = False
+        ...         self.replicated[module].sync = False
         ...         try:
         ...             yield
         ...         finally:
-        ...             self.replicated.sync = True
+        ...             self.replicated[module].sync = True
         >>> from fsdp_core.runtime import ProcessGroupRuntime
         >>> backend = ReplicatingBackend()
         >>> backend.bind(ProcessGroupRuntime(), ShardPrecision())
         >>> model = backend.shard(nn.Linear(2, 1))
         >>> backend.is_sharded(model), sorted(backend.model_state(model))
         (True, ['bias', 'weight'])
+
+        A later strategy's backend goes on with the module:
+
+        >>> later = ReplicatingBackend()
+        >>> later.bind(ProcessGroupRuntime(), ShardPrecision())
+        >>> with later.no_sync(later.shard(model)):
+        ...     model(torch.ones(1, 2)).sum().backward()
     """
 
     #: The device types this backend can run on.
@@ -161,24 +174,7 @@ class Backend(ABC):
         Raises:
             ShardingError: It has no parameters, a part of it is sharded already, or a parameter has a gradient hook.
         """
-        name = type(module).__name__
-        if not any(True for _ in module.parameters()):
-            raise ShardingError(
-                f"{name} has no parameters, so there is nothing to shard.\n"
-                "Build its layers in __init__ or configure_model, or use strategy='ddp'."
-            )
-        for fqn, submodule in module.named_modules():
-            if submodule is not module and self._owners.get(submodule) is not None:
-                raise ShardingError(
-                    f"{fqn!r} inside {name} was set up and sharded before, by itself.\n"
-                    "Set up the whole model, and not its parts."
-                )
-        for fqn, parameter in module.named_parameters():
-            if hooks_on(parameter):
-                raise ShardingError(
-                    f"parameter {fqn!r} has a gradient hook, which would never run: sharding replaces the parameter.\n"
-                    "Register it after the set-up with register_post_accumulate_grad_hook, on the sharded gradient."
-                )
+        check_shardable(module, self.owner_of)
 
     def mark_sharded(self, module: nn.Module) -> None:
         """Note that ``module`` is sharded."""
@@ -335,9 +331,10 @@ class Backend(ABC):
         written = self.written_module(module)
         with self.as_written(module):
             # state_dict() gives copies of what a module keeps otherwise, which only the module can take back
-            kept = {clean_name(n) for of in (written.named_parameters, written.named_buffers) for n, _ in of(**_EVERY)}
+            named = written.named_parameters(remove_duplicate=False), written.named_buffers(remove_duplicate=False)
+            kept = {clean_name(name) for name, _ in chain(*named)}
             raw_names = {clean_name(name): name for name in type(written).state_dict(written)}
-            extra = {raw_names[n]: _whole(value) for n, value in state.items() if n in live and n not in kept}
+            extra = {raw_names[n]: _read(value) for n, value in state.items() if n in live and n not in kept}
             if extra:
                 type(written).load_state_dict(written, extra, strict=False)
         self.adopt_model_state(module, live)
@@ -399,13 +396,9 @@ class Backend(ABC):
         return gathered.cpu() if isinstance(gathered, Tensor) else gathered
 
 
-_TENSORS = (Tensor, ChunkedTensor, SavedTensor)
-_EVERY: dict[str, Any] = {"remove_duplicate": False}
-
-
-def _whole(value: Any) -> Any:
+def _read(value: Any) -> Any:
     return value.full() if isinstance(value, SavedTensor) else value
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if isinstance(value, _TENSORS)}
+    return {name: value for name, value in state.items() if isinstance(value, StateTensor)}

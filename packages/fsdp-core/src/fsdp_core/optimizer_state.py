@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
 
@@ -157,13 +158,18 @@ class _Kind:
     @classmethod
     def of(cls, value: Any) -> _Kind:
         if isinstance(value, ChunkedTensor | Tensor):
-            return cls(tuple(value.shape), value.dtype, None)
+            return _kind(tuple(value.shape), value.dtype)
         return cls(None, None, value)
 
     def absent(self) -> Any:
         if self.shape is None or self.dtype is None:
             return self.plain
         return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=(), replica=1)
+
+
+@lru_cache(maxsize=1024)  # pickle writes an object once, however often it comes
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> _Kind:
+    return _Kind(shape, dtype, None)
 
 
 def _parts(layout: Layout, parameter: Tensor) -> tuple[Part, ...]:

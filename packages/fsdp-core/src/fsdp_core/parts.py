@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class Part:
         run = tensor.detach()[self.range.offset : self.range.offset + self.range.length]
         chunks = tuple(
             Chunk(offsets=offsets, data=run[position : position + prod(lengths)].view(lengths))
-            for offsets, lengths, position in boxes(self.shape, self.range.start, self.range.length)
+            for offsets, lengths, position in _boxes(self.shape, self.range.start, self.range.length)
         )
         return ChunkedTensor(shape=self.shape, dtype=tensor.dtype, chunks=chunks, replica=self.range.replica)
 
@@ -112,3 +113,8 @@ def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tup
     if rest:
         for offsets, lengths, position in boxes(shape[1:], 0, rest):
             yield (first, *offsets), (1, *lengths), done + position
+
+
+@lru_cache(maxsize=4096)  # a save asks for those of a parameter, and of each of its moments
+def _boxes(shape: tuple[int, ...], start: int, length: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+    return tuple(boxes(shape, start, length))

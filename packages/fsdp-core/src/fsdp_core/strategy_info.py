@@ -20,7 +20,12 @@ _OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class Capability(StrEnum):
-    """What a strategy can do. What it declares here is tested to work, and what it doesn't is tested to raise."""
+    """What a strategy can do. What it declares here is tested to work, and what it doesn't is tested to raise.
+
+    One is the Trainer's alone. ``MANUAL_OPTIMIZATION`` is ``automatic_optimization=False``: backward passes and steps
+    inside the training step, and so inside the root's forward pass. Under Fabric every loop is the user's own, with
+    backward passes and steps after the forward pass; there is nothing to declare, and nothing is refused.
+    """
 
     ACTIVATION_CHECKPOINTING = "activation_checkpointing"
     CLIP_BY_NORM = "clip_by_norm"

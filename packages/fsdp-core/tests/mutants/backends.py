@@ -289,6 +289,14 @@ class StaleInForward(LoopbackBackend):
         super().reshard(module)
 
 
+@backend("requires_grad_not_followed")
+class KeepsRequiringGrad(LoopbackBackend):
+    """What is gathered when an optimizer is toggled inside the forward pass is trained, or not, as it was before."""
+
+    def follow_requires_grad(self, module: nn.Module) -> None:
+        pass
+
+
 @backend("interrupted_counts")
 class NotReset(LoopbackBackend):
     """Gradients of a backward pass that an exception has ended are part of the next."""
@@ -425,3 +433,8 @@ class LeavesFile(LoopbackBackend):
 class OtherSignature(LoopbackBackend):
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         super().clip_value(parameters, limit)
+
+
+@backend("accelerator_unclaimed")
+class RunsElsewhereToo(LoopbackBackend):
+    accelerators = ("cuda", "cpu")

@@ -39,6 +39,7 @@ FAULTS = (
     "no_sync_ignored",
     # loops
     "stale_in_forward",
+    "requires_grad_not_followed",
     "interrupted_counts",
     # checkpoints
     "state_off_by_one",
@@ -59,6 +60,8 @@ FAULTS = (
     "file_left_behind",
     # what the plugin says
     "signature_differs",
+    "accelerator_claimed",
+    "accelerator_unclaimed",
     "mixed_precision_claimed",
     "offload_claimed",
     "checkpointing_claimed",
@@ -82,6 +85,7 @@ def _info(fault: str, **changes: Any) -> StrategyInfo:
 
 #: What a mutant says of itself, where that is the fault.
 CHANGES: dict[str, dict[str, Any]] = {
+    "accelerator_claimed": {"accelerators": ("cuda", "cpu")},
     "mixed_precision_claimed": {"capabilities": LOOPBACK.capabilities | {Capability.MIXED_PRECISION}},
     "offload_claimed": {"capabilities": LOOPBACK.capabilities | {Capability.CPU_OFFLOAD}},
     "checkpointing_claimed": {

@@ -39,6 +39,7 @@ from fsdp_core.wrapping import (
 )
 from fsdp_cuda_native import torch_private
 from fsdp_cuda_native.flat_gradients import held_by_units, restore_to_units
+from fsdp_cuda_native.inputs import cast_inputs_of
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
@@ -165,7 +166,7 @@ class NativeBackend(Backend):
         in_order = [p for p in module.parameters() if any(p is w for w in whole)]
         if in_order:
             self._replicated[root] = ReplicatedParameters(in_order, root, self.runtime)
-        _cast_inputs(module, self._mixed_precision())
+        cast_inputs_of(module, self._mixed_precision())
         module.register_forward_hook(_leave_gradients)
         root.register_forward_hook(_forget_pending)
         module.__dict__[_ROOT] = (root,)  # in a tuple, so that it becomes no submodule
@@ -278,6 +279,13 @@ class NativeBackend(Backend):
         parts = {name: part.of(flat) for name, part, flat in local_parts(root)}
         return {name: parts.get(first.get(name, name), value) for name, value in state.items()}
 
+    def aliases(self, module: nn.Module) -> dict[str, str]:
+        root = _root_of(module)
+        self.reshard(root)
+        if self.use_orig_params and not any(any(torch_private.tied_members(unit)) for unit in self._units[root]):
+            return aliases(root.module)  # each parameter is there by itself, and none has two names inside one unit
+        return super().aliases(root)
+
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(module, optimizer)
         if not self.use_orig_params:
@@ -384,18 +392,3 @@ def _forget_pending(root: nn.Module, args: Any, output: Any) -> None:
     pending = NativeBackend._pending.pop(root, None)
     if pending is not None:
         torch_private.forget_pending(_root_of(root), pending)
-
-
-def _cast_inputs(module: nn.Module, policy: MixedPrecision) -> None:
-    """Cast what the user's module is called with, as the root does where it is called itself.
-
-    Under the Trainer a step method is what the root calls, and it calls the module.
-    """
-    dtype = policy.param_dtype
-    if dtype is None or not policy.cast_root_forward_inputs:
-        return
-
-    def cast_all(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return torch_private.cast_inputs(dtype, args, kwargs)
-
-    module.register_forward_pre_hook(cast_all, with_kwargs=True, prepend=True)

@@ -20,6 +20,10 @@ from fsdp_core.runtime import Runtime
 
 __all__ = ["BackgroundSaves"]
 
+#: Seconds that the thread leaves to its caller before it takes the interpreter and a core from it: the ranks meet once
+#: more before training goes on, and a save that has begun on one of them would hold up all.
+_HEAD_START = 0.05
+
 _INTERRUPTED = 130  # what a shell gives for a process that SIGINT has ended
 
 #: What no rank has raised yet; told when the interpreter ends.
@@ -47,6 +51,7 @@ class BackgroundSaves:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
         self._changed = threading.Condition()  # guards what follows
+        self._awaited = threading.Event()
         self._steps = 0
         self._failure: CheckpointError | None = None
         self._choosing = False
@@ -91,6 +96,7 @@ class BackgroundSaves:
             atexit.unregister(_leave_unfinished)  # has to run before the ranks part, who have met by now
             atexit.register(_leave_unfinished)
         assert self._channel is not None
+        self._awaited.clear()
         self._last = self._thread.submit(self._work, self._channel, doing, job)
         _unfinished.add(self._last)
         self._last.add_done_callback(_unfinished.discard)
@@ -114,6 +120,7 @@ class BackgroundSaves:
         Raises:
             CheckpointError: Something has failed.
         """
+        self._awaited.set()
         if self._last is not None:
             self._last.result()
         with self._changed:
@@ -128,6 +135,7 @@ class BackgroundSaves:
         Raises:
             CheckpointError: Something has failed.
         """
+        self._awaited.set()
         if self._last is not None:
             self._last.result()  # an interrupt leaves everything as it is
         if self._thread is not None and self._channel is not None:
@@ -140,6 +148,7 @@ class BackgroundSaves:
     def _work(self, channel: Runtime, doing: str, job: Callable[[Runtime], None]) -> None:
         if self._failure is not None:
             return
+        self._awaited.wait(_HEAD_START)
         try:
             together(channel, doing, lambda: job(channel))  # so that all ranks fail, or none
         except Exception as error:

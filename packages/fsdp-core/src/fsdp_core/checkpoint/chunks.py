@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -66,6 +67,21 @@ class ChunkedTensor:
                     f"shape {shape}"
                 )
 
+    def copied(self, copies: Mapping[int, Tensor]) -> ChunkedTensor:
+        """The same boxes over copies of what they hold, with none of them if this is not copy 0.
+
+        Args:
+            copies: By the id of the tensor, each of the same shape. What it doesn't name stays as it is.
+        """
+        made = object.__new__(ChunkedTensor)  # the boxes have been checked
+        made.shape, made.dtype, made.replica = self.shape, self.dtype, self.replica
+        made.chunks = (
+            tuple([Chunk(offsets=one.offsets, data=copies.get(id(one.data), one.data)) for one in self.chunks])
+            if self.replica == 0
+            else ()
+        )
+        return made
+
     def __repr__(self) -> str:
         return f"ChunkedTensor(shape={self.shape}, dtype={self.dtype}, chunks={self.chunks}, replica={self.replica})"
 
@@ -113,13 +129,15 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
 
 
 def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
+    if torch.is_grad_enabled():  # then the local tensor would be made anew, with a way back for gradients
+        with torch.no_grad():
+            return _of_dtensor(tensor)
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the tensor's mesh
         return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=())
     offsets, lengths, replica = _box(shape, tensor.placements, tuple(mesh.shape), tuple(coordinate))
-    with torch.no_grad():
-        local = tensor.to_local().detach()
+    local = tensor.to_local().detach()
     if not all(lengths):
         return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(), replica=replica)
     if tuple(local.shape) != lengths:

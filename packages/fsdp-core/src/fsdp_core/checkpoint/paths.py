@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_core.errors import CheckpointValueError
 
-__all__ = ["find_part", "join_path", "split_path"]
+__all__ = ["escaped", "find_part", "join_path", "split_path"]
 
 
 def join_path(*keys: str) -> str:
@@ -18,11 +18,12 @@ def join_path(*keys: str) -> str:
         >>> join_path("optimizer", "0"), join_path("nets/generator")
         ('optimizer/0', 'nets%2Fgenerator')
     """
-    return "/".join(map(_escaped, keys))
+    return "/".join(map(escaped, keys))
 
 
 @lru_cache(maxsize=4096)  # a state repeats its keys, for each parameter those of the optimizer's state
-def _escaped(key: str) -> str:
+def escaped(key: str) -> str:
+    """One step of a path."""
     return key.replace("%", "%25").replace("/", "%2F")
 
 

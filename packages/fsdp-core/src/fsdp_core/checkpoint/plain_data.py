@@ -80,6 +80,8 @@ class _Encoder:
     def encode(self, value: Any, keys: Keys) -> Any:
         if value is None or type(value) in (bool, int, str):
             return value
+        if isinstance(value, (Tensor, ChunkedTensor)):  # most of a state; the other kinds take longer to ask for
+            return self._leaf(value, keys)
         if isinstance(value, (Mapping, list, tuple, set, frozenset, argparse.Namespace)):
             if id(value) in self._inside:
                 return self._refuse(keys, "a container that contains itself has no end; leave the inner one out")
@@ -88,12 +90,13 @@ class _Encoder:
                 return self._container(value, keys)
             finally:
                 self._inside.discard(id(value))
-        if isinstance(value, (Tensor, ChunkedTensor, TensorSource)):
-            try:
-                return self.on_tensor(keys, value)
-            except (CheckpointValueError, ValueError) as error:
-                return self._refuse(keys, str(error))
-        return self._scalar(value, keys)
+        return self._leaf(value, keys) if isinstance(value, TensorSource) else self._scalar(value, keys)
+
+    def _leaf(self, value: TensorLeaf, keys: Keys) -> Any:
+        try:
+            return self.on_tensor(keys, value)
+        except (CheckpointValueError, ValueError) as error:
+            return self._refuse(keys, str(error))
 
     def _container(self, value: Any, keys: Keys) -> Any:
         if isinstance(value, argparse.Namespace):

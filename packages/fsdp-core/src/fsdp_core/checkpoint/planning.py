@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint.chunks import ChunkedTensor, chunked
 from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
-from fsdp_core.checkpoint.paths import find_part, join_path, split_path
+from fsdp_core.checkpoint.paths import escaped, find_part, join_path, split_path
 from fsdp_core.checkpoint.plain_data import Keys, TensorLeaf, encode
 from fsdp_core.checkpoint.safetensors_file import HEADER_KEY, unsavable
 from fsdp_core.errors import CheckpointValueError
@@ -62,7 +63,8 @@ def plan_save(state: Mapping[str, Any], kinds: Mapping[str, str], aliases: Mappi
         find_part(state, path)
         roots[tuple(path.split("/"))] = "model" if kind == "model" else "optimizer"
     planner = _Planner(Plan(aliases=dict(aliases)), roots, rank)
-    planner.plan.plain = encode(_with_aliases(state, aliases), planner.on_tensor)
+    with torch.no_grad():
+        planner.plan.plain = encode(_with_aliases(state, aliases), planner.on_tensor)
     planner.check_aliases()
     return planner.plan
 
@@ -76,18 +78,23 @@ class _Planner:
 
     def on_tensor(self, keys: Keys, leaf: TensorLeaf) -> dict[str, str]:
         """Note a leaf of the state; gives the reference that stands for it in the plain data."""
-        names = tuple(map(join_path, keys))
+        names = tuple(map(escaped, keys))
+        path = "/".join(names)
         try:
-            "/".join(names).encode()
+            path.encode()
         except UnicodeEncodeError as error:
             raise CheckpointValueError("a tensor's name must be text that UTF-8 can hold; rename it") from error
-        root = next((root for root in self.roots if names[: len(root)] == root), None)
+        root = None
+        for each in self.roots:  # a loop, for a save does this for every tensor
+            if names[: len(each)] == each:
+                root = each
+                break
         if root is None and isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-            return {"$tensor": self._small("/".join(names), leaf)}
+            return {"$tensor": self._small(path, leaf)}
         section: Section = "state" if root is None else self.roots[root]
         if root is not None and section == "optimizer" and names[len(root)] == "state":
-            names = root + names[len(root) + 1 :]
-        return {"$saved": self._chunked("/".join(names), leaf, section)}
+            path = "/".join(root + names[len(root) + 1 :])
+        return {"$saved": self._chunked(path, leaf, section)}
 
     def _small(self, name: str, tensor: Tensor) -> str:
         if (reason := unsavable(tensor)) is not None:

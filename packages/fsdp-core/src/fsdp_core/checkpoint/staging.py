@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.chunks import Chunk, ChunkedTensor
 from fsdp_core.checkpoint.planning import Plan
 
 __all__ = ["Staging"]
@@ -39,6 +38,8 @@ class Staging:
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
         self._pinned = False
+        self._layout: list[tuple[torch.Size, torch.dtype]] = []
+        self._places: list[Tensor] = []  # those of this layout
         self._copied: list[torch.cuda.Event] = []
 
     def copy(self, plan: Plan, rank: int) -> Plan:
@@ -74,23 +75,9 @@ class Staging:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             self._copied.append(event)
-
-        def copied(chunk: Chunk) -> Chunk:
-            return (
-                Chunk(offsets=chunk.offsets, data=copies[id(chunk.data)]) if isinstance(chunk.data, Tensor) else chunk
-            )
-
         return replace(
             plan,
-            stored={
-                key: ChunkedTensor(
-                    shape=tensor.shape,
-                    dtype=tensor.dtype,
-                    chunks=tuple(map(copied, tensor.chunks)) if tensor.replica == 0 else (),
-                    replica=tensor.replica,
-                )
-                for key, tensor in plan.stored.items()
-            },
+            stored={key: tensor.copied(copies) for key, tensor in plan.stored.items()},
             tensors={name: copies[id(tensor)] for name, tensor in plan.tensors.items()} if not rank else {},
         )
 
@@ -101,10 +88,19 @@ class Staging:
 
     def free(self) -> None:
         """Give the memory back."""
-        self._blocks, self._copied = [], []
+        self._blocks, self._layout, self._places, self._copied = [], [], [], []
 
-    def _memory(self, originals: list[Tensor]) -> Iterator[Tensor]:
-        """A place for each tensor, of its shape and dtype."""
+    def _memory(self, originals: list[Tensor]) -> list[Tensor]:
+        """A place for each tensor, of its shape and dtype: those of the last save, if it was of tensors like these."""
+        layout = [(tensor.shape, tensor.dtype) for tensor in originals]
+        pinned = any(tensor.is_cuda for tensor in originals)
+        if layout != self._layout or pinned != self._pinned:
+            self._layout, self._places = [], []  # these hold memory, too
+            self._places = list(self._new_places(originals, pinned=pinned))
+            self._layout = layout
+        return self._places
+
+    def _new_places(self, originals: list[Tensor], *, pinned: bool) -> Iterator[Tensor]:
         places: list[tuple[int, int]] = []
         sizes: list[int] = []
         for tensor in originals:
@@ -113,7 +109,6 @@ class Staging:
                 sizes.append(0)
             places.append((len(sizes) - 1, sizes[-1]))
             sizes[-1] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        pinned = any(tensor.is_cuda for tensor in originals)
         if pinned != self._pinned:
             self._blocks, self._pinned = [], pinned
         del self._blocks[len(sizes) :]

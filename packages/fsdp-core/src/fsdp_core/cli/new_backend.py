@@ -19,7 +19,8 @@ _DDP = ("", "_fork", "_notebook", "_spawn")
 _UNUSED = ("_find_unused_parameters_false", "_find_unused_parameters_true")
 _DEEPSPEED = ("", *(f"_stage_{n}{how}" for n in (1, 2, 3) for how in ("", "_offload")), "_stage_3_offload_nvme")
 
-#: The names that Lightning 2.6.6 has for itself, under Trainer or Fabric; "auto" is in no registry of its.
+#: The names that Lightning 2.6.6 has, under Trainer or Fabric; "auto" is in no registry of its. It keeps them all but
+#: "xla_fsdp", which fsdp-xla takes over.
 LIGHTNINGS_OWN = frozenset(
     {
         *("auto", "dp", "fsdp", "fsdp_cpu_offload", "single_device", "single_tpu", "single_xla", "xla", "xla_debug"),
@@ -36,6 +37,7 @@ _FILES = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
     "package.py": "src/$module/__init__.py",
+    "py.typed": "src/$module/py.typed",
     "plugin.py": "src/$module/plugin.py",
     "backend.py": "src/$module/backend.py",
     "trainer.py": "src/$module/trainer.py",
@@ -95,10 +97,10 @@ def _package(name: str) -> str:
 
 def _check_free(name: str, package: str) -> None:
     owners = [str(provider) for provider in registry.claimants(name)]
-    if name in LIGHTNINGS_OWN:
+    if name in registry.FIRST_PARTY:  # "xla_fsdp" too, which Fabric has as well: the one name that is not kept for it
+        owners = owners or [registry.FIRST_PARTY[name]]
+    elif name in LIGHTNINGS_OWN:
         owners = ["Lightning itself, which keeps it"]
-    elif not owners and name in registry.FIRST_PARTY:
-        owners = [registry.FIRST_PARTY[name]]
     if owners:
         raise DuplicateStrategyError(
             f"the strategy name {name!r} is taken by {' and '.join(owners)}.\n"

@@ -147,8 +147,9 @@ def _print_description(facts: dict[str, Any]) -> None:
         ("Fabric class", _or_none(facts["fabric"])),
         ("Requires", _or_none(", ".join(facts["requires"]))),
         ("Can do", _or_none(", ".join(facts["capabilities"]))),
-        ("Fixes", _or_none(", ".join(f"{name}={value!r}" for name, value in facts["presets"].items()))),
     ]
+    if facts["presets"]:
+        rows.append(("Fixes", ", ".join(f"{name}={value!r}" for name, value in facts["presets"].items())))
     print_table((), rows)
     if facts["options"]:
         click.echo()

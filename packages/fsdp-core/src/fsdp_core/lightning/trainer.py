@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -34,6 +33,7 @@ from fsdp_core.lightning.ranks import RanksOfStrategy
 from fsdp_core.lightning.redirection import call_inside_forward
 from fsdp_core.lightning.resuming import KEY, ExactResume
 from fsdp_core.lightning.summary import show_written_shapes
+from fsdp_core.lightning.toggling import watch_toggling
 from fsdp_core.lightning.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
@@ -190,26 +190,14 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 self.setup_optimizers(trainer)
             self.backend.repoint(self.optimizers, [self.model])
         if not module.automatic_optimization:
-            self._watch_toggling(self.lightning_module)
+            watch_toggling(self.lightning_module)
         self.setup_precision_plugin()
         self.barrier()
 
-    def _watch_toggling(self, module: pl.LightningModule) -> None:
-        """Let parameters that are gathered inside a step follow ``toggle_optimizer``, which only sees their shards."""
-
-        def followed(toggle: Callable[..., None]) -> Callable[..., None]:
-            @wraps(toggle)
-            def toggle_and_follow(optimizer: Any) -> None:
-                toggle(optimizer)
-                strategy = module.trainer.strategy
-                if isinstance(strategy, ShardedTrainerStrategy) and strategy._in_step and strategy.model is not None:
-                    strategy.backend.follow_requires_grad(strategy.model)
-
-            return toggle_and_follow
-
-        if "toggle_optimizer" not in module.__dict__:
-            module.toggle_optimizer = followed(module.toggle_optimizer)  # type: ignore[method-assign]
-            module.untoggle_optimizer = followed(module.untoggle_optimizer)  # type: ignore[method-assign]
+    def follow_toggling(self) -> None:
+        """Let parameters that are gathered inside a step require gradients as their shards do now."""
+        if self._in_step and self.model is not None:
+            self.backend.follow_requires_grad(self.model)
 
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
@@ -393,7 +381,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._training_loaders.finish(self._trainer)
             self._exact_resume.leave()
             for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
-                self.lightning_module.__dict__.pop(name, None)  # see _watch_toggling and shard_averages
+                self.lightning_module.__dict__.pop(name, None)  # see watch_toggling and shard_averages
         if self.model is not None and self.backend.is_sharded(self.model):
             self.backend.reshard(self.model)
         self.accelerator.teardown()

@@ -68,7 +68,7 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
             "test": item.nodeid,
             "suite": item.parent.nodeid,
             "strategy": cls.strategy,
-            "preset_of": getattr(cls, "preset_of", None),
+            "preset_of": cls.preset_of,
             "subject": item.function.__module__.rpartition(".")[2],
             "clause": item.name,
             "needs": needs,

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -20,7 +21,30 @@ __all__ = ["RankError", "RankPool"]
 
 
 class RankError(AssertionError):
-    """A rank failed or ran out of time; the message holds each rank's traceback."""
+    """A rank failed or ran out of time.
+
+    The message begins with what the first that failed has raised, for pytest's short summary, and holds each rank's
+    traceback.
+    """
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a rank has no result: in one line, and with its traceback if it has one."""
+
+    summary: str
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Of what was raised, the first line: ours and pytest's go on with what to do, and with details."""
+        said = "".join(traceback.format_exception_only(error)).splitlines()
+        # where a syntax error is comes before it, indented
+        return cls(next(line for line in said if not line.startswith(" ")), traceback.format_exc())
+
+    @property
+    def told(self) -> str:
+        return self.traceback or self.summary
 
 
 class RankPool:
@@ -64,7 +88,7 @@ class RankPool:
                 (function.__module__, function.__qualname__, args, sys.path, rank, world_size, port)
             )
         results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, _Failure] = {}  # in the order in which they were heard of
         lost = False
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < world_size:
@@ -74,7 +98,7 @@ class RankPool:
             left = min(deadline, time.monotonic() + 5.0) - time.monotonic() if failures else deadline - time.monotonic()
             ready = wait(list(waiting), timeout=max(left, 0.0))
             if not ready:
-                failures.update(dict.fromkeys(waiting.values(), f"no answer within {timeout:g} s"))
+                failures.update(dict.fromkeys(waiting.values(), _Failure(f"no answer within {timeout:g} s")))
                 lost = True
             for connection in ready:
                 rank = waiting[connection]
@@ -83,14 +107,16 @@ class RankPool:
                 try:
                     ok, value = cast("Connection", connection).recv()
                 except EOFError:
-                    ok, value = False, f"the process died with exit code {self._exit_code(rank)}"
+                    ok, value = False, _Failure(f"the process died with exit code {self._exit_code(rank)}")
                     lost = True
                 (results if ok else failures)[rank] = value
         if lost:
             self.close()
         if failures:
-            told = "\n".join(f"--- rank {rank} of {world_size}\n{text}" for rank, text in sorted(failures.items()))
-            raise RankError(f"{function.__qualname__} failed:\n{told}")
+            first, failure = next(iter(failures.items()))
+            told = [failure.summary, f"on rank {first} of {world_size}, in {function.__qualname__}:"]
+            told += [f"--- rank {rank} of {world_size}\n{failures[rank].told}" for rank in sorted(failures)]
+            raise RankError("\n".join(told))
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -147,14 +173,15 @@ def _work(connection: Connection) -> None:
             return
         if job is None:
             return
+        answer: tuple[bool, Any]
         try:
             answer = (True, _call(*job))
-        except BaseException:
-            answer = (False, traceback.format_exc())
+        except BaseException as error:
+            answer = (False, _Failure.of(error))
         try:
             connection.send(answer)
-        except Exception:  # what it returned can't be pickled
-            connection.send((False, traceback.format_exc()))
+        except Exception as error:  # what it returned can't be pickled
+            connection.send((False, _Failure.of(error)))
 
 
 def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: int, world_size: int, port: int) -> Any:

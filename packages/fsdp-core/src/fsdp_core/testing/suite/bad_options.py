@@ -140,7 +140,7 @@ class BadOptionsSuite(Clauses):
 
     @BOTH
     def test_option_that_does_not_exist(self, front_end: FrontEnd) -> None:
-        words = [repr(self.strategy), "'state_dict_typ'", "Did you mean 'state_dict_type'?", "fsdp describe"]
+        words = [repr(self.own_name(front_end)), "'state_dict_typ'", "Did you mean 'state_dict_type'?", "fsdp describe"]
         assert_refused_at_once(self.strategy_class(front_end), {"state_dict_typ": "full"}, words)
 
     @BOTH

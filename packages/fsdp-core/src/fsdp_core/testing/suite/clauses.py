@@ -89,6 +89,7 @@ class Clauses:
         strategy: The name that users type.
         expected_failures: By clause, ``"test_name"`` or ``"test_name[parameters]"``, why it fails. It must fail then.
         asks: By capability, the options that ask for it, where these are not the options of core's names.
+        preset_of: The name of which ``strategy`` only fixes options, if it does: its class may name itself so.
 
     Raises:
         TypeError: A subclass defines a name that a clause, or what clauses call, goes by, so that these would not run
@@ -109,6 +110,7 @@ class Clauses:
     strategy: ClassVar[str]
     expected_failures: ClassVar[Mapping[str, str]] = {}
     asks: ClassVar[Mapping[Capability, Mapping[str, Any]]] = {}
+    preset_of: ClassVar[str | None] = None
 
     #: What each class of clauses has defined, and the marks of it: what runs must still be that.
     _defined: ClassVar[dict[str, tuple[Any, tuple[Any, ...]]]] = {}
@@ -143,6 +145,13 @@ class Clauses:
     def clauses(cls) -> list[str]:
         """The names of all clauses, without the tests that the class itself adds."""
         return [name for base in cls.__mro__[1:] for name in vars(base).get("_defined", {}) if name.startswith("test")]
+
+    @classmethod
+    def own_name(cls, front_end: FrontEnd) -> str:
+        """The name by which the class behind the strategy goes in messages: the strategy's, or that of which it is."""
+        own: str = cls.strategy_class(front_end)().strategy_name
+        assert own in (cls.strategy, cls.preset_of)
+        return own
 
     @classmethod
     def strategy_class(cls, front_end: FrontEnd) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
+import fsdp_core
 from fsdp_core.backend import Backend
 from fsdp_core.lightning.fabric import ShardedFabricStrategy
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
@@ -14,7 +16,10 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing.suite.clauses import Clauses
 
-__all__ = ["ContractSuite", "misfits"]
+__all__ = ["ContractSuite", "accelerators_disagree", "misfits"]
+
+#: torch's device type of each of Lightning's own accelerators, by all of Lightning's names for them.
+_DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "mps": "mps", "tpu": "xla"}
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -52,6 +57,34 @@ def misfits(made: type, contract: type) -> list[str]:
                 head = f"{made.__name__}.{name}{_plain(taken)} is called as {name}{_plain(called)}:"
                 found.append("\n  ".join([head, *reasons]))
     return found
+
+
+def accelerators_disagree(named: Collection[str], devices: Collection[str]) -> str:
+    """What a plugin and its backend say differently of where they run; empty if they agree.
+
+    Args:
+        named: The plugin's accelerators, by Lightning's names. An accelerator that is not Lightning's own may have any
+            one device type, also where the two are called alike.
+        devices: The backend's, by torch's device types.
+
+    Example:
+        >>> accelerators_disagree(("tpu", "cpu"), ("cpu", "xla")), accelerators_disagree(("theirs",), ("npu",))
+        ('', '')
+        >>> accelerators_disagree(("cuda", "cpu"), ("cpu",))
+        "the plugin names 'cuda', and the backend runs on no such device"
+        >>> accelerators_disagree(("cpu",), ("cuda", "cpu"))
+        "the backend runs on 'cuda', and the plugin names no such accelerator"
+    """
+    stands_for = {name: _DEVICE_TYPES.get(name, name) for name in named}
+    claimed = [name for name, device in stands_for.items() if device not in devices]
+    unclaimed = [device for device in devices if device not in stands_for.values()]
+    theirs = [name for name in claimed if name not in _DEVICE_TYPES][: len(unclaimed)]
+    claimed = [name for name in claimed if name not in theirs]
+    unclaimed = unclaimed[len(theirs) :]
+    told = [f"the plugin names {', '.join(map(repr, claimed))}, and the backend runs on no such device"] * bool(claimed)
+    if unclaimed:
+        told.append(f"the backend runs on {', '.join(map(repr, unclaimed))}, and the plugin names no such accelerator")
+    return "; ".join(told)
 
 
 def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
@@ -105,9 +138,15 @@ class ContractSuite(Clauses):
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_its_class_is_an_adapter_of_cores(self, front_end: FrontEnd) -> None:
         adapter: Any = {"trainer": ShardedTrainerStrategy, "fabric": ShardedFabricStrategy}[front_end]
-        made = self.strategy_class(front_end)
-        assert issubclass(made, adapter)
-        assert made().strategy_name in (self.strategy, getattr(self, "preset_of", None))
+        assert issubclass(self.strategy_class(front_end), adapter)
+        assert self.own_name(front_end)
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_plugin_and_backend_name_the_same_accelerators(self, front_end: FrontEnd) -> None:
+        """By the plugin's, people choose; by the backend's, devices are refused."""
+        backend = self.strategy_class(front_end)().backend
+        told = accelerators_disagree(fsdp_core.describe(self.strategy).accelerators, backend.accelerators)
+        assert not told, told
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_methods_are_called_as_the_contract_says(self, front_end: FrontEnd) -> None:
