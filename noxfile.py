@@ -97,15 +97,14 @@ def install(session: nox.Session, *what: str, pins: Path = PINS, python: str = "
     session.run_install(*pip, *what, external=True)
 
 
-def shared_python(session: nox.Session) -> str:
-    """The interpreter of ``.nox/dev``: every package, editable, with the tools of the sessions that only look or run.
+def kept_python(session: nox.Session, name: str, pins: Path, packages: list[Package], *what: str) -> str:
+    """The interpreter of ``.nox/NAME``, with packages, editable, and ``what`` else.
 
-    Torch is large; one environment for these sessions saves gigabytes and minutes. It is filled again when a pin, a
-    package's pyproject or this file has changed since.
+    It is filled again when a pin, a package's pyproject or this file has changed since.
     """
-    place = ROOT / ".nox" / "dev"
+    place = ROOT / ".nox" / name
     python = place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    sources = [Path(__file__), PINS, *(ROOT / package.path / "pyproject.toml" for package in SHARING)]
+    sources = [Path(__file__), pins, *(ROOT / package.path / "pyproject.toml" for package in packages)]
     state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp = place / "installed"
     if python.exists() and stamp.exists() and stamp.read_text() == state:
@@ -113,10 +112,23 @@ def shared_python(session: nox.Session) -> str:
     stamp.unlink(missing_ok=True)
     if not python.exists():
         session.run_install(sys.executable, "-m", "venv", "--clear", str(place), external=True)
-    tools = ("mypy", "build", "sphinx", "furo", "myst-parser", "matplotlib", "psutil", "torchdata")
-    install(session, *TESTS_NEED, *tools, *editable(SHARING), python=str(python))
+    install(session, *what, *editable(packages), pins=pins, python=str(python))
     stamp.write_text(state)
     return str(python)
+
+
+def shared_python(session: nox.Session) -> str:
+    """The interpreter with every package that shares the pins, and the tools of the sessions that only look or run.
+
+    Torch is large; one environment for these sessions saves gigabytes and minutes.
+    """
+    tools = ("mypy", "build", "sphinx", "furo", "myst-parser", "matplotlib", "psutil", "torchdata")
+    return kept_python(session, "dev", PINS, SHARING, *TESTS_NEED, *tools)
+
+
+def own_python(session: nox.Session, package: Package) -> str:
+    """The interpreter of a package with pins of its own."""
+    return kept_python(session, package.name, package.pins, with_dependencies(package), *package.tests_need)
 
 
 def wheels(session: nox.Session, python: str, *kinds: str) -> list[str]:
@@ -127,10 +139,13 @@ def wheels(session: nox.Session, python: str, *kinds: str) -> list[str]:
     return [str(path) for path in sorted(ROOT.glob("dist/*.whl"))]
 
 
-def run_pytest(session: nox.Session, *everything: str, side_by_side: tuple[str, ...] = SIDE_BY_SIDE) -> None:
+def run_pytest(
+    session: nox.Session, *everything: str, side_by_side: tuple[str, ...] = SIDE_BY_SIDE, python: str = "python"
+) -> None:
     """Run all of a session's tests, or those that the words after ``--`` name by path."""
     named = any(Path(word.split("::")[0]).exists() for word in session.posargs)
-    session.run("python", "-m", "pytest", *(() if named else (*side_by_side, *everything)), *session.posargs)
+    words = (*(() if named else (*side_by_side, *everything)), *session.posargs)
+    session.run(python, "-m", "pytest", *words, external=python != "python")
 
 
 @nox.session
@@ -146,7 +161,8 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """Mypy, strict, over every package's sources."""
     python = shared_python(session)
-    session.run(python, "-m", "mypy", *(str(package.modules) for package in SHARING), *session.posargs, external=True)
+    modules = [str(package.modules) for package in PACKAGES.values()]
+    session.run(python, "-m", "mypy", *modules, *session.posargs, external=True)
 
 
 @nox.session
@@ -154,9 +170,13 @@ def typecheck(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Each package's tests and doctests, in an environment of its own. Words after `--` go to pytest."""
     chosen = PACKAGES[package]
+    places = (str(chosen.modules), str(chosen.path / "tests"))
+    if chosen not in SHARING:
+        # its environment is large and `integration` needs it too
+        run_pytest(session, "--doctest-modules", *places, side_by_side=(), python=own_python(session, chosen))
+        return
     install(session, *chosen.tests_need, *editable(with_dependencies(chosen)), pins=chosen.pins)
     side_by_side = CLAUSES_SIDE_BY_SIDE if chosen.strategies else SIDE_BY_SIDE
-    places = (str(chosen.modules), str(chosen.path / "tests"))
     run_pytest(session, "--doctest-modules", *places, side_by_side=side_by_side)
 
 
@@ -175,6 +195,9 @@ def integration(session: nox.Session) -> None:
     built = wheels(session, "python", "--wheel")
     install(session, "--force-reinstall", "--no-deps", *built)
     install(session, *built)
+    for package in PACKAGES.values():
+        if package not in SHARING:  # such as FSDP_XLA_PYTHON
+            session.env[f"{package.name.replace('-', '_').upper()}_PYTHON"] = own_python(session, package)
     run_pytest(session, "tests-integration")
 
 

@@ -36,7 +36,7 @@ class XLACPUAccelerator(Accelerator):
     def setup_device(self, device: torch.device) -> None:
         """Nothing to do: the runtime starts with the first use of a device."""
 
-    def get_device_stats(self, device: str | torch.device) -> dict[str, Any]:
+    def get_device_stats(self, device: str | int | torch.device) -> dict[str, Any]:
         return {}
 
     def teardown(self) -> None:

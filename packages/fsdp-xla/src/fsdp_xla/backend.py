@@ -92,7 +92,8 @@ class XLABackend(Backend):
 
     def shard(self, module: nn.Module) -> nn.Module:
         if self.is_sharded(module):
-            return _root_of(module)
+            known: nn.Module = _root_of(module)
+            return known
         self._check(module)
         self.remember(module)
         units = select_units(module, _as_torch_policy(self.auto_wrap_policy))
@@ -103,7 +104,7 @@ class XLABackend(Backend):
                 forward.__func__ = type(submodule).forward  # type: ignore[attr-defined]  # torch_xla looks for it
         note_order(module.modules())
         sharded: set[nn.Module] = set()
-        root: XlaFullyShardedDataParallel | None = None
+        root: nn.Module | None = None
         for unit in (*units, module):
             own = [
                 m
@@ -116,7 +117,7 @@ class XLABackend(Backend):
             if unit is not module:
                 put_in_place(module, unit, root)
         assert root is not None
-        for shard in root.sharded_params:
+        for shard in xla.shards_of(root):
             # the root's own, or an optimizer over module.parameters() would leave them as they are
             module.register_parameter(shard._name, shard)
         gc.collect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -49,7 +49,8 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
     """
 
     backend: XLABackend
-    launcher_class = FabricXLALauncher
+    runtime: XLARuntime
+    launcher_class: ClassVar[Any] = FabricXLALauncher
 
     def __init__(
         self,

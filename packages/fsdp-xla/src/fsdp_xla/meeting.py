@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fsdp_core.errors import FSDPError
 
@@ -130,7 +130,7 @@ class StoreMeeting(Meeting):
 
     def __init__(self, store: Store, world_size: int) -> None:
         self.world_size = world_size
-        self._store = store
+        self._store: Any = store  # whose annotations know strings, and none of bytes
         self._count = 0
         self._made = 0
 

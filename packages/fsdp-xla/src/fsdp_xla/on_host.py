@@ -40,14 +40,15 @@ class HostOptimizer:
         self._optimizer = optimizer
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         self.layout: dict[nn.Parameter, Any] = {}
-        for parameter, parts in layout.items():
-            self.layout[self._of(parameter)] = parts
+        for held, parts in layout.items():
+            self.layout[self._of(held)] = parts
         self.param_groups = [
             {**group, "params": [self._of(p) for p in group["params"]]} for group in optimizer.param_groups
         ]
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         if with_state:
-            for parameter, values in optimizer.state.items():
+            state: Any = optimizer.state
+            for parameter, values in state.items():
                 self.state[self._of(parameter)] = {
                     key: _held(value, parameter) if isinstance(value, Tensor) else value
                     for key, value in values.items()

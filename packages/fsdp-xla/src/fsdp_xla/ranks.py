@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -70,7 +70,7 @@ class XLADeviceRanks(OnXLADevices):
     runtime: XLARuntime
     cluster_environment: Any
     _launcher: Any
-    launcher_class: Any
+    launcher_class: ClassVar[Any]
     num_processes: int
     num_nodes: int
     global_rank: int

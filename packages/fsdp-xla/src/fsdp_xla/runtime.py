@@ -86,7 +86,7 @@ class XLARuntime(Runtime):
         if self._meeting is None:
             return tensor.unsqueeze(0)
         if sync_grads and tensor.requires_grad:
-            gathered: Tensor = _GatherOnDevice.apply(tensor, self.world_size)
+            gathered: Tensor = _GatherOnDevice.apply(tensor, self.world_size)  # type: ignore[no-untyped-call]
             return gathered
         return torch.stack(self.gather_objects(xla.on_host(tensor))).to(tensor.device)
 
@@ -116,10 +116,10 @@ class _GatherOnDevice(torch.autograd.Function):
     """torch_xla's own all-gather narrows the gradient to this rank's, and leaves out what the others have of it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, world_size: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: Tensor, world_size: int) -> Tensor:
         ctx.world_size = world_size
         return xla.all_gather(tensor.unsqueeze(0))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return xla.reduce_scatter(grad.contiguous(), ctx.world_size).squeeze(0), None

@@ -18,7 +18,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
 from torch import Tensor, nn
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch_xla._internal import pjrt
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
@@ -48,6 +48,7 @@ __all__ = [
     "runtime_is_started",
     "set_random_state",
     "sharded_members",
+    "shards_of",
     "start_alone",
     "sync",
     "tied_members",
@@ -273,6 +274,11 @@ def reset(root: nn.Module) -> None:
         if unit._output_pre_backward_hook_registered is not None:
             unit._output_pre_backward_hook_registered.clear()
             unit._clear_backward_opt_barrier_lists()
+
+
+def shards_of(unit: Any) -> list[Any]:
+    """What a unit itself, without those in it, has left of its parameters."""
+    return list(unit.sharded_params)
 
 
 def is_shard(parameter: Tensor) -> bool:

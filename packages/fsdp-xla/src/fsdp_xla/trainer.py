@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -51,7 +51,8 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
     """
 
     backend: XLABackend
-    launcher_class = TrainerXLALauncher
+    runtime: XLARuntime
+    launcher_class: ClassVar[Any] = TrainerXLALauncher
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, ClassVar, Literal, Never
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -57,7 +57,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             does not exist.
     """
 
-    launcher_class = FabricSubprocessLauncher
+    launcher_class: ClassVar[Any] = FabricSubprocessLauncher
 
     def __init__(
         self,

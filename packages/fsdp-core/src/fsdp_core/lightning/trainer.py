@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, ClassVar, Literal, Never
 
 import lightning.pytorch as pl
 import torch
@@ -65,7 +65,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             does not exist.
     """
 
-    launcher_class = TrainerSubprocessLauncher
+    launcher_class: ClassVar[Any] = TrainerSubprocessLauncher
 
     def __init__(
         self,
