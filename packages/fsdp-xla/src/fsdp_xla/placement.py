@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+from lightning.fabric.accelerators import XLAAccelerator
+from lightning.fabric.strategies import XLAFSDPStrategy as FabricXLAFSDPStrategy
+from lightning.pytorch.strategies import XLAStrategy
 
 from fsdp_xla.accelerator import accelerator_for
 
 __all__ = ["OnXLADevices"]
+
+
+@cache
+def _seen_as_lightnings(strategy: Any) -> Any:
+    """The same class, which Lightning takes for an XLA strategy of its own; its XLA accelerator runs no other.
+
+    It asks when all is chosen. Before, it would ask its own XLA precision what ``precision=`` means, which knows no
+    mixed one, so that no class of ours may be taken for one from the start.
+    """
+    seen = type(strategy.__name__, (strategy,), {"__module__": strategy.__module__, "__doc__": strategy.__doc__})
+    for lightnings in (XLAStrategy, FabricXLAFSDPStrategy):
+        lightnings.register(seen)
+    return seen
 
 
 class OnXLADevices:
@@ -26,6 +43,8 @@ class OnXLADevices:
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
         self._accelerator = accelerator_for(self.strategy_name, accelerator)
+        if isinstance(self._accelerator, XLAAccelerator):
+            self.__class__ = _seen_as_lightnings(type(self))
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

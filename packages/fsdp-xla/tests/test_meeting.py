@@ -1,0 +1,108 @@
+"""Ranks that exchange objects on the host."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from fsdp_xla.meeting import Meeting, RankLostError, StoreMeeting, ThreadMeeting
+
+RANKS = 3
+SOON = timedelta(seconds=2)
+
+
+def of_threads() -> list[Meeting]:
+    return [ThreadMeeting(RANKS, SOON)] * RANKS
+
+
+def of_processes() -> list[Meeting]:
+    """As processes have it: a client of the store for each rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    main = TCPStore("127.0.0.1", port, RANKS, is_master=True, timeout=SOON, wait_for_workers=False)
+    others = [TCPStore("127.0.0.1", port, RANKS, is_master=False, timeout=SOON) for _ in range(RANKS - 1)]
+    return [StoreMeeting(store, RANKS) for store in (main, *others)]
+
+
+def on_all(function: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(function, range(RANKS)))
+
+
+@pytest.fixture(params=[of_threads, of_processes])
+def meetings(request: pytest.FixtureRequest) -> list[Meeting]:
+    return list(request.param())
+
+
+def test_every_rank_gets_what_all_have_brought(meetings: list[Meeting]) -> None:
+    def talk(rank: int) -> list[Any]:
+        return [meetings[rank].exchange(rank, (turn, rank, torch.tensor([rank]))) for turn in range(20)]
+
+    for told in on_all(talk):
+        for turn, of_turn in enumerate(told):
+            assert [(t, r, x.item()) for t, r, x in of_turn] == [(turn, rank, rank) for rank in range(RANKS)]
+
+
+def test_each_gets_copies_of_its_own(meetings: list[Meeting]) -> None:
+    def talk(rank: int) -> int:
+        shared = meetings[rank].exchange(rank, [rank])[0]
+        shared.append(rank)
+        return len(shared)
+
+    assert on_all(talk) == [2] * RANKS
+
+
+def test_another_meeting_is_apart(meetings: list[Meeting]) -> None:
+    def talk(rank: int) -> tuple[list[Any], list[Any]]:
+        beside = meetings[rank].another(rank)
+        with ThreadPoolExecutor(1) as thread:
+            later = thread.submit(beside.exchange, rank, f"beside {rank}")
+            here = meetings[rank].exchange(rank, f"here {rank}")
+            return here, later.result()
+
+    for here, beside in on_all(talk):
+        assert here == [f"here {rank}" for rank in range(RANKS)]
+        assert beside == [f"beside {rank}" for rank in range(RANKS)]
+
+
+def test_who_waits_for_a_rank_that_does_not_come_is_told(meetings: list[Meeting]) -> None:
+    def talk(rank: int) -> str:
+        if rank == 0:
+            return "did not come"
+        with pytest.raises(RankLostError, match="See the other rank's error"):
+            meetings[rank].exchange(rank, rank)
+        return "told"
+
+    assert on_all(talk) == ["did not come", "told", "told"]
+
+
+def test_a_broken_up_meeting_raises_at_once() -> None:
+    meeting = ThreadMeeting(2)
+    threading.Timer(0.1, meeting.break_up).start()
+    with pytest.raises(RankLostError, match="another rank has failed"):
+        meeting.exchange(0, None)
+
+
+def test_ranks_that_are_threads_build_from_the_same_random_state() -> None:
+    meeting = ThreadMeeting(RANKS)
+
+    def build(rank: int) -> list[float]:
+        drawn = []
+        for _ in range(3):
+            with meeting.building(rank):
+                drawn.append(torch.rand(()).item())
+        return drawn
+
+    torch.manual_seed(0)
+    first, *others = on_all(build)
+    assert others == [first, first]
+    assert len(set(first)) == 3

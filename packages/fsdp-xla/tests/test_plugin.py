@@ -1,0 +1,63 @@
+"""What the plugin says of itself, and where it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import fsdp_core
+import fsdp_xla
+from fsdp_core import registry
+from fsdp_xla import plugin
+from fsdp_xla.plugin import fsdp_strategies, why_not_here
+
+NAMES = ["xla_fsdp", "xla_fsdp_full", "xla_fsdp_spmd"]
+
+
+def test_it_is_found_under_its_three_names() -> None:
+    assert [info.name for info in fsdp_strategies()] == NAMES
+    for name in NAMES:
+        assert registry.provider(name).name == "fsdp-xla"
+        assert registry.FIRST_PARTY[name] == "fsdp-xla"
+    assert fsdp_core.describe("xla_fsdp").presets == {}
+    assert fsdp_core.describe("xla_fsdp_full").presets == {"state_dict_type": "full"}
+    assert fsdp_xla.__version__ == registry.provider("xla_fsdp").version
+
+
+@pytest.mark.parametrize(
+    ("device", "chips", "told"),
+    [
+        ("CPU", 0, None),
+        ("", 4, None),
+        ("TPU", 4, None),
+        ("", 0, "PJRT_DEVICE is not set"),
+        ("TPU", 0, "PJRT_DEVICE is 'TPU'"),
+        ("CUDA", 4, "PJRT_DEVICE is 'CUDA'"),
+    ],
+)
+def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, device: str, chips: int, told: str | None) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", device)
+    monkeypatch.setattr(plugin, "_tpu_chips", lambda: chips)
+    reason = why_not_here()
+    if told is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert told in reason
+        assert "PJRT_DEVICE=CPU and CPU_NUM_DEVICES=2" in reason
+
+
+@pytest.mark.parametrize("device", ["CPU", None])
+def test_fsdp_list_on_a_machine_without_a_tpu(device: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
+    environment |= {"PJRT_DEVICE": device} if device else {}
+    command = [sys.executable, "-m", "fsdp_core", "list", "--json"]
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    rows = {row["name"]: row for row in json.loads(listed.stdout)["strategies"]}
+    for name in NAMES:
+        assert rows[name]["runs_here"] is (device == "CPU")
+        assert "PJRT_DEVICE=CPU" in (rows[name]["reason"] or "PJRT_DEVICE=CPU")
