@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fsdp_core.errors import FSDPError
+from fsdp_xla.messages import from_bytes, to_bytes
 
 __all__ = ["Meeting", "RankLostError", "StoreMeeting", "ThreadMeeting"]
 
@@ -77,9 +77,9 @@ class ThreadMeeting(Meeting):
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         # every rank gets copies of its own, as from another process
-        self._slots[rank] = pickle.dumps(value)
+        self._slots[rank] = to_bytes(value)
         self._wait()
-        gathered = [pickle.loads(slot) for slot in self._slots]  # our own ranks wrote them, in this process
+        gathered = [from_bytes(slot) for slot in self._slots]
         self._wait()
         return gathered
 
@@ -136,9 +136,9 @@ class StoreMeeting(Meeting):
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self._count += 1
-        self._store.set(f"{self._count}/{rank}", pickle.dumps(value))
+        self._store.set(f"{self._count}/{rank}", to_bytes(value))
         try:
-            gathered = [pickle.loads(self._store.get(f"{self._count}/{r}")) for r in range(self.world_size)]
+            gathered = [from_bytes(self._store.get(f"{self._count}/{r}")) for r in range(self.world_size)]
         except RuntimeError as error:
             raise RankLostError(
                 f"another rank did not come to where rank {rank} waits: {error}\nSee the other rank's error."

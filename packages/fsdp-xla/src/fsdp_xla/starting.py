@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import tempfile
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from fsdp_core.errors import StrategyUnavailableError
 from fsdp_xla import torch_xla_private as xla
 from fsdp_xla.accelerator import uses_cpu_devices
 from fsdp_xla.meeting import RankLostError, ThreadMeeting
+from fsdp_xla.messages import from_bytes, to_bytes
 
 __all__ = ["check_cpu_devices", "run_ranks"]
 
@@ -127,7 +127,7 @@ def _on_processes(function: Callable[..., Any], arguments: Any) -> Any:
             result = function(copy.deepcopy(arguments))
             here = xla.rank_here()
             if here is not None and here.local_rank == 0:
-                answer.write_bytes(pickle.dumps(result))
+                answer.write_bytes(to_bytes(result))
 
         xla.run_on_processes(rank)
-        return pickle.loads(answer.read_bytes())  # our own rank has written it, into a folder of our own
+        return from_bytes(answer.read_bytes())

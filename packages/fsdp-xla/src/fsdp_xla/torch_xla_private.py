@@ -32,6 +32,7 @@ __all__ = [
     "XlaFullyShardedDataParallel",
     "all_gather",
     "all_reduce",
+    "compiled",
     "default_device",
     "is_shard",
     "meeting_of_ranks",
@@ -54,6 +55,9 @@ __all__ = [
     "tied_members",
     "units_of",
 ]
+
+#: torch_xla's compiled half, for what of it the lockstep of ranks on the CPU needs.
+compiled: Any = torch_xla._XLAC
 
 #: By thread: whether a rank runs in it (``rank``), and where it meets the others if they are threads too (``here``).
 meetings = threading.local()

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from fsdp_core.errors import StrategyUnavailableError
 from fsdp_xla.meeting import RankLostError
+from fsdp_xla.torch_xla_private import compiled as _XLAC
 from fsdp_xla.torch_xla_private import runtime_is_started
 
 __all__ = ["Lockstep", "lockstep"]
 
-_XLAC = torch_xla._XLAC
 _FETCHES = ("cpu", "to", "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__")
 _COLLECTIVES = ("cross_replica_sum", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "all_reduce")
 #: The client's asynchronous dispatch loses a rank about once in 200 steps, and its pools must hold a thread per rank.
