@@ -113,7 +113,11 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
     return [unit for unit in depth_first if any(True for _ in unit.parameters()) and not _shares_outside(unit, owners)]
 
 
-def checkpoint_activations(module: nn.Module, policy: ActivationCheckpointingPolicy | None) -> int:
+def checkpoint_activations(
+    module: nn.Module,
+    policy: ActivationCheckpointingPolicy | None,
+    recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True),
+) -> int:
     """Let the matching submodules recompute their activations in the backward pass, in place.
 
     The random state is kept, so that dropout repeats itself in the recomputation. Names and classes of modules don't
@@ -122,6 +126,7 @@ def checkpoint_activations(module: nn.Module, policy: ActivationCheckpointingPol
     Args:
         module: The root.
         policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none.
+        recompute: Called with a submodule's forward and its arguments: keeps the inputs only, and recomputes the rest.
 
     Returns:
         How many submodules recompute.
@@ -142,9 +147,7 @@ def checkpoint_activations(module: nn.Module, policy: ActivationCheckpointingPol
     for submodule in chosen:
         if "_fsdp_core_checkpointed" not in submodule.__dict__:
             submodule.__dict__["_fsdp_core_checkpointed"] = True
-            submodule.forward = functools.partial(
-                checkpoint, submodule.forward, use_reentrant=False, preserve_rng_state=True
-            )
+            submodule.forward = functools.partial(recompute, submodule.forward)
     return len(chosen)
 
 
