@@ -291,9 +291,7 @@ class XLASPMDBackend(Backend):
         check_only: bool = False,
     ) -> None:
         self.runtime_is_idle()
-        load_optimizer_state(
-            optimizer, self.layout(module), state, check_only=check_only, restore=self._restored_state
-        )
+        load_optimizer_state(optimizer, self.layout(module), state, check_only=check_only, restore=self._restored_state)
 
     def _restored_state(
         self, parameter: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, values: Sequence[Any]
@@ -356,10 +354,10 @@ _EVERY: dict[str, Any] = {"remove_duplicate": False}
 
 
 def _materialize(modules: Sequence[nn.Module], dims: Mapping[int, int | None]) -> dict[int, int | None]:
-    """Fill what was built on the meta device, and tell the planned dimensions of the parameters that this has made."""
-    places = [(module, name, dims.get(id(p))) for module in modules for name, p in module.named_parameters(recurse=False)]
+    """Fill what was built on the meta device, and tell the planned dimensions of the parameters that this makes."""
+    places = [(one, name, dims.get(id(p))) for one in modules for name, p in one.named_parameters(recurse=False)]
     materialize(modules, torch.device("cpu"))
-    return {id(module._parameters[name]): dim for module, name, dim in places}
+    return {id(one._parameters[name]): dim for one, name, dim in places}
 
 
 def _add(chunks: ChunkedTensor, whole: Tensor) -> None:

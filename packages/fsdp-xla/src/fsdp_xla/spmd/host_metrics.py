@@ -1,25 +1,30 @@
 """Metrics of a Trainer on the host, where computing with them is no program that XLA compiles.
 
-Private names of Lightning, checked on 2.6.6. What ``self.log`` collects lies on the device, and so belongs to the step's
-program. Lightning then computes with it between steps: the mean of an epoch, and in callbacks whether it is better than
-the best. On XLA each of these is a program of its own, compiled in the midst of a run, and no public hook of a strategy
-sees the values before.
+What ``self.log`` is given on the device belongs to the step's program. The rest must not:
+
+- Lightning computes with it between steps: the mean of an epoch, and in callbacks whether it is better than the best.
+  On XLA each of these is a program of its own, compiled in the midst of a run.
+- Numbers are put on the device. XLA takes 0 and 1 for constants, so a step that logs a 1.0 would be another program
+  than one that logs a 0.5.
+
+Private names of Lightning, checked on 2.6.6: no public hook of a strategy sees the values before.
 """
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.utilities import move_data_to_device
-from torch import Tensor
 
-__all__ = ["compute_metrics_on_host"]
+__all__ = ["compute_metrics_on_host", "log_numbers_on_host"]
 
 
 class _HostMetrics(_LoggerConnector):
-    """Brings metrics to the host where they are looked at: those of an epoch as it ends, others when they are asked for.
+    """Brings metrics to the host where they are looked at: an epoch's as it ends, others when they are asked for.
 
     Those of a step stay on the device until then, for the step would be waited for.
     """
@@ -41,3 +46,16 @@ def compute_metrics_on_host(trainer: pl.Trainer) -> None:
     connector: Any = trainer._logger_connector
     if type(connector) is _LoggerConnector:
         connector.__class__ = _HostMetrics
+
+
+def log_numbers_on_host(module: pl.LightningModule) -> None:
+    """Let ``self.log`` of this module keep a number on the host, until ``log`` is removed from the instance."""
+    if "log" in vars(module):
+        return
+    log = module.log
+
+    @wraps(log)
+    def log_on_host(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        log(name, torch.tensor(float(value)) if isinstance(value, int | float) else value, *args, **kwargs)
+
+    module.log = log_on_host  # type: ignore[method-assign]

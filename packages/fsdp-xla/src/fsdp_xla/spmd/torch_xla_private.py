@@ -30,7 +30,7 @@ _XLAC: Any = torch_xla._XLAC
 
 
 def is_started() -> bool:
-    """Whether XLA's runtime runs, so that its number of devices is settled. No public name tells without starting it."""
+    """Whether XLA's runtime runs, with a number of devices. No public name tells without starting it."""
     return bool(_XLAC._xla_runtime_is_initialized())
 
 

@@ -15,7 +15,7 @@ from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.spmd.backend import XLASPMDBackend
-from fsdp_xla.spmd.host_metrics import compute_metrics_on_host
+from fsdp_xla.spmd.host_metrics import compute_metrics_on_host, log_numbers_on_host
 from fsdp_xla.spmd.one_process import OneProcess
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
 
@@ -91,6 +91,13 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         compute_metrics_on_host(trainer)
         super().setup(trainer)
+        assert self.lightning_module is not None
+        log_numbers_on_host(self.lightning_module)
+
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop("log", None)  # see log_numbers_on_host
+        super().teardown()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return self._shard_batch(super().batch_to_device(batch, device, dataloader_idx))
