@@ -257,8 +257,8 @@ class XLASPMDBackend(Backend):
         fill_all(targets, tensors, strict=strict, cast=not strict, check_only=check_only)
         if check_only:
             return
-        for of_name in shards.values():
-            of_name.replace()
+        for name, of_name in shards.items():
+            held[name].data = of_name.tensor()
         raw_names = {clean_name(name): name for name in type(module).state_dict(module)}
         rest = {
             raw_names[name]: targets.get(name, _whole(value))

@@ -113,6 +113,7 @@ class XLASPMDRuntime(Runtime):
             shape, axes = ((count,), (FSDP_AXIS,)) if size == 1 else ((count // size, size), (FSDP_AXIS, MODEL_AXIS))
             self._mesh = xs.Mesh(np.arange(count), shape, axes)
         xs.set_global_mesh(self._mesh)
+        _check_autograd(self.device)
 
     def stop(self) -> None:
         """Nothing to do: SPMD lasts as long as the process."""
@@ -145,3 +146,18 @@ class XLASPMDRuntime(Runtime):
 
     def set_device_random_state(self, state: Any) -> None:
         xm.set_rng_state(int(state))
+
+
+def _check_autograd(device: torch.device) -> None:
+    """Refuse a process whose autograd engine has started without XLA: it has no place for the device's gradients."""
+    probe = torch.zeros((), device=device, requires_grad=True)
+    try:
+        probe.clone().backward()  # recorded, and never run
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise StrategyUnavailableError(
+            "'xla_fsdp_spmd' can't start: this process took a backward pass before XLA was started, and torch asks only "
+            "once which devices there are.\n"
+            "Write `torch_xla.runtime.use_spmd(); torch_xla.sync()` at the top of the script."
+        ) from error

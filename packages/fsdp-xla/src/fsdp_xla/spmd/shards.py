@@ -11,7 +11,6 @@ from fsdp_xla.spmd.torch_xla_private import (
     is_marked,
     local_boxes,
     local_shards,
-    replace_shards,
     sharding_of,
 )
 
@@ -62,10 +61,6 @@ class HostShards:
                 self._buffers.append(by_place[offsets])
         #: Where to write what the tensor is to be.
         self.chunks = ChunkedTensor(shape=shape, dtype=dtype, chunks=tuple(chunks))
-
-    def replace(self) -> None:
-        """Give the devices these shards of the tensor, in place."""
-        replace_shards(self._like, self._buffers)
 
     def tensor(self) -> Tensor:
         """A new tensor, sharded as the one that this is like."""

@@ -20,7 +20,6 @@ __all__ = [
     "local_boxes",
     "local_shards",
     "mark",
-    "replace_shards",
     "sharding_of",
     "used_without_spmd",
 ]
@@ -72,11 +71,6 @@ def local_boxes(tensor: Tensor) -> list[tuple[int, tuple[int, ...], tuple[int, .
             offsets = tuple(part.start for part in index)
             boxes.append((int(replica), offsets, tuple(part.stop - part.start for part in index)))
     return boxes
-
-
-def replace_shards(tensor: Tensor, shards: Sequence[Tensor]) -> None:
-    """Put shards from the host, as :func:`local_shards` lays them out, in the place of a marked tensor's."""
-    _XLAC._load_local_shards(tensor, list(shards), _XLAC._xla_get_runtime_devices())
 
 
 def from_shards(shards: Sequence[Tensor], sharding: Any, shape: Sequence[int]) -> Tensor:
