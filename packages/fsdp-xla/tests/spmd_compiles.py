@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch_xla.debug.metrics as met
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from fsdp_core.testing.oracle import dataset, new_net
+from spmd_runs import compiled
 
 STEPS = 8
 
@@ -64,10 +65,6 @@ class Count(pl.Callback):
         self.epochs.append(compiled() - self.began)
 
 
-def compiled() -> int:
-    return int(met.counter_value("UncachedCompile") or 0)
-
-
 def fit(tmp: str, optimizer: str = "adamw", **kwargs: Any) -> dict[str, Any]:
     count = Count()
     best = ModelCheckpoint(tmp, monitor="val_loss", save_top_k=1, save_last=True, filename="{epoch}-{val_loss:.3f}")
@@ -86,7 +83,12 @@ def fit(tmp: str, optimizer: str = "adamw", **kwargs: Any) -> dict[str, Any]:
     data: Any = dataset(4 * STEPS)
     loader = DataLoader(data, batch_size=4)
     trainer.fit(Everything(optimizer), loader, DataLoader(data[:8], batch_size=4))
-    return {"batches": count.batches, "epochs": count.epochs, "last": compiled() - count.began}
+    logged: dict[str, Any] = {"epoch_number": [], "val_loss": [], "best": float(best.best_model_score or 0)}
+    with open(f"{trainer.log_dir}/metrics.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            for name in ("epoch_number", "val_loss"):
+                logged[name] += [float(row[name])] if row.get(name) else []
+    return {"batches": count.batches, "epochs": count.epochs, "last": compiled() - count.began, "logged": logged}
 
 
 def main(out: str, tmp: str) -> None:

@@ -18,7 +18,7 @@ from fsdp_core.fqn import clean_name, named_parameters
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.marking import options_of
 from fsdp_core.materialize import materialize
-from fsdp_core.optimizer_state import load_optimizer_state
+from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
 from fsdp_core.parts import Part
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.wrapping import (
@@ -119,7 +119,7 @@ class XLASPMDBackend(Backend):
                 self._place(one, dims, placed, written)
         module.to(self.runtime.device)  # what else follows a module's device, such as metrics
         self._boundaries[module] = Boundaries((*units, module), module.parameters(), self.spmd.mesh)
-        self.runtime_is_idle()
+        self.spmd.settle()
         self.mark_sharded(module)
         return module
 
@@ -196,10 +196,6 @@ class XLASPMDBackend(Backend):
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def runtime_is_idle(self) -> None:
-        """Run what is pending, and return when nothing is: only then can shards be read or replaced."""
-        self.spmd.run_pending(wait=True)
-
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
         """Gradients accumulate where they are. Each micro-batch is a program of its own, the same for all of them."""
@@ -234,13 +230,13 @@ class XLASPMDBackend(Backend):
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's state by name, copied to the host: by the shards that the devices hold, or extra state."""
-        self.runtime_is_idle()
+        self.spmd.settle()
         return {name: _on_host(value) for name, value in super().model_state(module).items()}
 
     def load_model_state(
         self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False
     ) -> None:
-        self.runtime_is_idle()
+        self.spmd.settle()
         held = {clean_name(n): t for of in (module.named_parameters, module.named_buffers) for n, t in of(**_EVERY)}
         live = super().model_state(module)
         targets: dict[str, Any] = {}
@@ -269,8 +265,8 @@ class XLASPMDBackend(Backend):
             type(module).load_state_dict(module, rest, strict=False)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self.runtime_is_idle()
-        described = super().optimizer_state(module, optimizer)
+        self.spmd.settle()
+        described = optimizer_state(optimizer, self.layout(module), self.runtime)
         return {
             "state": {
                 name: {key: _on_host(value) for key, value in values.items()}
@@ -290,7 +286,7 @@ class XLASPMDBackend(Backend):
         *,
         check_only: bool = False,
     ) -> None:
-        self.runtime_is_idle()
+        self.spmd.settle()
         load_optimizer_state(optimizer, self.layout(module), state, check_only=check_only, restore=self._restored_state)
 
     def _restored_state(
@@ -313,7 +309,7 @@ class XLASPMDBackend(Backend):
         return self._marked(whole, replicated_spec(whole.ndim))
 
     def accumulated_gradients(self, module: nn.Module) -> HeldGradients:
-        self.runtime_is_idle()
+        self.spmd.settle()
         return HeldGradients(
             reduced={name: held_by_devices(p.grad) for name, p in named_parameters(module) if p.grad is not None}
         )
@@ -321,7 +317,7 @@ class XLASPMDBackend(Backend):
     def restore_gradients(
         self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
     ) -> None:
-        self.runtime_is_idle()
+        self.spmd.settle()
         parameters = dict(named_parameters(module))
         unknown = [name for name in (*own, *reduced) if name not in parameters]
         if unknown:

@@ -133,13 +133,18 @@ class XLASPMDRuntime(Runtime):
     def barrier(self) -> None:
         """Nothing to do: there is one rank."""
 
-    def run_pending(self, *, wait: bool = False) -> None:
-        """Run what XLA has recorded, as one program.
+    def run_pending(self) -> None:
+        """Run what XLA has recorded, as one program."""
+        torch_xla.sync()
 
-        Args:
-            wait: Whether to return when it has run.
+    def settle(self) -> None:
+        """Run what is pending, and return when nothing is: only then can shards be read or replaced.
+
+        Random numbers go on as they would have without: to XLA, running something is a step, with a seed of its own.
         """
-        torch_xla.sync(wait=wait)
+        seed = xm.get_rng_state()
+        torch_xla.sync(wait=True)
+        xm.set_rng_state(seed)
 
     def device_random_state(self) -> int:
         return int(xm.get_rng_state())
@@ -157,7 +162,7 @@ def _check_autograd(device: torch.device) -> None:
         if "device_ready_queues_" not in str(error):
             raise
         raise StrategyUnavailableError(
-            "'xla_fsdp_spmd' can't start: this process took a backward pass before XLA was started, and torch asks only "
-            "once which devices there are.\n"
+            "'xla_fsdp_spmd' can't start: this process took a backward pass before XLA was started, and torch "
+            "asks only once which devices there are.\n"
             "Write `torch_xla.runtime.use_spmd(); torch_xla.sync()` at the top of the script."
         ) from error
