@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -21,6 +21,8 @@ from fsdp_core.runtime import Runtime
 __all__ = ["load_optimizer_state", "optimizer_state"]
 
 NamedState = dict[str, Any]
+#: Called with a parameter, its parts, its param group, a key of its state, and the parts' values under that key.
+RestoreValue = Callable[[nn.Parameter, Sequence[Part], Mapping[str, Any], str, Sequence[Any]], Any]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Runtime) -> NamedState:
@@ -61,6 +63,7 @@ def load_optimizer_state(
     saved: Mapping[str, Any],
     *,
     check_only: bool = False,
+    restore: RestoreValue | None = None,
 ) -> None:
     """Restore what :func:`optimizer_state` described, whatever order or grouping the parameters have now.
 
@@ -72,6 +75,7 @@ def load_optimizer_state(
         saved: As from :func:`optimizer_state`, its tensors plain or :class:`~fsdp_core.checkpoint.SavedTensor`; or a
             plain torch optimizer's ``state_dict()``, whose parameters are numbered.
         check_only: Whether to change nothing even if all fits.
+        restore: Lays a value out as the optimizer keeps it; by default as DTensors, flat shards and whole tensors need.
 
     Raises:
         CheckpointMismatchError: A parameter is not in the saved groups, a shape differs, or parameters of one group
@@ -109,13 +113,14 @@ def load_optimizer_state(
     for group, restored in zip(optimizer.param_groups, settings, strict=True):
         group.update(restored)
     optimizer.state.clear()
+    restore = restore or _restored
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parts = [part for part in _parts(layout, parameter) if not part.is_empty]
             values = saved["state"].get(parts[0].name) if parts else None
             if values:
                 optimizer.state[parameter] = {
-                    key: _restored(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
+                    key: restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
                     for key in values
                 }
 

@@ -65,8 +65,22 @@ _SPMD = replace(
     summary="Fully sharded data parallel with torch_xla's SPMD: one process drives all XLA devices of the host.",
     trainer="fsdp_xla.spmd.trainer:XLASPMDStrategy",
     fabric="fsdp_xla.spmd.fabric:XLASPMDStrategy",
-    capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD},
-    options=_SHARED,
+    capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD}
+    | {Capability.MANUAL_OPTIMIZATION, Capability.META_INIT},
+    options=(
+        *_SHARED,
+        Option(
+            name="tensor_parallel_size",
+            default=1,
+            help="How many devices share one part of the batch, and cut weights as tensor_plan says.",
+        ),
+        Option(
+            name="tensor_plan",
+            default=None,
+            help="By pattern of parameter names, the dimension that those devices cut: {'*.up.weight': 0}.",
+        ),
+        Option(name="precision_plugin", default=None, help="Under Trainer: a Lightning Precision plugin."),
+    ),
 )
 
 

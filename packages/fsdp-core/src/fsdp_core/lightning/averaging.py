@@ -26,6 +26,7 @@ def shard_averages(trainer: pl.Trainer, backend: Backend, root: nn.Module) -> No
         root: The sharded root of the module itself.
     """
     for average in _averages(trainer):
+        _retie(average.module, backend.aliases(root))
         copy = backend.shard(average.module)
         _take_shards(average, backend, "module.", copy)
         _take_shards(average.module, backend, "", copy)
@@ -37,6 +38,16 @@ def _averages(trainer: pl.Trainer) -> Iterator[Any]:
         average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
         if average is not None:
             yield average
+
+
+def _retie(copy: nn.Module, tied: Mapping[str, str]) -> None:
+    """Tie what the copy's move to the device has untied, as a move to an XLA device does."""
+    for further, first in tied.items():
+        place, _, name = first.rpartition(".")
+        tensor = getattr(copy.get_submodule(place), name)
+        place, _, name = further.rpartition(".")
+        if getattr(copy.get_submodule(place), name) is not tensor:
+            setattr(copy.get_submodule(place), name, tensor)
 
 
 def _take_shards(module: nn.Module, backend: Backend, prefix: str, root: nn.Module) -> None:

@@ -1,0 +1,61 @@
+"""Metrics of a Trainer on the host, where computing with them is no program that XLA compiles.
+
+What ``self.log`` is given on the device belongs to the step's program. The rest must not:
+
+- Lightning computes with it between steps: the mean of an epoch, and in callbacks whether it is better than the best.
+  On XLA each of these is a program of its own, compiled in the midst of a run.
+- Numbers are put on the device. XLA takes 0 and 1 for constants, so a step that logs a 1.0 would be another program
+  than one that logs a 0.5.
+
+Private names of Lightning, checked on 2.6.6: no public hook of a strategy sees the values before.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.utilities import move_data_to_device
+
+__all__ = ["compute_metrics_on_host", "log_numbers_on_host"]
+
+
+class _HostMetrics(_LoggerConnector):
+    """Brings metrics to the host where they are looked at: an epoch's as it ends, others when they are asked for.
+
+    Those of a step stay on the device until then, for the step would be waited for.
+    """
+
+    @property
+    def metrics(self) -> Any:
+        results = self.trainer._results
+        if self._first_loop_iter is None and results is not None:
+            results.cpu()
+        return super().metrics
+
+    @property
+    def callback_metrics(self) -> Any:
+        return move_data_to_device(super().callback_metrics, "cpu")
+
+
+def compute_metrics_on_host(trainer: pl.Trainer) -> None:
+    """Let what a Trainer logs be brought to the host before anything is computed with it."""
+    connector: Any = trainer._logger_connector
+    if type(connector) is _LoggerConnector:
+        connector.__class__ = _HostMetrics
+
+
+def log_numbers_on_host(module: pl.LightningModule) -> None:
+    """Let ``self.log`` of this module keep a number on the host, until ``log`` is removed from the instance."""
+    if "log" in vars(module):
+        return
+    log = module.log
+
+    @wraps(log)
+    def log_on_host(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        log(name, torch.tensor(float(value)) if isinstance(value, int | float) else value, *args, **kwargs)
+
+    module.log = log_on_host  # type: ignore[method-assign]

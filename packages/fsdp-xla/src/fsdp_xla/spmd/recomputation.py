@@ -1,0 +1,45 @@
+"""Activation checkpointing on XLA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch_xla.utils.checkpoint import checkpoint
+
+__all__ = ["recompute"]
+
+
+class _Call(nn.Module):
+    """A call of a submodule's forward, of tensors alone. torch_xla separates the weights of a module's own method."""
+
+    def __init__(self, module: nn.Module | None, function: Callable[..., Any], spec: Any) -> None:
+        super().__init__()
+        self.module, self.function, self.spec = module, function, spec
+        self.output_spec: Any = None
+
+    def run(self, anchor: Tensor, *leaves: Any) -> tuple[Any, ...]:
+        args, kwargs = tree_unflatten(list(leaves), self.spec)
+        outputs, self.output_spec = tree_flatten(self.function(*args, **kwargs))
+        return tuple(outputs)
+
+
+def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` and keep its inputs only; the backward pass calls it once more, with the same random numbers.
+
+    torch's own would be of no use: XLA finds the same computation twice in one program, and does it once. torch_xla's
+    puts a barrier between them, but takes no keyword arguments, no nested outputs, and no inputs that don't require
+    gradients.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    owner = getattr(function, "__self__", None)
+    call = _Call(owner if isinstance(owner, nn.Module) else None, function, spec)
+    # with it the outputs require gradients, whether an input does or not
+    anchor = torch.zeros((), device="xla", requires_grad=True)
+    outputs = checkpoint(call.run, anchor, *leaves)
+    return tree_unflatten(list(outputs), call.output_spec)

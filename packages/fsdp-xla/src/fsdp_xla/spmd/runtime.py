@@ -1,0 +1,168 @@
+"""One process that drives all XLA devices of a host: a world of one, and the mesh that its tensors are sharded over."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import Tensor
+
+from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
+from fsdp_core.runtime import ReduceOp, Runtime
+from fsdp_xla.accelerator import uses_cpu_devices
+from fsdp_xla.spmd.torch_xla_private import is_started, used_without_spmd
+
+__all__ = ["FSDP_AXIS", "MODEL_AXIS", "XLASPMDRuntime"]
+
+#: The mesh axis over which parameters and batches are sharded.
+FSDP_AXIS = "fsdp"
+#: The mesh axis over which a tensor plan shards weights.
+MODEL_AXIS = "model"
+
+
+class XLASPMDRuntime(Runtime):
+    """A world of one rank, whose device stands for all devices of the host.
+
+    Args:
+        tensor_parallel_size: How many devices share one copy of the batch; the mesh is 2-D if it is not 1.
+    """
+
+    device = torch.device("xla", 0)
+
+    def __init__(self, tensor_parallel_size: int = 1) -> None:
+        if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
+            raise UnsupportedCapabilityError(
+                f"tensor_parallel_size={tensor_parallel_size!r} is no number of devices.\nWrite 1, or more."
+            )
+        self.tensor_parallel_size = tensor_parallel_size
+        self._expected: int | None = None
+        self._mesh: Any = None
+
+    def expect(self, devices: int, hosts: int = 1) -> None:
+        """Note how many devices are asked for, which :meth:`start` compares with those that there are."""
+        if hosts != 1:
+            raise UnsupportedCapabilityError(
+                f"num_nodes={hosts} can't be used with 'xla_fsdp_spmd', which drives the devices of one host.\n"
+                "Write num_nodes=1, or strategy='xla_fsdp'."
+            )
+        self._expected = devices
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh of all devices: the axis ``"fsdp"``, and ``"model"`` if tensors are parallel too.
+
+        Raises:
+            ShardingError: :meth:`start` has not been called.
+        """
+        assert self._mesh is not None, "XLASPMDRuntime.start() comes before its mesh"
+        return self._mesh
+
+    def start(
+        self,
+        *,
+        rank: int = 0,
+        local_rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | None = None,
+        address: str = "",
+        port: int = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Turn SPMD on, which this process can't turn off any more, and build the mesh. The arguments are not needed.
+
+        Raises:
+            StrategyUnavailableError: XLA was used without SPMD before, or has another number of devices than asked for.
+            UnsupportedCapabilityError: The devices can't be divided as ``tensor_parallel_size`` says.
+        """
+        if used_without_spmd():
+            raise StrategyUnavailableError(
+                "'xla_fsdp_spmd' can't start: XLA has tensors in this process already, on single devices.\n"
+                "Build the model and the data on the CPU, or write torch_xla.runtime.use_spmd() before the first "
+                "tensor on an XLA device."
+            )
+        if uses_cpu_devices() and self._expected is not None and not is_started():
+            os.environ.setdefault("CPU_NUM_DEVICES", str(self._expected))
+        if not xr.is_spmd():
+            xr.use_spmd()
+        count = xr.global_runtime_device_count()
+        if xr.process_count() > 1:
+            raise UnsupportedCapabilityError(
+                f"'xla_fsdp_spmd' drives the devices of one host, and XLA runs in {xr.process_count()} processes.\n"
+                "Use strategy='xla_fsdp' on several hosts."
+            )
+        if self._expected not in (None, count):
+            how = f"set CPU_NUM_DEVICES={self._expected} before Python starts, or " if uses_cpu_devices() else ""
+            raise StrategyUnavailableError(
+                f"devices={self._expected} was asked for, and XLA has {count}, all of which SPMD drives.\n"
+                f"To go on, {how}write devices={count}."
+            )
+        size = self.tensor_parallel_size
+        if count % size:
+            raise UnsupportedCapabilityError(
+                f"tensor_parallel_size={size} does not divide the {count} devices into groups.\n"
+                f"Write a number that divides {count}."
+            )
+        if self._mesh is None:
+            shape, axes = ((count,), (FSDP_AXIS,)) if size == 1 else ((count // size, size), (FSDP_AXIS, MODEL_AXIS))
+            self._mesh = xs.Mesh(np.arange(count), shape, axes)
+        xs.set_global_mesh(self._mesh)
+        _check_autograd(self.device)
+
+    def stop(self) -> None:
+        """Nothing to do: SPMD lasts as long as the process."""
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "mean", group: Any | None = None) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def barrier(self) -> None:
+        """Nothing to do: there is one rank."""
+
+    def run_pending(self) -> None:
+        """Run what XLA has recorded, as one program."""
+        torch_xla.sync()
+
+    def settle(self) -> None:
+        """Run what is pending, and return when nothing is: only then can shards be read or replaced.
+
+        Random numbers go on as they would have without: to XLA, running something is a step, with a seed of its own.
+        """
+        seed = xm.get_rng_state()
+        torch_xla.sync(wait=True)
+        xm.set_rng_state(seed)
+
+    def device_random_state(self) -> int:
+        return int(xm.get_rng_state())
+
+    def set_device_random_state(self, state: Any) -> None:
+        xm.set_rng_state(int(state))
+
+
+def _check_autograd(device: torch.device) -> None:
+    """Refuse a process whose autograd engine has started without XLA: it has no place for the device's gradients."""
+    probe = torch.zeros((), device=device, requires_grad=True)
+    try:
+        probe.clone().backward()  # recorded, and never run
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise StrategyUnavailableError(
+            "'xla_fsdp_spmd' can't start: this process took a backward pass before XLA was started, and torch "
+            "asks only once which devices there are.\n"
+            "Write `torch_xla.runtime.use_spmd(); torch_xla.sync()` at the top of the script."
+        ) from error

@@ -1,0 +1,71 @@
+"""What the devices hold of a tensor, as boxes on the host, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint import Chunk, ChunkedTensor
+from fsdp_xla.spmd.torch_xla_private import (
+    from_shards,
+    is_marked,
+    local_boxes,
+    local_shards,
+    sharding_of,
+)
+
+__all__ = ["HostShards", "held_by_devices"]
+
+
+def held_by_devices(tensor: Tensor) -> ChunkedTensor:
+    """Copy a tensor to the host, by shards. Nothing that it depends on may be pending."""
+    tensor, shape = tensor.detach(), tuple(tensor.shape)
+    boxes = local_boxes(tensor) if is_marked(tensor) else []
+    if all(lengths == shape for _, _, lengths in boxes):
+        whole = () if 0 in shape else (Chunk(offsets=(0,) * len(shape), data=tensor.cpu()),)
+        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=whole)
+    chunks = tuple(
+        Chunk(offsets=offsets, data=_without_padding(shard, lengths))
+        for shard, (replica, offsets, lengths) in zip(local_shards(tensor), boxes, strict=True)
+        if replica == 0 and min(lengths) > 0
+    )
+    return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=chunks)
+
+
+class HostShards:
+    """Memory on the host for what the devices are to hold of a tensor: to be filled, and then given to them.
+
+    Args:
+        like: A marked tensor, which says what each device holds.
+        dtype: The dtype; that of ``like`` when ``None``.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype | None = None) -> None:
+        self._like = like.detach()
+        self._buffers: list[Tensor] = []
+        shape, dtype = tuple(like.shape), dtype or like.dtype
+        boxes = local_boxes(self._like)
+        # all shards are padded to the shape of the first, which is never padded itself
+        padded = tuple(max(0, length) for length in boxes[0][2])
+        by_place: dict[tuple[int, ...], Tensor] = {}
+        chunks: list[Chunk] = []
+        for _, offsets, lengths in boxes:
+            is_empty = bool(lengths) and min(lengths) <= 0
+            if is_empty or offsets not in by_place:
+                buffer = torch.zeros(padded, dtype=dtype)
+                if not is_empty:
+                    by_place[offsets] = buffer
+                    chunks.append(Chunk(offsets=offsets, data=_without_padding(buffer, lengths)))
+                self._buffers.append(buffer)
+            else:
+                self._buffers.append(by_place[offsets])
+        #: Where to write what the tensor is to be.
+        self.chunks = ChunkedTensor(shape=shape, dtype=dtype, chunks=tuple(chunks))
+
+    def tensor(self) -> Tensor:
+        """A new tensor, sharded as the one that this is like."""
+        return from_shards(self._buffers, sharding_of(self._like), self.chunks.shape)
+
+
+def _without_padding(shard: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    return shard[tuple(slice(0, length) for length in lengths)]

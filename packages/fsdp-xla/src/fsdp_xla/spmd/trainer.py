@@ -1,0 +1,103 @@
+"""``strategy="xla_fsdp_spmd"`` for the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Never
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+
+from fsdp_core.lightning.options import refuse_unknown_options
+from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_xla.spmd.backend import XLASPMDBackend
+from fsdp_xla.spmd.host_metrics import compute_metrics_on_host, log_numbers_on_host
+from fsdp_xla.spmd.one_process import OneProcess
+from fsdp_xla.spmd.runtime import XLASPMDRuntime
+
+__all__ = ["XLASPMDStrategy"]
+
+
+class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
+    """Shards a LightningModule with torch_xla's SPMD: one process drives all XLA devices of the host.
+
+    ``Trainer(strategy="xla_fsdp_spmd", devices=4)`` is this class with its defaults. ``devices`` is the number of
+    devices of the host; on the CPU, where XLA can make any number of them, ``CPU_NUM_DEVICES`` is set to it.
+
+    There is one rank, so a batch of the loader is a global batch: its tensors are cut along their first dimension,
+    and each device gets a part. Where the number of rows doesn't divide by the number of devices, as in the last batch
+    of an epoch, XLA pads it and computes as if it hadn't; a new size is a new program to compile, though, so prefer
+    ``drop_last=True``.
+
+    Args:
+        accelerator: As in Lightning.
+        parallel_devices: As in Lightning.
+        checkpoint_io: As in Lightning; for ``state_dict_type="full"`` only.
+        precision_plugin: As in Lightning; ``Trainer(precision="bf16-mixed")`` is the usual way.
+        auto_wrap_policy: Which submodules are gathered and freed together: a set of classes, a function
+            ``module -> bool`` or one of torch's policies, ``"auto"`` for the blocks
+            repeated in ``ModuleList`` s, or ``None`` for the root alone.
+        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
+            classes or a function ``module -> bool``.
+        tensor_parallel_size: How many devices share one part of the batch, and cut weights as ``tensor_plan`` says.
+            It must divide the number of devices.
+        tensor_plan: By pattern of parameter names (``*`` for anything), the dimension that these devices cut, such as
+            ``{"*.mlp.up.weight": 0, "*.mlp.down.weight": 1}``. Other parameters are the same on them.
+        state_dict_type: ``"sharded"`` for checkpoint folders by shards, ``"full"`` for one file.
+
+    Example:
+        >>> strategy = XLASPMDStrategy(tensor_parallel_size=2, tensor_plan={"*.up.weight": 0})
+        >>> strategy.num_processes
+        1
+    """
+
+    backend: XLASPMDBackend
+    runtime: XLASPMDRuntime
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        auto_wrap_policy: WrapPolicy | None = "auto",
+        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
+        tensor_parallel_size: int = 1,
+        tensor_plan: Mapping[str, int] | None = None,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        **unknown: Never,
+    ) -> None:
+        refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, {})
+        super().__init__(
+            XLASPMDBackend(
+                auto_wrap_policy=auto_wrap_policy,
+                activation_checkpointing_policy=activation_checkpointing_policy,
+                tensor_plan=tensor_plan,
+            ),
+            strategy_name="xla_fsdp_spmd",
+            runtime=XLASPMDRuntime(tensor_parallel_size),
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            state_dict_type=state_dict_type,
+        )
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        compute_metrics_on_host(trainer)
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        log_numbers_on_host(self.lightning_module)
+
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop("log", None)  # see log_numbers_on_host
+        super().teardown()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return self._shard_batch(super().batch_to_device(batch, device, dataloader_idx))
