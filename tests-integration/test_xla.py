@@ -33,7 +33,7 @@ class Run(NamedTuple):
         """The losses of the steps from ``first`` to ``last``, and folders; see any_strategy.py."""
         folder.mkdir(parents=True)
         is_xla = self.strategy.startswith("xla")
-        environment = {n: v for n, v in os.environ.items() if n not in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "PYTHONPATH")}
+        environment = {n: v for n, v in os.environ.items() if n not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
         if is_xla:
             environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.ranks)}
         command = [xla_python() if is_xla else sys.executable, str(SCRIPT), self.strategy, str(self.ranks), str(folder)]

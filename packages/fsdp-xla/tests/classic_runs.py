@@ -271,6 +271,24 @@ def resumed() -> Any:
     return {"first": first, "on": on, "whole": whole}
 
 
+def amid() -> Any:
+    """Saved when one of two micro-batches has been accumulated, and gone on from there."""
+
+    class Saves(Module):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.trainer.save_checkpoint(str(FOLDER / f"{self.run}-amid"))
+
+    results = {}
+    for run, options in {"amid": {}, "amid-flat": {"flatten_parameters": True}}.items():
+        for stage, path in (("whole", None), ("on", str(FOLDER / f"{run}-whole-amid"))):
+            L.seed_everything(3)
+            name = f"{run}-{stage}"
+            trainer(options, accumulate_grad_batches=2).fit(Saves(name), ckpt_path=path)
+            results[name] = {**seen[name][0], "weights": load_state_dict(FOLDER / name)}
+    return results
+
+
 def joint_setup() -> Any:
     def train(fabric: L.Fabric) -> Any:
         with fabric.init_module():
@@ -310,6 +328,7 @@ CASES: dict[str, Any] = {
     "collectives": collectives,
     "stages": stages,
     "resumed": resumed,
+    "amid": amid,
     "lost weights": lost_weights,
     "compiles": compiles,
     "bf16-true": lambda: trained("bf16-true", precision="bf16-true"),

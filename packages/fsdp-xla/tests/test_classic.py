@@ -166,6 +166,14 @@ def test_resuming_on_one_rank_and_on_four(other_worlds: tuple[int, dict[str, Any
     assert_resumed(ok(other_worlds[1], "resumed"))
 
 
+@pytest.mark.parametrize("run", ["amid", "amid-flat"])
+def test_a_checkpoint_amid_an_accumulation_holds_what_waits(two: dict[str, Any], run: str) -> None:
+    whole, on = (ok(two, "amid")[f"{run}-{stage}"] for stage in ("whole", "on"))
+    assert on["losses"] == whole["losses"][3:]
+    for name, value in whole["weights"].items():
+        assert torch.equal(on["weights"][name], value), name
+
+
 def test_nothing_is_compiled_after_the_second_epochs_first_batch(two: dict[str, Any]) -> None:
     counts = dict(ok(two, "compiles")["after"])
     assert counts["epoch 2 validation"] == counts["epoch 1 batch 0"]

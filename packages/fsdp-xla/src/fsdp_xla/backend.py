@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
+from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import aliases, clean_name
+from fsdp_core.gradients import HeldGradients
 from fsdp_core.materialize import materialize
 from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
 from fsdp_core.parts import Layout
@@ -32,6 +34,7 @@ from fsdp_xla.on_host import HostOptimizer, flat_on_host
 from fsdp_xla.options import check_options
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.torch_xla_private import XlaFullyShardedDataParallel, is_shard
+from fsdp_xla.waiting_gradients import held_by_units, restore_to_units
 from fsdp_xla.written import layout_of, named_members, note_order, put_in_place, user_module, written
 
 __all__ = ["XLABackend"]
@@ -262,6 +265,20 @@ class XLABackend(Backend):
             loaded = state.get(clean_name(name))
             if isinstance(loaded, Tensor):
                 xla.replace(buffer, loaded)
+        xla.sync(wait=True)
+
+    def accumulated_gradients(self, module: nn.Module) -> HeldGradients:
+        root = _root_of(module)
+        self.reshard(root)
+        xla.sync(wait=True)
+        return held_by_units(root, self.layout(root))
+
+    def restore_gradients(
+        self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
+    ) -> None:
+        root = _root_of(module)
+        self.reshard(root)
+        restore_to_units(root, self.layout(root), own, reduced, self.runtime)
         xla.sync(wait=True)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import MethodType
 from typing import Any, NamedTuple
@@ -48,12 +48,14 @@ __all__ = [
     "run_on_threads",
     "runtime_is_started",
     "set_random_state",
+    "set_unreduced_gradients",
     "sharded_members",
     "shards_of",
     "start_alone",
     "sync",
     "tied_members",
     "units_of",
+    "unreduced_gradients",
 ]
 
 #: torch_xla's compiled half, for what of it the lockstep of ranks on the CPU needs.
@@ -323,6 +325,49 @@ def _flattened(
             length,
         )
         begin += size
+
+
+def unreduced_gradients(unit: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The gradients that a unit has accumulated without reducing them: whose they are, and each at its own shape."""
+    for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
+        if full.grad is not None:
+            for place, of_place in zip(_places(owner, attribute), _pieces(owner, attribute, full.grad), strict=True):
+                yield *place, of_place
+
+
+def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Callable[[], Tensor]]) -> None:
+    """Let a unit go on from gradients that :func:`unreduced_gradients` has found. All ranks must call it.
+
+    Args:
+        unit: The unit, whose gradients are replaced.
+        gradients: Functions that read a gradient, by the id of the module that holds the parameter, and its name there.
+    """
+    unit._rebuild_full_params()
+    for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
+        full.grad = None
+        read = [gradients.get((id(module), name)) for module, name in _places(owner, attribute)]
+        if any(read):
+            grad = torch.zeros(full.shape, dtype=full.dtype)
+            for one, piece in zip(read, _pieces(owner, attribute, grad), strict=True):
+                if one is not None:
+                    piece.copy_(one())
+            full.grad = grad.to(full.device)
+    unit._free_full_params()
+
+
+def _places(owner: Any, attribute: str) -> list[tuple[nn.Module, str]]:
+    """The user's parameters that a full one is made of."""
+    flat = getattr(owner, attribute)
+    return [(module, name) for _, module, name in getattr(flat, "_param_infos", ())] or [(owner, attribute)]
+
+
+def _pieces(owner: Any, attribute: str, tensor: Tensor) -> list[Tensor]:
+    """A tensor laid out as a full parameter, as views of the user's shapes."""
+    flat = getattr(owner, attribute)
+    if not hasattr(flat, "_param_infos"):
+        return [tensor]
+    runs = tensor.split(flat._param_numels)
+    return [run.view(shape) for run, shape in zip(runs, flat._param_shapes, strict=True)]
 
 
 def tied_members(unit: XlaFullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:

@@ -1,0 +1,67 @@
+"""Gradients of an accumulation under classic XlaFSDP, which keeps those that are not reduced at the full parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.checkpoint import SavedTensor, fill
+from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.gradients import HeldGradients
+from fsdp_core.parts import Layout
+from fsdp_core.runtime import Runtime
+from fsdp_xla.on_host import flat_on_host
+from fsdp_xla.torch_xla_private import on_host, set_unreduced_gradients, units_of, unreduced_gradients
+from fsdp_xla.written import named_members
+
+__all__ = ["held_by_units", "restore_to_units"]
+
+
+def held_by_units(root: nn.Module, layout: Layout) -> HeldGradients:
+    """What this rank holds of gradients, copied to host memory."""
+    held = HeldGradients()
+    name_of = {(id(member.owner), member.attribute): name for name, member in named_members(root)}
+    for unit in units_of(root):
+        for owner, attribute, grad in unreduced_gradients(unit):
+            held.own[name_of[id(owner), attribute]] = on_host(grad)
+    for shard, parts in layout.items():
+        if shard.grad is not None:
+            flat = flat_on_host(shard.grad)
+            for part in parts:
+                held.reduced[part.name] = part.of(flat)
+    return held
+
+
+def restore_to_units(
+    root: nn.Module,
+    layout: Layout,
+    own: Mapping[str, Callable[[], Tensor]],
+    reduced: Mapping[str, Tensor | SavedTensor],
+    runtime: Runtime,
+) -> None:
+    """Put gradients where :func:`held_by_units` has found them, in the place of those that are there. All ranks do.
+
+    Raises:
+        CheckpointMismatchError: A gradient is of no parameter of the module, or has another shape.
+    """
+    places = {name: (member.owner, member.attribute) for name, member in named_members(root)}
+    for name in (*own, *reduced):
+        if name not in places:
+            raise CheckpointMismatchError(
+                f"the checkpoint holds an accumulated gradient of {name!r}, which is no parameter of this model.\n"
+                "Load it into the model that it was saved from, or load the weights alone."
+            )
+    for shard, parts in layout.items():
+        shard.grad = None
+        if any(part.name in reduced for part in parts):
+            flat = torch.zeros(shard.numel(), dtype=shard.dtype)
+            for part in parts:
+                if part.name in reduced:
+                    fill(part.of(flat), reduced[part.name], cast=True)
+            shard.grad = flat.view(shard.shape).to(shard.device)
+    if any(runtime.gather_objects(bool(own))):  # they are given to gathered parameters, which all ranks must gather
+        by_place = {(id(places[name][0]), places[name][1]): read for name, read in own.items()}
+        for unit in units_of(root):
+            set_unreduced_gradients(unit, by_place)
