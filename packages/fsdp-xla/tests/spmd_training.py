@@ -71,7 +71,7 @@ def looked_at(fabric: Any, net: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def with_dropout(options: dict[str, Any]) -> dict[str, Any]:
-    fabric = new_fabric(options)
+    fabric: Any = new_fabric(options)
     fabric.strategy.runtime.set_device_random_state(5)
     net = new_net(dropout=0.5)
     model, optimizer = fabric.setup(net, sgd(net))
@@ -106,14 +106,14 @@ def stages(tmp: str) -> dict[str, Any]:
     trainer.fit(module, data, loader(1, 1))
     tested = trainer.test(module, data, verbose=False)[0]["test_loss"]
     validated = trainer.validate(module, data, verbose=False)[0]["val_loss"]
-    predicted = trainer.predict(module, data)
+    predicted: Any = trainer.predict(module, data)
     again = new_trainer(tmp, max_epochs=1)
     again.fit(module, data)
     return {
         "losses": [x.item() for x in module.losses],
         "tested": tested,
         "validated": validated,
-        "predicted": torch.cat([p.cpu() for p in predicted or []]),
+        "predicted": torch.cat([p.cpu() for p in predicted]),
         "state": {name.removeprefix("net."): v for name, v in whole_state(again.strategy, module).items()},
         "log": "log" in vars(module),
     }
