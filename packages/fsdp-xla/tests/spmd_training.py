@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -119,6 +120,22 @@ def stages(tmp: str) -> dict[str, Any]:
     }
 
 
+def averaged(tmp: str) -> dict[str, Any]:
+    """The mean of the weights after each step, which Lightning keeps in a copy and swaps in at the end."""
+    average = WeightAveraging()
+    module = Lit("sgd")
+    trainer = new_trainer(tmp, callbacks=[average])
+    trainer.fit(module, loader(3, 1))
+    state = whole_state(trainer.strategy, module)
+    copy: Any = average._average_model
+    return {
+        "losses": [x.item() for x in module.losses],
+        "state": {name.removeprefix("net."): value for name, value in state.items()},
+        "tied": copy.module.net.out.weight is copy.module.net.inp.weight,
+        "parts": shapes({"up": copy.module.net.blocks[0].up.weight})["up"],
+    }
+
+
 def main(out: str, tmp: str) -> None:
     recompute = {"activation_checkpointing_policy": {Block}}
     keywords = {"auto_wrap_policy": {Keywords}, "activation_checkpointing_policy": {Keywords}}
@@ -148,6 +165,7 @@ def main(out: str, tmp: str) -> None:
         "dropout recomputed": lambda: with_dropout(recompute),
         "keywords": lambda: fabric_fit(optimizer="sgd", net=of_keywords(), options=keywords),
         "meta": from_meta,
+        "averaged": lambda: averaged(tmp),
         "stages": lambda: stages(tmp),
     }
     results = {}

@@ -148,6 +148,21 @@ def test_a_module_from_the_meta_device_is_initialised(results: dict[str, Any]) -
     assert_same_training({**results["meta"], "losses": []}, [], results["meta"]["expected"])
 
 
+def test_averaged_weights_are_in_shards_and_tied(results: dict[str, Any]) -> None:
+    net = new_net()
+    optimizer, seen = sgd(net), []
+    for x, y in global_batches(3):
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append({name: value.clone() for name, value in net.state_dict().items()})
+    mean = {name: sum(one[name] for one in seen) / 3 for name in seen[0]}
+    found = results["averaged"]
+    assert_same_training(found, train_plain(3, sgd)[0], mean)
+    assert found["tied"]
+    assert found["parts"] == [(2, 6)] * 4
+
+
 def test_stages_follow_each_other(results: dict[str, Any]) -> None:
     found = results["stages"]
     net = new_net()
