@@ -39,10 +39,10 @@ class Everything(pl.LightningModule):
         self.log("epoch_number", float(self.current_epoch))
 
     def configure_optimizers(self) -> Any:
-        optimizer = {
-            "adamw": lambda: torch.optim.AdamW(self.parameters(), lr=0.01),
-            "momentum": lambda: torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9),
-        }[self.kind]()
+        if self.kind == "adamw":
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        else:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

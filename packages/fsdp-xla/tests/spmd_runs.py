@@ -39,7 +39,7 @@ def fabric_fit(
     *,
     net: nn.Module | None = None,
     accumulate: int = 1,
-    clip: Mapping[str, float] | None = None,
+    clip: Mapping[str, Any] | None = None,
     precision: Any = None,
     after: Callable[[Fabric, nn.Module, Any], Any] | None = None,
 ) -> dict[str, Any]:

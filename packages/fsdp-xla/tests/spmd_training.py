@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -71,7 +72,7 @@ def looked_at(fabric: Any, net: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def with_dropout(options: dict[str, Any]) -> dict[str, Any]:
-    fabric = new_fabric(options)
+    fabric: Any = new_fabric(options)
     fabric.strategy.runtime.set_device_random_state(5)
     net = new_net(dropout=0.5)
     model, optimizer = fabric.setup(net, sgd(net))
@@ -106,16 +107,32 @@ def stages(tmp: str) -> dict[str, Any]:
     trainer.fit(module, data, loader(1, 1))
     tested = trainer.test(module, data, verbose=False)[0]["test_loss"]
     validated = trainer.validate(module, data, verbose=False)[0]["val_loss"]
-    predicted = trainer.predict(module, data)
+    predicted: Any = trainer.predict(module, data)
     again = new_trainer(tmp, max_epochs=1)
     again.fit(module, data)
     return {
         "losses": [x.item() for x in module.losses],
         "tested": tested,
         "validated": validated,
-        "predicted": torch.cat([p.cpu() for p in predicted or []]),
+        "predicted": torch.cat([p.cpu() for p in predicted]),
         "state": {name.removeprefix("net."): v for name, v in whole_state(again.strategy, module).items()},
         "log": "log" in vars(module),
+    }
+
+
+def averaged(tmp: str) -> dict[str, Any]:
+    """The mean of the weights after each step, which Lightning keeps in a copy and swaps in at the end."""
+    average = WeightAveraging()
+    module = Lit("sgd")
+    trainer = new_trainer(tmp, callbacks=[average])
+    trainer.fit(module, loader(3, 1))
+    state = whole_state(trainer.strategy, module)
+    copy: Any = average._average_model
+    return {
+        "losses": [x.item() for x in module.losses],
+        "state": {name.removeprefix("net."): value for name, value in state.items()},
+        "tied": copy.module.net.out.weight is copy.module.net.inp.weight,
+        "parts": shapes({"up": copy.module.net.blocks[0].up.weight})["up"],
     }
 
 
@@ -148,6 +165,7 @@ def main(out: str, tmp: str) -> None:
         "dropout recomputed": lambda: with_dropout(recompute),
         "keywords": lambda: fabric_fit(optimizer="sgd", net=of_keywords(), options=keywords),
         "meta": from_meta,
+        "averaged": lambda: averaged(tmp),
         "stages": lambda: stages(tmp),
     }
     results = {}

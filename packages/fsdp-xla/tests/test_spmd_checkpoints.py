@@ -36,7 +36,7 @@ def loaded(folder: Path, saved: dict[str, Any]) -> dict[int, dict[str, Any]]:
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

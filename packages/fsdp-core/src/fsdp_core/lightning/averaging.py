@@ -42,12 +42,11 @@ def _averages(trainer: pl.Trainer) -> Iterator[Any]:
 
 def _retie(copy: nn.Module, tied: Mapping[str, str]) -> None:
     """Tie what the copy's move to the device has untied, as a move to an XLA device does."""
+    held = dict(copy.named_parameters(remove_duplicate=False))
     for further, first in tied.items():
-        place, _, name = first.rpartition(".")
-        tensor = getattr(copy.get_submodule(place), name)
-        place, _, name = further.rpartition(".")
-        if getattr(copy.get_submodule(place), name) is not tensor:
-            setattr(copy.get_submodule(place), name, tensor)
+        if further in held and first in held and held[further] is not held[first]:
+            place, _, name = further.rpartition(".")
+            setattr(copy.get_submodule(place), name, held[first])
 
 
 def _take_shards(module: nn.Module, backend: Backend, prefix: str, root: nn.Module) -> None:

@@ -249,7 +249,7 @@ class XLASPMDBackend(Backend):
                 targets[name] = shards[name].chunks
             else:
                 targets[name] = torch.empty_like(value, device="cpu")
-        tensors = {name: value for name, value in state.items() if isinstance(value, _TENSORS)}
+        tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, _TENSORS)}
         fill_all(targets, tensors, strict=strict, cast=not strict, check_only=check_only)
         if check_only:
             return

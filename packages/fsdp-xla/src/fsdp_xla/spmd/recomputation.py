@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.utils.checkpoint import checkpoint
+
+from fsdp_xla.spmd.torch_xla_private import tree_flatten, tree_unflatten
 
 __all__ = ["recompute"]
 

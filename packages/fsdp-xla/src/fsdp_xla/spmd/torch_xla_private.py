@@ -1,6 +1,6 @@
-"""The private names of torch_xla that SPMD uses, each with its reason. Checked on torch_xla 2.9.0.
+"""The private names of torch and torch_xla that SPMD uses, each with its reason. Checked on 2.9.0 of both.
 
-Nothing else in this folder uses an underscored name of torch_xla.
+Nothing else in this folder imports an underscored name of theirs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch_xla
 import torch_xla.runtime as xr
 from torch import Tensor
 
+# Takes nests of tensors apart and puts them together again; torch has no public name for it.
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
 __all__ = [
     "from_shards",
     "is_marked",
@@ -21,6 +24,8 @@ __all__ = [
     "local_shards",
     "mark",
     "sharding_of",
+    "tree_flatten",
+    "tree_unflatten",
     "used_without_spmd",
 ]
 
