@@ -7,20 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.strategies.launchers.launcher import _Launcher
-from lightning.fabric.strategies.launchers.xla import _XLALauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_xla.lightning_private import Launcher, LaunchesXLA
 from fsdp_xla.starting import run_ranks
 from fsdp_xla.torch_xla_private import on_host
 
 __all__ = ["FabricXLALauncher", "TrainerXLALauncher"]
 
 
-class FabricXLALauncher(_Launcher):
+class FabricXLALauncher(Launcher):
     """Runs the function of ``fabric.launch(function)`` on every rank.
 
     Args:
@@ -43,7 +42,7 @@ def _call(job: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> An
     return _to_host(function(*args, **kwargs))
 
 
-class TrainerXLALauncher(_Launcher):
+class TrainerXLALauncher(Launcher):
     """Runs a stage of a Trainer on every rank, and tells the Trainer of this process how it went.
 
     Args:
@@ -103,5 +102,4 @@ def _to_host(value: Any) -> Any:
     return apply_to_collection(value, Tensor, on_host)
 
 
-# Fabric asks for a launcher of this class before it says that launch() needs a function.
-_XLALauncher.register(FabricXLALauncher)
+LaunchesXLA.register(FabricXLALauncher)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,16 +14,21 @@ from fsdp_xla.accelerator import accelerator_for
 __all__ = ["OnXLADevices"]
 
 
-@cache
+_seen: dict[type[Any], type[Any]] = {}
+
+
 def _seen_as_lightnings(strategy: Any) -> Any:
     """The same class, which Lightning takes for an XLA strategy of its own; its XLA accelerator runs no other.
 
     It asks when all is chosen. Before, it would ask its own XLA precision what ``precision=`` means, which knows no
     mixed one, so that no class of ours may be taken for one from the start.
     """
+    if strategy in _seen:
+        return _seen[strategy]
     seen = type(strategy.__name__, (strategy,), {"__module__": strategy.__module__, "__doc__": strategy.__doc__})
     for lightnings in (XLAStrategy, FabricXLAFSDPStrategy):
         lightnings.register(seen)
+    _seen[strategy] = seen
     return seen
 
 
