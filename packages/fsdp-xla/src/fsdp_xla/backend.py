@@ -32,6 +32,7 @@ from fsdp_core.wrapping import (
 from fsdp_xla import torch_xla_private as xla
 from fsdp_xla.on_host import HostOptimizer, flat_on_host
 from fsdp_xla.options import check_options
+from fsdp_xla.recomputation import recompute
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.torch_xla_private import XlaFullyShardedDataParallel, is_shard
 from fsdp_xla.waiting_gradients import held_by_units, restore_to_units
@@ -100,7 +101,7 @@ class XLABackend(Backend):
         self._check(module)
         self.remember(module)
         units = select_units(module, _as_torch_policy(self.auto_wrap_policy))
-        checkpoint_activations(module, self.activation_checkpointing_policy, xla.recompute)
+        checkpoint_activations(module, self.activation_checkpointing_policy, recompute)
         for submodule in module.modules():
             forward = submodule.__dict__.get("forward")
             if isinstance(forward, functools.partial):

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,12 @@ import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
+
+# Takes nests of tensors apart and puts them together again; torch has no public name for it.
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla._internal import pjrt
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
-from torch_xla.utils.checkpoint import checkpoint
 
 from fsdp_xla.meeting import Meeting, StoreMeeting
 
@@ -40,13 +41,13 @@ __all__ = [
     "on_host",
     "random_state",
     "rank_here",
-    "recompute",
     "reduce_scatter",
     "replace",
     "reset",
     "run_on_processes",
     "run_on_threads",
     "runtime_is_started",
+    "set_default_device",
     "set_random_state",
     "set_unreduced_gradients",
     "sharded_members",
@@ -54,6 +55,8 @@ __all__ = [
     "start_alone",
     "sync",
     "tied_members",
+    "tree_flatten",
+    "tree_unflatten",
     "units_of",
     "unreduced_gradients",
 ]
@@ -123,6 +126,11 @@ def default_device() -> torch.device:
     return device
 
 
+def set_default_device(device: torch.device) -> None:
+    """Let ``device`` be the one that this thread means when it names none."""
+    compiled._xla_set_default_device(str(device))
+
+
 def start_alone() -> torch.device:
     """Take one device of this process, without peers."""
     pjrt.initialize_singleprocess()
@@ -179,47 +187,6 @@ def random_state(device: torch.device) -> int:
 def set_random_state(device: torch.device, state: int) -> None:
     """Set the device's generator."""
     xm.set_rng_state(int(state), str(device))
-
-
-def recompute(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch_xla's activation checkpointing.
-
-    torch's own would save no memory: XLA finds that the recomputed values are those that it had, and keeps them; this
-    one puts a barrier in between. It takes no keyword arguments, and needs an input that requires gradients.
-    """
-    names = tuple(kwargs)
-
-    def call(module: nn.Module, *packed: Any) -> Any:
-        count = len(packed) - len(names)
-        return forward(*packed[:count], **dict(zip(names, packed[count:], strict=True)))
-
-    packed = (*args, *kwargs.values())
-    if not any(isinstance(one, Tensor) and one.requires_grad for one in packed):
-        packed = tuple(_requiring_grad(packed))
-    # a bound method: torch_xla looks at its module for the weights to put behind the barrier
-    output = checkpoint(MethodType(call, forward.__self__), *packed)
-    device = default_device()
-
-    def take_device(grad: Tensor) -> None:
-        # autograd computes gradients in a thread of its own for each device, whose default device is the first one;
-        # there torch_xla looks for the random generator to set back
-        torch_xla._XLAC._xla_set_default_device(str(device))
-
-    for one in output if isinstance(output, tuple | list) else (output,):
-        if isinstance(one, Tensor) and one.requires_grad:
-            one.register_hook(take_device)
-    return output
-
-
-def _requiring_grad(packed: tuple[Any, ...]) -> Iterator[Any]:
-    """Let the first floating-point input require gradients, without which none would reach the parameters."""
-    done = not torch.is_grad_enabled()
-    for one in packed:
-        if not done and isinstance(one, Tensor) and one.is_floating_point():
-            done = True
-            yield one.detach().requires_grad_()
-        else:
-            yield one
 
 
 def meeting_of_ranks(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None) -> Meeting:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.backend import XLABackend
+from fsdp_xla.host_metrics import compute_metrics_on_host, log_numbers_on_host
 from fsdp_xla.launchers import TrainerXLALauncher
 from fsdp_xla.ranks import XLADeviceRanks, XLARanks
 from fsdp_xla.runtime import XLARuntime
@@ -85,6 +87,17 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
             timeout=timeout,
             async_save=async_save,
         )
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        compute_metrics_on_host(trainer)
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        log_numbers_on_host(self.lightning_module)
+
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop("log", None)  # see log_numbers_on_host
+        super().teardown()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -28,12 +28,12 @@ from fsdp_core.wrapping import (
     describe_policy,
     select_units,
 )
+from fsdp_xla.recomputation import recompute
 from fsdp_xla.spmd.boundaries import Boundaries
 from fsdp_xla.spmd.partitioning import PartitionSpec, batch_spec, parameter_spec, planned_dims, replicated_spec
-from fsdp_xla.spmd.recomputation import recompute
 from fsdp_xla.spmd.runtime import FSDP_AXIS, XLASPMDRuntime
+from fsdp_xla.spmd.sharded_tensors import is_marked, mark, sharding_of
 from fsdp_xla.spmd.shards import HostShards, held_by_devices
-from fsdp_xla.spmd.torch_xla_private import is_marked, mark, sharding_of
 
 __all__ = ["XLASPMDBackend"]
 

@@ -11,7 +11,7 @@ import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
 from fsdp_xla.spmd.partitioning import batch_spec
-from fsdp_xla.spmd.torch_xla_private import is_marked, mark, sharding_of
+from fsdp_xla.spmd.sharded_tensors import is_marked, mark, sharding_of
 
 __all__ = ["Boundaries"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.runtime import ReduceOp, Runtime
 from fsdp_xla.accelerator import uses_cpu_devices
-from fsdp_xla.spmd.torch_xla_private import is_started, used_without_spmd
+from fsdp_xla.spmd.sharded_tensors import is_started, used_without_spmd
 
 __all__ = ["FSDP_AXIS", "MODEL_AXIS", "XLASPMDRuntime"]
 

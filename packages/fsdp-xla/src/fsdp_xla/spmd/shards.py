@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint import Chunk, ChunkedTensor
-from fsdp_xla.spmd.torch_xla_private import (
+from fsdp_xla.spmd.sharded_tensors import (
     from_shards,
     is_marked,
     local_boxes,

@@ -14,8 +14,8 @@ from lightning.pytorch.plugins.precision import Precision
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_xla.host_metrics import compute_metrics_on_host, log_numbers_on_host
 from fsdp_xla.spmd.backend import XLASPMDBackend
-from fsdp_xla.spmd.host_metrics import compute_metrics_on_host, log_numbers_on_host
 from fsdp_xla.spmd.one_process import OneProcess
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_xla.utils.checkpoint import checkpoint
 
-from fsdp_xla.spmd.torch_xla_private import tree_flatten, tree_unflatten
+from fsdp_xla.torch_xla_private import default_device, set_default_device, tree_flatten, tree_unflatten
 
 __all__ = ["recompute"]
 
@@ -43,4 +43,10 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # with it the outputs require gradients, whether an input does or not
     anchor = torch.zeros((), device="xla", requires_grad=True)
     outputs = checkpoint(call.run, anchor, *leaves)
+    device = default_device()
+    for one in outputs:
+        if isinstance(one, Tensor) and one.requires_grad:
+            # autograd has a thread for each device, whose default device is the first one of all; torch_xla looks there
+            # for the random generator to set back
+            one.register_hook(lambda _: set_default_device(device))
     return tree_unflatten(list(outputs), call.output_spec)

@@ -6,8 +6,6 @@ What ``self.log`` is given on the device belongs to the step's program. The rest
   On XLA each of these is a program of its own, compiled in the midst of a run.
 - Numbers are put on the device. XLA takes 0 and 1 for constants, so a step that logs a 1.0 would be another program
   than one that logs a 0.5.
-
-Private names of Lightning, checked on 2.6.6: no public hook of a strategy sees the values before.
 """
 
 from __future__ import annotations
@@ -17,13 +15,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.utilities import move_data_to_device
+
+from fsdp_xla.lightning_private import LoggerConnector
 
 __all__ = ["compute_metrics_on_host", "log_numbers_on_host"]
 
 
-class _HostMetrics(_LoggerConnector):
+class _HostMetrics(LoggerConnector):
     """Brings metrics to the host where they are looked at: an epoch's as it ends, others when they are asked for.
 
     Those of a step stay on the device until then, for the step would be waited for.
@@ -44,7 +43,7 @@ class _HostMetrics(_LoggerConnector):
 def compute_metrics_on_host(trainer: pl.Trainer) -> None:
     """Let what a Trainer logs be brought to the host before anything is computed with it."""
     connector: Any = trainer._logger_connector
-    if type(connector) is _LoggerConnector:
+    if type(connector) is LoggerConnector:
         connector.__class__ = _HostMetrics
 
 

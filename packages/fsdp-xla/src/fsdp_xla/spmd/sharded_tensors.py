@@ -1,7 +1,4 @@
-"""The private names of torch and torch_xla that SPMD uses, each with its reason. Checked on 2.9.0 of both.
-
-Nothing else in this folder imports an underscored name of theirs.
-"""
+"""What torch_xla's compiled half tells of tensors that are sharded over a mesh. Checked on torch_xla 2.9.0."""
 
 from __future__ import annotations
 
@@ -9,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch_xla
 import torch_xla.runtime as xr
 from torch import Tensor
 
-# Takes nests of tensors apart and puts them together again; torch has no public name for it.
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from fsdp_xla.torch_xla_private import compiled
 
 __all__ = [
     "from_shards",
@@ -24,13 +19,11 @@ __all__ = [
     "local_shards",
     "mark",
     "sharding_of",
-    "tree_flatten",
-    "tree_unflatten",
     "used_without_spmd",
 ]
 
 # torch_xla.distributed.spmd can mark tensors, and tell nothing of their shards.
-_XLAC: Any = torch_xla._XLAC
+_XLAC: Any = compiled
 
 
 def is_started() -> bool:
