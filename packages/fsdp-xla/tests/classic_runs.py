@@ -18,7 +18,7 @@ from fsdp_core.testing import oracle
 from fsdp_core.testing.training import Lit
 from xla_process import save_cases
 
-DEVICES, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+DEVICES, FOLDER = (int(sys.argv[1]), Path(sys.argv[2])) if __name__ == "__main__" else (1, Path())
 STEPS = 4
 #: What ranks have seen, by run and rank: they are threads, and their modules copies.
 seen: dict[str, dict[int, Any]] = {}
