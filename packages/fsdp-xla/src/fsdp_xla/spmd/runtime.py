@@ -59,11 +59,7 @@ class XLASPMDRuntime(Runtime):
 
     @property
     def mesh(self) -> Any:
-        """The mesh of all devices: the axis ``"fsdp"``, and ``"model"`` if tensors are parallel too.
-
-        Raises:
-            ShardingError: :meth:`start` has not been called.
-        """
+        """The mesh of all devices: the axis ``"fsdp"``, and ``"model"`` if tensors are parallel too."""
         assert self._mesh is not None, "XLASPMDRuntime.start() comes before its mesh"
         return self._mesh
 
