@@ -116,7 +116,7 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
 def checkpoint_activations(
     module: nn.Module,
     policy: ActivationCheckpointingPolicy | None,
-    recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True),
+    recompute: Callable[..., Any] | None = None,
 ) -> int:
     """Let the matching submodules recompute their activations in the backward pass, in place.
 
@@ -127,6 +127,7 @@ def checkpoint_activations(
         module: The root.
         policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none.
         recompute: Called with a submodule's forward and its arguments: keeps the inputs only, and recomputes the rest.
+            torch's own when ``None``.
 
     Returns:
         How many submodules recompute.
@@ -144,6 +145,7 @@ def checkpoint_activations(
             f"Its submodules are of: {_classes_in(module)}.\n{_HOW_TO['activation_checkpointing_policy']}"
         )
     _refuse_containers(chosen, policy, "activation_checkpointing_policy")
+    recompute = recompute or functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
     for submodule in chosen:
         if "_fsdp_core_checkpointed" not in submodule.__dict__:
             submodule.__dict__["_fsdp_core_checkpointed"] = True
