@@ -86,6 +86,14 @@ def with_dropout(options: dict[str, Any]) -> dict[str, Any]:
     return {"losses": [x.item() for x in losses], "state": whole_state(fabric.strategy, net)}
 
 
+def seeded(seed: int) -> float:
+    torch.manual_seed(seed)
+    fabric = new_fabric()
+    model = fabric.setup(new_net(dropout=0.5))
+    ((x, y),) = fabric.setup_dataloaders(loader(1, 1))
+    return mse_loss(model(x), y).item()
+
+
 def from_meta() -> dict[str, Any]:
     fabric = new_fabric()
 
@@ -163,6 +171,7 @@ def main(out: str, tmp: str) -> None:
         "uneven": lambda: fit(tmp, optimizer="sgd", data=uneven_batches(), use_distributed_sampler=False),
         "dropout": lambda: with_dropout({}),
         "dropout recomputed": lambda: with_dropout(recompute),
+        "seeds": lambda: [seeded(seed) for seed in (21, 22, 21)],
         "keywords": lambda: fabric_fit(optimizer="sgd", net=of_keywords(), options=keywords),
         "meta": from_meta,
         "averaged": lambda: averaged(tmp),

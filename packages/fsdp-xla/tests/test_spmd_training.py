@@ -126,6 +126,12 @@ def test_what_is_recomputed_draws_the_same_dropout(results: dict[str, Any]) -> N
     assert abs(once["losses"][0] - results["fabric"]["losses"][0]) > 1e-3, "nothing was dropped"
 
 
+def test_a_seed_counts_on_the_devices_too(results: dict[str, Any]) -> None:
+    first, other, again = results["seeds"]
+    assert first == again
+    assert first != other
+
+
 def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(results: dict[str, Any]) -> None:
     net: OfKeywords = of_keywords()
     optimizer, losses = sgd(net), []

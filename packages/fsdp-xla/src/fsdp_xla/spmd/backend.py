@@ -118,7 +118,7 @@ class XLASPMDBackend(Backend):
             for one in own:
                 self._place(one, dims, placed, written)
         module.to(self.runtime.device)  # what else follows a module's device, such as metrics
-        self._boundaries[module] = Boundaries((*units, module), module.parameters(), self.spmd.mesh)
+        self._boundaries[module] = Boundaries(module, units, self.spmd.mesh)
         self.spmd.settle()
         self.mark_sharded(module)
         return module
@@ -170,7 +170,9 @@ class XLASPMDBackend(Backend):
         return moved
 
     def shard_batch(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor of a batch to the devices, sharded along its first dimension, which XLA pads if need be."""
+        """Shard a tensor of a batch along its first dimension, which XLA pads if need be. One on the CPU stays."""
+        if tensor.device.type != "xla":
+            return tensor
         return self._marked(tensor, batch_spec(tensor.ndim) if tensor.ndim and 0 not in tensor.shape else ())
 
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:

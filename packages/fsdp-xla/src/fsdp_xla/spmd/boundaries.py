@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch_xla.core.xla_model as xm
@@ -11,29 +11,36 @@ import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
 from fsdp_xla.spmd.partitioning import batch_spec
+from fsdp_xla.spmd.runtime import MODEL_AXIS
 from fsdp_xla.spmd.sharded_tensors import is_marked, mark, sharding_of
 
 __all__ = ["Boundaries"]
 
 
 class Boundaries:
-    """Hooks by which a step has the form of FSDP, whatever the partitioner would find cheaper.
+    """Hooks by which a step has the form of FSDP. Left alone, the partitioner gathers activations where weights differ.
 
-    - A unit's output is sharded along the batch, so that its weights are gathered, and not its activations.
+    - What a unit, or a module without submodules, returns is sharded along the batch, and so is its gradient: then it
+      is the weights that are gathered. On a mesh with an axis ``"model"`` this is left to units alone, between whose
+      ends a tensor plan has activations cut otherwise.
     - A gradient is sharded as its parameter, so that it is reduced and scattered.
     - The backward pass of a unit ends before that of the unit before it begins, so that gradients don't pile up. This
       is what ``torch_xla.distributed.spmd.xla_sharding.apply_backward_optimization_barrier`` is for; its module hooks
       would make each output a view, which torch then lets nobody change in place.
 
     Args:
-        units: The units, the root among them.
-        parameters: All parameters of the root.
+        root: The root, which is a unit too.
+        units: Its units.
         mesh: The mesh, with an axis ``"fsdp"``.
     """
 
-    def __init__(self, units: Iterable[nn.Module], parameters: Iterable[nn.Parameter], mesh: Any) -> None:
+    def __init__(self, root: nn.Module, units: Iterable[nn.Module], mesh: Any) -> None:
         self._with_gradient: list[weakref.ref[nn.Parameter]] = []
         with_gradient = self._with_gradient  # hooks are deep-copied with a module, all but plain functions
+
+        def shard(tensor: Tensor) -> None:
+            if tensor.device.type == "xla" and tensor.ndim > 1 and 0 not in tensor.shape and not is_marked(tensor):
+                xs.mark_sharding(tensor, mesh, batch_spec(tensor.ndim))
 
         def on_gradient(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
@@ -41,23 +48,36 @@ class Boundaries:
                 mark(parameter.grad, sharding_of(parameter))
             with_gradient.append(weakref.ref(parameter))
 
-        def on_gradient_of_output(gradient: Tensor) -> Tensor:
+        def on_gradient_inside(gradient: Tensor) -> None:
+            shard(gradient)
+
+        def on_gradient_between(gradient: Tensor) -> Tensor:
             separate = gradient.clone()
             found = [ref() for ref in with_gradient]
             xm.optimization_barrier_([separate, *(p.grad for p in found if p is not None and p.grad is not None)])
             with_gradient.clear()
+            shard(separate)
             return separate
 
-        def on_output(module: nn.Module, args: Any, output: Any) -> None:
-            for tensor in _tensors(output):
-                if tensor.device.type == "xla" and tensor.ndim > 1 and not is_marked(tensor):
-                    xs.mark_sharding(tensor, mesh, batch_spec(tensor.ndim))
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(on_gradient_of_output)
+        def on_output_inside(module: nn.Module, args: Any, output: Any) -> None:
+            on_output(output, on_gradient_inside)
 
-        for unit in units:
-            unit.register_forward_hook(on_output)
-        for parameter in parameters:
+        def on_output_between(module: nn.Module, args: Any, output: Any) -> None:
+            on_output(output, on_gradient_between)
+
+        def on_output(output: Any, on_its_gradient: Callable[[Tensor], Tensor | None]) -> None:
+            for tensor in _tensors(output):
+                shard(tensor)
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(on_its_gradient)
+
+        ends = {root, *units}
+        for module in root.modules():
+            if module in ends:
+                module.register_forward_hook(on_output_between)
+            elif MODEL_AXIS not in mesh.axis_names and not any(True for _ in module.children()):
+                module.register_forward_hook(on_output_inside)
+        for parameter in root.parameters():
             if parameter.is_floating_point():
                 required = parameter.requires_grad
                 parameter.requires_grad_(True)  # one that is frozen now may be trained later

@@ -49,6 +49,6 @@ class OneProcess(OnXLADevices):
         return decision
 
     def _shard_batch(self, batch: Any) -> Any:
-        """Bring a batch to the devices, each tensor sharded along its first dimension."""
+        """Shard each tensor of a batch that is on the devices along its first dimension."""
         assert isinstance(self.backend, XLASPMDBackend)
         return apply_to_collection(batch, Tensor, self.backend.shard_batch)

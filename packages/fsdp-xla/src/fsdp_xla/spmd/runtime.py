@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ class XLASPMDRuntime(Runtime):
 
     device = torch.device("xla", 0)
 
+    #: The seed of torch's that XLA's random numbers have followed from last; they are the process's own.
+    _seeded_with: ClassVar[int | None] = None
+
     def __init__(self, tensor_parallel_size: int = 1) -> None:
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
             raise UnsupportedCapabilityError(
@@ -56,11 +59,7 @@ class XLASPMDRuntime(Runtime):
 
     @property
     def mesh(self) -> Any:
-        """The mesh of all devices: the axis ``"fsdp"``, and ``"model"`` if tensors are parallel too.
-
-        Raises:
-            ShardingError: :meth:`start` has not been called.
-        """
+        """The mesh of all devices: the axis ``"fsdp"``, and ``"model"`` if tensors are parallel too."""
         assert self._mesh is not None, "XLASPMDRuntime.start() comes before its mesh"
         return self._mesh
 
@@ -114,6 +113,15 @@ class XLASPMDRuntime(Runtime):
             self._mesh = xs.Mesh(np.arange(count), shape, axes)
         xs.set_global_mesh(self._mesh)
         _check_autograd(self.device)
+        self._follow_seed()
+
+    @classmethod
+    def _follow_seed(cls) -> None:
+        """Let ``seed_everything`` count for XLA too, which otherwise draws the same numbers in every process."""
+        seed = torch.initial_seed()
+        if seed != cls._seeded_with:
+            cls._seeded_with = seed
+            xm.set_rng_state(seed)
 
     def stop(self) -> None:
         """Nothing to do: SPMD lasts as long as the process."""
