@@ -132,11 +132,12 @@ def own_python(session: nox.Session, package: Package) -> str:
 
 
 def wheels(session: nox.Session, python: str, *kinds: str) -> list[str]:
-    """Build every package that shares the pins into ``dist/``; the wheels' paths."""
+    """Build every package into ``dist/``; the paths of the wheels that can be installed beside each other."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    for package in SHARING:
+    for package in PACKAGES.values():
         session.run(python, "-m", "build", *kinds, "--outdir", "dist", str(package.path), silent=True, external=True)
-    return [str(path) for path in sorted(ROOT.glob("dist/*.whl"))]
+    sharing = {package.name.replace("-", "_") for package in SHARING}
+    return [str(path) for path in sorted(ROOT.glob("dist/*.whl")) if path.name.split("-")[0] in sharing]
 
 
 def run_pytest(
