@@ -225,8 +225,15 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def demo(session: nox.Session) -> None:
-    """Train on real text on two CPU processes, resume on one, draw it. `-- --quick` takes less time."""
+    """Train on real text on two CPU processes, resume on one, draw it. `-- --quick` takes less time.
+
+    `-- --strategy xla_fsdp_spmd` (or `xla_fsdp`) trains on XLA's CPU devices and resumes under fsdp2.
+    """
     python = shared_python(session)
+    chosen = {name for name in session.posargs if not name.startswith("-")}
+    for package in PACKAGES.values():
+        if package not in SHARING and any(name.startswith(prefix) for name in chosen for prefix in package.strategies):
+            session.env[f"{package.name.replace('-', '_').upper()}_PYTHON"] = own_python(session, package)
     session.run(python, "docs/examples/demo.py", *session.posargs, external=True)
 
 

@@ -3,6 +3,9 @@
 Three runs of ``train_bytes.py``: a sharded one on two CPU processes that ends with a checkpoint, one that resumes it on
 a single process and goes on, and an unsharded one (``strategy="auto"``) to compare with. Fails if a run does, if the
 loss did not fall, if it jumped at the resume, or if a sharded process holds more than its share.
+
+With ``--strategy xla_fsdp`` or ``xla_fsdp_spmd`` the sharded run is on two of XLA's CPU devices, in an environment of
+its own, whose Python ``FSDP_XLA_PYTHON`` names; it is resumed under ``fsdp2``.
 """
 
 from __future__ import annotations
@@ -37,12 +40,21 @@ def train(name: str, **options: object) -> Report:
     """
     log = OUT / f"{name}.json"
     options = {"accelerator": "cpu", **options, "log_json": log}
+    python, on_xla = sys.executable, {}
+    if is_xla(str(options.get("strategy"))):
+        python = os.environ.get("FSDP_XLA_PYTHON", "")
+        on_xla = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(options["devices"])}
+        if not python:
+            raise SystemExit(
+                "demo failed: FSDP_XLA_PYTHON names no Python with fsdp-xla.\n"
+                f"Type: python -m nox -s demo -- --strategy {options['strategy']}"
+            )
     arguments = [word for k, v in options.items() for word in (f"--{k.replace('_', '-')}", str(v))]
     print(f"\n== {name}: train_bytes.py {' '.join(arguments)}", flush=True)
     # One thread per process, or two processes fight over the cores of a small machine.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **on_xla}
     started = time.perf_counter()
-    command = [sys.executable, str(HERE / "train_bytes.py"), *arguments]
+    command = [python, str(HERE / "train_bytes.py"), *arguments]
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         status = process.wait(timeout=TIME_LIMIT)
@@ -55,6 +67,11 @@ def train(name: str, **options: object) -> Report:
         raise SystemExit(f"demo failed: {name} ended with status {status}.")
     print(f"== {name}: {time.perf_counter() - started:.0f} s")
     return dict(json.loads(log.read_text()))
+
+
+def is_xla(strategy: str) -> bool:
+    """Whether a strategy is one of fsdp-xla's, which has an environment of its own."""
+    return strategy.startswith("xla")
 
 
 def losses(report: Report) -> list[float]:
@@ -83,20 +100,22 @@ def check(sharded: Report, resumed: Report, unsharded: Report) -> list[str]:
     print(f"sharded and unsharded losses differ by at most {apart:.1e} over {min(len(before), len(alone))} steps")
     if apart > 0.05:
         wrong.append(f"sharded and unsharded losses differ by {apart:.3f}.")
-    if max(held(sharded)) > 0.55 * held(unsharded)[0]:
+    if len(held(sharded)) > 1 and max(held(sharded)) > 0.55 * held(unsharded)[0]:
         wrong.append(f"a sharded process holds {max(held(sharded))} bytes, of {held(unsharded)[0]} unsharded.")
     return wrong
 
 
-def draw(sharded: Report, resumed: Report, unsharded: Report, strategy: str, path: Path) -> None:
+def draw(sharded: Report, resumed: Report, unsharded: Report, strategies: tuple[str, str], path: Path) -> None:
     """Draw the loss across the resume, and the memory per process beside an unsharded run."""
+    strategy, then = strategies
+    places = "of XLA's CPU devices" if is_xla(strategy) else "processes"
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     blue, orange, grey = "#1f6fb4", "#d9701e", "#444444"
     hollow: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5, "markevery": 2, "fillstyle": "none"}
     curves: list[tuple[Report, str, dict[str, Any]]] = [
-        (sharded, f'"{strategy}", 2 processes', {"color": blue}),
-        (resumed, f'"{strategy}", resumed on 1 process', {"color": orange}),
+        (sharded, f'"{strategy}", 2 {places}', {"color": blue}),
+        (resumed, f'"{then}", resumed on 1 process', {"color": orange}),
         (unsharded, "unsharded, 1 process", {"color": grey, **hollow}),
     ]
     for report, label, style in curves:
@@ -115,7 +134,11 @@ def draw(sharded: Report, resumed: Report, unsharded: Report, strategy: str, pat
     left.legend(edgecolor="none", framealpha=1.0)
 
     bars = {"unsharded\n1 process": unsharded["memory"][0]}
-    bars |= {f'"{strategy}"\nprocess {i + 1} of 2': rank for i, rank in enumerate(sharded["memory"])}
+    ranks = sharded["memory"]
+    if len(ranks) > 1:
+        bars |= {f'"{strategy}"\nrank {i + 1} of {len(ranks)}': rank for i, rank in enumerate(ranks)}
+    else:
+        bars[f'"{strategy}"\none process, 2 devices'] = ranks[0]
     bottom = [0.0] * len(bars)
     for part, color in [("parameters", blue), ("gradients", "#8fbbe0"), ("optimizer", "#c9c9c9")]:
         heights = [rank[part] / 2**20 for rank in bars.values()]
@@ -123,7 +146,7 @@ def draw(sharded: Report, resumed: Report, unsharded: Report, strategy: str, pat
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     for x, height in enumerate(bottom):
         right.annotate(f"{height:.1f} MiB", (x, height), xytext=(0, 3), textcoords="offset points", ha="center")
-    right.set(title="What each process holds after a step", ylabel="MiB", ylim=(0, 1.12 * max(bottom)))
+    right.set(title="What each rank holds after a step", ylabel="MiB", ylim=(0, 1.12 * max(bottom)))
     right.legend(frameon=False, loc="upper right", reverse=True)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -144,13 +167,14 @@ def main() -> None:
     steps, more, alone = (40, 20, 10) if args.quick else (300, 100, 40)
     checkpoint = OUT / "checkpoint"
     sharded = train("sharded", strategy=args.strategy, devices=2, steps=steps, checkpoint=checkpoint, sample=0, **size)
-    resumed = train("resumed", strategy=args.strategy, devices=1, steps=steps + more, resume=checkpoint, **size)
+    then = "fsdp2" if is_xla(args.strategy) else args.strategy
+    resumed = train("resumed", strategy=then, devices=1, steps=steps + more, resume=checkpoint, **size)
     unsharded = train("unsharded", devices=1, steps=alone, sample=0, **size)
 
     print("\n== demo")
     wrong = check(sharded, resumed, unsharded)
     picture = OUT / "demo.png"
-    draw(sharded, resumed, unsharded, args.strategy, picture)
+    draw(sharded, resumed, unsharded, (args.strategy, then), picture)
     start, saved, end = losses(sharded)[0], mean(losses(sharded)[-10:]), mean(losses(resumed)[-10:])
     print(f"loss: {start:.3f} at step 1, {saved:.3f} at the checkpoint, {end:.3f} at the end")
     print(f"validation loss: {sharded['val_loss']:.3f} at the checkpoint, {resumed['val_loss']:.3f} at the end")

@@ -5,6 +5,10 @@ The strategy is a string. Nothing else in this file knows about sharding:
     python train_bytes.py --steps 200                                              # one process
     python train_bytes.py --steps 200 --strategy fsdp2 --accelerator cpu --devices 2 --checkpoint run1
     python train_bytes.py --steps 300 --strategy fsdp2 --accelerator cpu --devices 1 --resume run1
+    PJRT_DEVICE=CPU python train_bytes.py --steps 300 --strategy xla_fsdp --devices 2 --resume run1
+
+Ranks may be processes that run this file, or be started by `fit` and end with it, as on XLA devices. So what they need
+is handed to the Trainer rather than made here by rank, and what they leave behind is in files.
 
 Batches are chosen by step number and shared out among the processes, so a resumed run reads on where the first one
 stopped, on however many processes.
@@ -70,20 +74,37 @@ class Block(nn.Module):
         return x
 
 
-def batches(module: ByteGPT, text: Tensor) -> Iterator[Tensor]:
-    """Yield this process's windows of every training step, beginning at the step that the Trainer is at.
+class Batches:
+    """This rank's windows of every training step, beginning at the step that the Trainer is at.
 
-    A step reads the same windows however many processes share them, and needs no memory of the steps before it. So a
+    A step reads the same windows however many ranks share them, and needs no memory of the steps before it. So a
     checkpoint has no position to keep: after a resume the Trainer's step number is enough.
-
-    Yields:
-        Bytes (batch size / processes, context + 1).
     """
-    trainer, context, size = module.trainer, module.hparams["context"], module.hparams["batch_size"]
-    for step in count(trainer.global_step):
-        starts = torch.randint(len(text) - context, (size,), generator=torch.Generator().manual_seed(step))
-        mine = starts[trainer.global_rank :: trainer.world_size].tolist()
-        yield torch.stack([text[i : i + context + 1] for i in mine])
+
+    def __init__(self, module: ByteGPT, text: Tensor) -> None:
+        self.module, self.text = module, text
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield bytes (batch size / ranks, context + 1)."""
+        trainer, hparams = self.module.trainer, self.module.hparams
+        context, size = hparams["context"], hparams["batch_size"]
+        for step in count(trainer.global_step):
+            starts = torch.randint(len(self.text) - context, (size,), generator=torch.Generator().manual_seed(step))
+            mine = starts[trainer.global_rank :: trainer.world_size].tolist()
+            yield torch.stack([self.text[i : i + context + 1] for i in mine])
+
+
+class HeldOut:
+    """This rank's share of 64 windows of the text that is not trained on."""
+
+    def __init__(self, module: ByteGPT, text: Tensor) -> None:
+        self.module, self.text = module, text
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield bytes (at most 8, context + 1)."""
+        trainer = self.module.trainer
+        windows = self.text.unfold(0, self.module.hparams["context"] + 1, len(self.text) // 64)[:64]
+        yield from windows[trainer.global_rank :: trainer.world_size].split(8)
 
 
 class ByteGPT(pl.LightningModule):
@@ -167,12 +188,23 @@ class StepBar(TQDMProgressBar):
         return {"loss": f"{shown['loss']:.3f}", "bytes/s": f"{shown['bytes/s']:,.0f}"} if "loss" in shown else {}
 
 
-class Meter(pl.Callback):
-    """Shows bytes/s, and keeps what ``--log-json`` writes."""
+class SaveAtTheEnd(pl.Callback):
+    """Saves when training ends, while there are ranks that hold what was trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the optimizer too."""
+        trainer.save_checkpoint(self.path, weights_only=False)
+
+
+class Meter(pl.Callback):
+    """Shows bytes/s, and writes what ``--log-json`` asks for."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
         self.steps: list[dict[str, float]] = []
-        self.memory: list[dict[str, int]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
@@ -201,7 +233,9 @@ class Meter(pl.Callback):
             "peak": peak,  # the process's peak resident memory; on CUDA the device's peak
         }
         gathered: Any = pl_module.all_gather(torch.tensor(list(counts.values()), device=pl_module.device))
-        self.memory = [dict(zip(counts, row, strict=True)) for row in gathered.view(-1, len(counts)).tolist()]
+        memory = [dict(zip(counts, row, strict=True)) for row in gathered.view(-1, len(counts)).tolist()]
+        if self.path and trainer.is_global_zero:
+            self.path.write_text(json.dumps({"steps": self.steps, "memory": memory}, indent=1))
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
@@ -232,14 +266,17 @@ def main() -> None:
     pl.seed_everything(1234)  # every process builds the same weights
     train, held_out = read_text()
     module = ByteGPT(context=args.context, batch_size=args.batch_size, lr=args.lr)
-    meter = Meter()
     trainer = pl.Trainer(
         strategy=args.strategy,
         accelerator=args.accelerator,
         devices=int(args.devices) if args.devices.isdigit() else args.devices,
         precision=args.precision,
         max_steps=args.steps,
-        callbacks=[meter, StepBar(refresh_rate=5)],
+        callbacks=[
+            Meter(args.log_json),
+            StepBar(refresh_rate=5),
+            *([SaveAtTheEnd(args.checkpoint)] if args.checkpoint else []),
+        ],
         logger=False,
         enable_checkpointing=False,
         use_distributed_sampler=False,  # the batches below are each process's own already
@@ -247,22 +284,20 @@ def main() -> None:
     if args.batch_size % trainer.world_size:
         raise SystemExit(f"--batch-size {args.batch_size} can't be shared equally by {trainer.world_size} processes.")
 
-    trainer.fit(module, batches(module, train), ckpt_path=args.resume)
-    if args.checkpoint:
-        trainer.save_checkpoint(args.checkpoint, weights_only=False)  # the optimizer too
-
-    windows = held_out.unfold(0, args.context + 1, len(held_out) // 64)[:64]
-    mine = windows[trainer.global_rank :: trainer.world_size].split(8)
-    (metrics,) = trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)
+    trainer.fit(module, Batches(module, train), ckpt_path=args.resume)
+    # ranks that ended with fit have left the weights in the checkpoint alone
+    (metrics,) = trainer.validate(module, HeldOut(module, held_out), ckpt_path=args.checkpoint, verbose=False)
     requests: Any = [(torch.tensor([list(b"def ")]), args.sample)] if args.sample else []
-    samples: Any = trainer.predict(module, DataLoader(requests, batch_size=None)) if requests else []
+    samples: Any = []
+    if requests:
+        samples = trainer.predict(module, DataLoader(requests, batch_size=None), ckpt_path=args.checkpoint)
 
     if trainer.is_global_zero:
-        print(f"\nstep {trainer.global_step}: validation loss {metrics['val_loss']:.3f} nats per byte")
+        print(f"\nstep {args.steps}: validation loss {metrics['val_loss']:.3f} nats per byte")
         for sample in samples:
             print(f"a sample:\n{bytes(sample[0].tolist()).decode(errors='replace')}")
         if args.log_json:
-            report = {"steps": meter.steps, "memory": meter.memory, **metrics}
+            report = {**json.loads(args.log_json.read_text()), **metrics}
             args.log_json.write_text(json.dumps(report, indent=1))
 
 

@@ -189,6 +189,35 @@ def compiles() -> Any:
     return {"after": seen["compiles"][0]}
 
 
+def by_full_name() -> Any:
+    stage = L.Trainer(
+        strategy="xla_fsdp_full",
+        devices=DEVICES,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+    )
+    stage.fit(Module("by-full-name"))
+    saved = torch.load(FOLDER / "by-full-name", weights_only=True)
+    return {"weights": saved["state_dict"], "optimizer": len(saved["optimizer_states"][0]["state"])}
+
+
+def changing_shapes() -> Any:
+    class Changes(Module):
+        def train_dataloader(self) -> Any:
+            batches: Any = [[one[:rows] for one in oracle.global_batches(1)[0]] for rows in (6, 5, 4, 3)]
+            return DataLoader(batches, batch_size=None)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer().fit(Changes("changing"))
+    return [str(one.message) for one in caught if "different shapes" in str(one.message)]
+
+
 def foreign_optimizer() -> Any:
     def train(fabric: L.Fabric) -> Any:
         fabric.setup_module(oracle.new_net())
@@ -329,6 +358,8 @@ CASES: dict[str, Any] = {
     "stages": stages,
     "resumed": resumed,
     "amid": amid,
+    "full name": by_full_name,
+    "changing shapes": changing_shapes,
     "lost weights": lost_weights,
     "compiles": compiles,
     "bf16-true": lambda: trained("bf16-true", precision="bf16-true"),

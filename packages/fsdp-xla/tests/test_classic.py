@@ -86,6 +86,19 @@ def test_ranks_hold_equal_shares(two: dict[str, Any], case: str) -> None:
     assert held[0] == want if case == "plain" else held[0] < want
 
 
+def test_the_name_for_full_checkpoints_saves_one_file_with_the_optimizer(two: dict[str, Any]) -> None:
+    result = ok(two, "full name")
+    assert [name.removeprefix("net.") for name in result["weights"]] == list(new_net().state_dict())
+    assert result["optimizer"] == sum(p.requires_grad for p in new_net().parameters())
+
+
+def test_batches_that_keep_changing_shape_are_warned_of(two: dict[str, Any]) -> None:
+    warned = ok(two, "changing shapes")
+    assert len(warned) == 2  # once on each rank
+    for words in ("'train' have had 4 different shapes", "(6, 6) and (6, 6), (5, 6)", "drop_last=True"):
+        assert words in warned[0]
+
+
 def test_losses_are_logged_as_the_mean_over_ranks(two: dict[str, Any]) -> None:
     result = ok(two, "plain")
     assert result["metrics"]["loss"] == pytest.approx(result["losses"][-1], abs=FP32_TOLERANCE)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.backend import XLABackend
+from fsdp_xla.batch_shapes import BatchShapes, stage_of
 from fsdp_xla.host_metrics import compute_metrics_on_host, log_numbers_on_host
 from fsdp_xla.launchers import TrainerXLALauncher
 from fsdp_xla.ranks import XLADeviceRanks, XLARanks
@@ -70,6 +71,7 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
         async_save: bool = False,
         **kwargs: Any,
     ) -> None:
+        self._batch_shapes = BatchShapes()
         super().__init__(
             XLABackend(
                 auto_wrap_policy=auto_wrap_policy,
@@ -98,6 +100,10 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("log", None)  # see log_numbers_on_host
         super().teardown()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._batch_shapes.note(stage_of(self.lightning_module), batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_xla.batch_shapes import BatchShapes, stage_of
 from fsdp_xla.host_metrics import compute_metrics_on_host, log_numbers_on_host
 from fsdp_xla.spmd.backend import XLASPMDBackend
 from fsdp_xla.spmd.one_process import OneProcess
@@ -73,6 +74,7 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         **unknown: Never,
     ) -> None:
         refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, {})
+        self._batch_shapes = BatchShapes()
         super().__init__(
             XLASPMDBackend(
                 auto_wrap_policy=auto_wrap_policy,
@@ -100,4 +102,5 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         super().teardown()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._batch_shapes.note(stage_of(self.lightning_module), batch)
         return self._shard_batch(super().batch_to_device(batch, device, dataloader_idx))

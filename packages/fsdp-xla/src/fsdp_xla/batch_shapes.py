@@ -1,0 +1,62 @@
+"""A warning where batches keep changing their shape, for each of which XLA compiles programs of its own."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+__all__ = ["BatchShapes", "stage_of"]
+
+
+def stage_of(module: pl.LightningModule | None) -> str:
+    """What a Trainer is doing with a module: "train", "validate", "test", "predict" or "sanity_check"."""
+    stage = None if module is None else module.trainer.state.stage
+    return "none" if stage is None else str(stage.value)
+
+
+#: A stage may have two without a fault: that of its batches, and that of its last one.
+_EXPECTED = 3
+
+
+class BatchShapes:
+    """The shapes of the batches of a run, by stage.
+
+    Example:
+        >>> import torch
+        >>> shapes = BatchShapes()
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     for rows in (8, 8, 3, 5, 6, 7):
+        ...         shapes.note("train", torch.zeros(rows, 2))
+        >>> len(caught), "(8, 2), (3, 2), (5, 2), (6, 2)" in str(caught[0].message)
+        (1, True)
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[tuple[tuple[int, ...], ...]]] = {}
+
+    def note(self, stage: str, batch: Any) -> None:
+        """Note a batch, and warn once for each stage that has had more shapes than a fault-free one has.
+
+        Args:
+            stage: What the batch is for.
+            batch: A collection of tensors, at any depth.
+        """
+        shapes: list[tuple[int, ...]] = []
+        apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tuple(tensor.shape)))
+        seen = self._seen.setdefault(stage, [])
+        if tuple(shapes) in seen or len(seen) > _EXPECTED:
+            return
+        seen.append(tuple(shapes))
+        if len(seen) > _EXPECTED:
+            told = ", ".join(" and ".join(map(str, one)) or "no tensor" for one in seen)
+            warnings.warn(
+                f"the batches of {stage!r} have had {len(seen)} different shapes so far, and XLA compiles programs for "
+                f"each: {told}.\nPad them to one shape, or to a few, and write drop_last=True in the "
+                "DataLoader.",
+                stacklevel=2,
+            )
