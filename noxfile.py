@@ -239,9 +239,11 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
-    """Time and memory beside hand-written loops, as a table."""
-    python = shared_python(session)
-    session.run(python, "tests-integration/benchmarks/run.py", *session.posargs, external=True)
+    """Time and memory beside hand-written loops, as a table. `-- --xla` measures fsdp-xla, in its own environment."""
+    script, python = "run.py", shared_python(session)
+    if "--xla" in session.posargs:
+        script, python = "xla.py", own_python(session, PACKAGES["fsdp-xla"])
+    session.run(python, f"tests-integration/benchmarks/{script}", *session.posargs, external=True)
 
 
 @nox.session(reuse_venv=False)
