@@ -300,6 +300,31 @@ def resumed() -> Any:
     return {"first": first, "on": on, "whole": whole}
 
 
+def resumed_with_dropout() -> Any:
+    options: dict[str, Any] = {"optimizer": "sgd", "net": {"dropout": 0.5}, "steps": 3}
+    trained("dropped", max_epochs=1, **options)
+    on = trained("dropped-on", max_epochs=2, ckpt_path=str(FOLDER / "dropped"), **options)
+    return {"on": on, "whole": trained("dropped-whole", max_epochs=2, **options)}
+
+
+class Buffers(nn.Module):
+    """Buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            self.register_buffer(f"in_{dtype}".replace("torch.", ""), torch.arange(3).to(dtype))
+
+
+def buffers() -> Any:
+    def save(fabric: L.Fabric) -> None:
+        fabric.save(FOLDER / "buffers", {"model": fabric.setup_module(Buffers())})
+
+    L.Fabric(strategy="xla_fsdp", devices=DEVICES, precision="bf16-mixed").launch(save)
+    return {name: value for name, value in load_state_dict(FOLDER / "buffers").items() if "linear" not in name}
+
+
 def amid() -> Any:
     """Saved when one of two micro-batches has been accumulated, and gone on from there."""
 
@@ -357,6 +382,8 @@ CASES: dict[str, Any] = {
     "collectives": collectives,
     "stages": stages,
     "resumed": resumed,
+    "resumed with dropout": resumed_with_dropout,
+    "buffers": buffers,
     "amid": amid,
     "full name": by_full_name,
     "changing shapes": changing_shapes,

@@ -175,6 +175,17 @@ def test_resuming_repeats_the_very_same_losses(two: dict[str, Any]) -> None:
     assert_resumed(ok(two, "resumed"))
 
 
+def test_resuming_goes_on_with_the_random_numbers_of_dropout(two: dict[str, Any]) -> None:
+    result = ok(two, "resumed with dropout")
+    assert result["on"]["losses"] == result["whole"]["losses"][3:]
+
+
+def test_buffers_keep_their_dtypes(two: dict[str, Any]) -> None:
+    for name, value in ok(two, "buffers").items():
+        assert value.dtype == getattr(torch, name.removeprefix("in_"))
+        assert value.tolist() == [0, 1, 2]
+
+
 def test_resuming_on_one_rank_and_on_four(other_worlds: tuple[int, dict[str, Any]]) -> None:
     assert_resumed(ok(other_worlds[1], "resumed"))
 

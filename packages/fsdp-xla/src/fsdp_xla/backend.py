@@ -108,6 +108,7 @@ class XLABackend(Backend):
                 forward.__func__ = type(submodule).forward  # type: ignore[attr-defined]  # torch_xla looks for it
         note_order(module.modules())
         sharded: set[nn.Module] = set()
+        buffers: list[tuple[nn.Module, str, Tensor]] = []
         root: nn.Module | None = None
         for unit in (*units, module):
             own = [
@@ -117,15 +118,19 @@ class XLABackend(Backend):
             ]
             sharded.update(own)
             self._place(own)
+            buffers += [(m, name, buffer) for m in own for name, buffer in m.named_buffers(recurse=False)]
             root = self._wrapped(unit)
             if unit is not module:
                 put_in_place(module, unit, root)
         assert root is not None
+        if "buffer_dtype" not in self.options:
+            for owner, name, buffer in buffers:
+                owner._buffers[name] = buffer  # at the dtype that it has; torch_xla casts all to one
         for shard in xla.shards_of(root):
             # the root's own, or an optimizer over module.parameters() would leave them as they are
             module.register_parameter(shard._name, shard)
         gc.collect()
-        xla.sync(wait=True)
+        xla.settle()
         module.__dict__[_ROOT] = (root,)  # in a tuple, so that it becomes no submodule
         self.mark_sharded(module)
         self.mark_sharded(root)
@@ -174,7 +179,6 @@ class XLABackend(Backend):
             unit,
             **{
                 "compute_dtype": self.precision.compute,
-                "buffer_dtype": torch.float32,
                 # the other kind of all-gather is made of sums over padding: no faster, and never the same on two ranks
                 "pin_layout_in_collective_ops": False,
                 **self.options,
@@ -233,7 +237,7 @@ class XLABackend(Backend):
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         root = _root_of(module)
         self.reshard(root)
-        xla.sync(wait=True)
+        xla.settle()
         held = {name: flat_on_host(member.shard) for name, member in named_members(root)}
         parts = {part.name: part for of_shard in self.layout(root).values() for part in of_shard}
         with self.as_written(root):
@@ -266,12 +270,12 @@ class XLABackend(Backend):
             loaded = state.get(clean_name(name))
             if isinstance(loaded, Tensor):
                 xla.replace(buffer, loaded)
-        xla.sync(wait=True)
+        xla.settle()
 
     def accumulated_gradients(self, module: nn.Module) -> HeldGradients:
         root = _root_of(module)
         self.reshard(root)
-        xla.sync(wait=True)
+        xla.settle()
         return held_by_units(root, self.layout(root))
 
     def restore_gradients(
@@ -280,11 +284,11 @@ class XLABackend(Backend):
         root = _root_of(module)
         self.reshard(root)
         restore_to_units(root, self.layout(root), own, reduced, self.runtime)
-        xla.sync(wait=True)
+        xla.settle()
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self.reshard(module)
-        xla.sync(wait=True)
+        xla.settle()
         host: Any = HostOptimizer(optimizer, self.layout(module))
         return optimizer_state(host, host.layout, self.runtime)
 
@@ -297,14 +301,14 @@ class XLABackend(Backend):
         check_only: bool = False,
     ) -> None:
         self.reshard(module)
-        xla.sync(wait=True)
+        xla.settle()
         host: Any = HostOptimizer(optimizer, self.layout(module), with_state=False)
         load_optimizer_state(host, host.layout, state, check_only=check_only)
         if check_only:
             return
         host.complete(state["state"])
         host.give_back()
-        xla.sync(wait=True)
+        xla.settle()
 
 
 _ROOT = "_fsdp_xla_root"

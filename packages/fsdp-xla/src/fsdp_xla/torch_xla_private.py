@@ -50,6 +50,7 @@ __all__ = [
     "set_default_device",
     "set_random_state",
     "set_unreduced_gradients",
+    "settle",
     "sharded_members",
     "shards_of",
     "start_alone",
@@ -150,6 +151,16 @@ def runtime_is_started() -> bool:
 def sync(wait: bool = False) -> None:
     """Run what has been recorded. By attribute, since ranks that are threads put another in its place."""
     torch_xla.sync(wait=wait)
+
+
+def settle() -> None:
+    """Run what is pending, and return when nothing is: only then can state be read or replaced.
+
+    Random numbers go on as they would have without: to XLA, running something is a step, with a seed of its own.
+    """
+    seed = xm.get_rng_state()
+    sync(wait=True)
+    xm.set_rng_state(seed)
 
 
 def on_host(tensor: Tensor) -> Tensor:
