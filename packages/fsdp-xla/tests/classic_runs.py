@@ -316,6 +316,9 @@ class Buffers(nn.Module):
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             self.register_buffer(f"in_{dtype}".replace("torch.", ""), torch.arange(3).to(dtype))
 
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x)
+
 
 def buffers() -> Any:
     def save(fabric: L.Fabric) -> None:
@@ -394,6 +397,7 @@ CASES: dict[str, Any] = {
     "foreign optimizer": foreign_optimizer,
     "joint setup": joint_setup,
     "no match": lambda: set_up(oracle.new_net(), {"auto_wrap_policy": {nn.Conv2d}}),
+    "no forward": lambda: set_up(nn.ModuleDict({"linear": nn.Linear(2, 2)}), {}),
     "half": lambda: set_up(oracle.new_net().half(), {}),
     "0-dim rows": lambda: set_up(oracle.new_net(), {"shard_param_on_dim_0": True}),
     "torch's option": lambda: set_up(oracle.new_net(), {"sharding_strategy": "FULL_SHARD"}),

@@ -211,6 +211,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "other number": ("3 ranks were asked for", "CPU_NUM_DEVICES=2", "devices=2"),
     "foreign optimizer": ("none of the sharded model's", "fabric.setup(model, optimizer)"),
     "no match": ("matches no submodule of Net", "{MyBlock}"),
+    "no forward": ("ModuleDict has no forward()", "Write a forward()"),
     "half": ("torch.float16", "precision='bf16-mixed'"),
     "0-dim rows": ("'blocks.0.gain' is 0-dim", "Leave shard_param_on_dim_0 out"),
     "torch's option": ("no option 'sharding_strategy'", "reshard_after_forward=True"),

@@ -138,6 +138,11 @@ class XLABackend(Backend):
 
     def _check(self, module: nn.Module) -> None:
         self.check_shardable(module)
+        if type(module).forward is nn.Module.forward:
+            raise ShardingError(
+                f"{type(module).__name__} has no forward(), around which XlaFullyShardedDataParallel gathers parameters.\n"
+                "Write a forward() that calls its parts, and call the module that the set-up returns."
+            )
         for fqn, parameter in module.named_parameters():
             if parameter.dtype != torch.float32:
                 raise ShardingError(
