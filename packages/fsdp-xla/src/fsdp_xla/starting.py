@@ -48,13 +48,13 @@ def check_cpu_devices(world_size: int) -> None:
     told = os.environ.get("CPU_NUM_DEVICES")
     if told is not None and int(told) != world_size:
         raise StrategyUnavailableError(
-            f"{world_size} ranks were asked for, and CPU_NUM_DEVICES={told} says that XLA has {told} CPU "
+            f"devices={world_size} was asked for, and CPU_NUM_DEVICES={told} says that XLA has {told} CPU "
             f"device{'s' * (told != '1')}; ranks are its devices.\n"
             f"Write devices={told}, or set CPU_NUM_DEVICES={world_size} before Python starts."
         )
     if told is None and xla.runtime_is_started() and world_size != 1:
         raise StrategyUnavailableError(
-            f"{world_size} ranks were asked for, but XLA has been used before they start, and has 1 CPU device since.\n"
+            f"devices={world_size} was asked for, but XLA has been used before they start, and has 1 CPU device since.\n"
             f"Set CPU_NUM_DEVICES={world_size} before Python starts, and touch no XLA device before the launch."
         )
     os.environ["CPU_NUM_DEVICES"] = str(world_size)
