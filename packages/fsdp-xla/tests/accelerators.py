@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.accelerators import XLAAccelerator as FabricXLAAccelerator
 from lightning.pytorch.accelerators import XLAAccelerator
 
@@ -54,6 +55,11 @@ def fabric_on_a_tpu() -> list[Any]:
     return [*told(strategy), strategy.precision.precision]
 
 
+def used_before() -> None:
+    torch.zeros(1, device="xla").cpu()
+    L.Fabric(strategy="xla_fsdp", devices=2).launch(lambda fabric: None)
+
+
 if __name__ == "__main__":
     save_cases(
         {
@@ -64,6 +70,7 @@ if __name__ == "__main__":
             "precision": precisions,
             "tpu": on_a_tpu,
             "tpu fabric": fabric_on_a_tpu,
+            "used before": used_before,  # last: XLA can't be started anew
         },
         Path(sys.argv[2]),
     )

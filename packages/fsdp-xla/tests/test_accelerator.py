@@ -12,7 +12,7 @@ from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from fsdp_core import StrategyUnavailableError
 from fsdp_xla import XLACPUAccelerator
 from fsdp_xla.accelerator import accelerator_for
-from xla_process import run_script
+from xla_process import error, run_script
 
 
 @pytest.mark.parametrize("device", ["CPU", "TPU", None])
@@ -48,6 +48,10 @@ def test_the_cpu_is_refused_where_xla_runs_elsewhere(monkeypatch: pytest.MonkeyP
 def test_devices_and_ranks_by_name(tmp_path: Path) -> None:
     """By name and by instance, with ``accelerator`` left out, "cpu", and given."""
     results = run_script("accelerators.py", 2, tmp_path)
+    told = error(results, "used before")
+    for words in ("XLA has been used in this process before", "Touch no XLA device before"):
+        assert words in told
+    del results["used before"]
     assert results == {
         "auto": ["XLACPUAccelerator", 2, ["xla:0", "xla:1"]],
         "cpu": ["XLACPUAccelerator", 2, ["xla:0", "xla:1"]],

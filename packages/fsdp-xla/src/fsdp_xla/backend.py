@@ -140,7 +140,7 @@ class XLABackend(Backend):
         self.check_shardable(module)
         if type(module).forward is nn.Module.forward:
             raise ShardingError(
-                f"{type(module).__name__} has no forward(), and XlaFullyShardedDataParallel gathers parameters for one.\n"
+                f"{type(module).__name__} has no forward(), for which XlaFullyShardedDataParallel gathers parameters.\n"
                 "Write a forward() that calls its parts, and call the module that the set-up returns."
             )
         for fqn, parameter in module.named_parameters():

@@ -54,7 +54,7 @@ def check_cpu_devices(world_size: int) -> None:
         )
     if told is None and xla.runtime_is_started() and world_size != 1:
         raise StrategyUnavailableError(
-            f"devices={world_size} was asked for, but XLA has been used before they start, and has 1 CPU device since.\n"
+            f"devices={world_size} was asked for, but XLA has been used before, and has 1 CPU device since.\n"
             f"Set CPU_NUM_DEVICES={world_size} before Python starts, and touch no XLA device before the launch."
         )
     os.environ["CPU_NUM_DEVICES"] = str(world_size)
