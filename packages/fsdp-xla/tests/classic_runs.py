@@ -283,6 +283,12 @@ def lost_weights() -> Any:
     stage.test(module)
 
 
+def saved_too_late() -> Any:
+    stage = trainer()
+    stage.fit(Module("saved-too-late"))
+    stage.save_checkpoint(str(FOLDER / "too-late"))
+
+
 def raising_rank() -> Any:
     class Raises(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -391,6 +397,7 @@ CASES: dict[str, Any] = {
     "full name": by_full_name,
     "changing shapes": changing_shapes,
     "lost weights": lost_weights,
+    "saved too late": saved_too_late,
     "compiles": compiles,
     "bf16-true": lambda: trained("bf16-true", precision="bf16-true"),
     "other number": lambda: L.Trainer(strategy="xla_fsdp", devices=DEVICES + 1),

@@ -207,6 +207,7 @@ def test_nothing_is_compiled_after_the_second_epochs_first_batch(two: dict[str, 
 
 REFUSED: dict[str, tuple[str, ...]] = {
     "lost weights": ("trainer.test()", "ckpt_path='best'"),
+    "saved too late": ("where no rank runs", "on_train_end()"),
     "bf16-true": ("keeps its shards in fp32", "precision='bf16-mixed'", "xla_fsdp_spmd"),
     "other number": ("devices=3 was asked for", "CPU_NUM_DEVICES=2", "devices=2"),
     "foreign optimizer": ("none of the sharded model's", "fabric.setup(model, optimizer)"),

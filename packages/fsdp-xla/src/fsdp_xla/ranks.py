@@ -83,6 +83,11 @@ class XLADeviceRanks(OnXLADevices):
             return self.runtime.device if self.runtime.device.type == "xla" else xla.default_device()
         return (self.parallel_devices or [torch.device("xla", 0)])[0]
 
+    @property
+    def is_in_a_rank(self) -> bool:
+        """Whether this is one of the ranks, and not the process or thread that starts them."""
+        return xla.rank_here() is not None
+
     def _number_ranks(self) -> None:
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         here = xla.rank_here()

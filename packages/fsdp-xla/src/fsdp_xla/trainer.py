@@ -14,6 +14,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
+from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.backend import XLABackend
@@ -110,6 +111,15 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
         with super().block_backward_sync():
             yield
         sync()  # else the graph of the step would grow with each micro-batch
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.launcher is not None and not self.is_in_a_rank:
+            raise UnsupportedCapabilityError(
+                "trainer.save_checkpoint() was called where no rank runs: they ended with the fit, and their weights with "
+                "them.\nSave while they run: with a ModelCheckpoint, or in on_train_end() of the module or of a callback "
+                "by trainer.save_checkpoint(path)."
+            )
+        return super().lightning_module_state_dict()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
