@@ -144,6 +144,20 @@ def rows() -> Any:
     return {"weights": load_state_dict(FOLDER / "rows")}
 
 
+def from_meta() -> Any:
+    """Built without memory, and filled as it is sharded."""
+
+    def train(fabric: L.Fabric) -> Any:
+        with fabric.init_module(empty_init=True):
+            net = nn.Sequential(nn.Linear(oracle.FEATURES, 7), nn.Tanh(), nn.Linear(7, oracle.FEATURES))
+        assert all(p.is_meta for p in net.parameters())
+        fabric.save(FOLDER / "from-meta", {"model": fabric.setup_module(net)})
+
+    torch.manual_seed(5)
+    L.Fabric(strategy="xla_fsdp", devices=DEVICES).launch(train)
+    return {"weights": load_state_dict(FOLDER / "from-meta")}
+
+
 class Compiles(L.Callback):
     """How many programs had been compiled after each batch, and after each validation."""
 
@@ -374,6 +388,7 @@ CASES: dict[str, Any] = {
     "options": lambda: trained("options", {"auto_wrap_policy": None, "reshard_after_forward": False}),
     "flat": lambda: trained("flat", {"flatten_parameters": True, "auto_wrap_policy": {oracle.Block}}),
     "rows": rows,
+    "from meta": from_meta,
     "checkpointed": lambda: trained("checkpointed", {"activation_checkpointing_policy": {oracle.Block}}),
     "dropout": lambda: trained(
         "dropout", {"activation_checkpointing_policy": {oracle.Block}}, optimizer="sgd", net={"dropout": 0.5}

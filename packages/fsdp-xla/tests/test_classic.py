@@ -129,6 +129,13 @@ def test_shards_of_whole_rows(two: dict[str, Any]) -> None:
         torch.testing.assert_close(value, net.state_dict()[name], atol=FP32_TOLERANCE, rtol=0)
 
 
+def test_a_model_built_on_the_meta_device_is_filled_as_it_is_elsewhere(two: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, FEATURES))
+    for name, value in ok(two, "from meta")["weights"].items():
+        assert torch.equal(value, net.state_dict()[name]), name
+
+
 def assert_fabric(result: dict[str, Any]) -> None:
     assert_same(result, train_plain(STEPS, momentum, clip_norm=0.5))
     assert (result["step"], result["same"]) == (STEPS, 0.0)

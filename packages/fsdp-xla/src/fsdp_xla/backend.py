@@ -163,7 +163,8 @@ class XLABackend(Backend):
 
     def _place(self, modules: list[nn.Module]) -> None:
         """Bring what ``modules`` own to the device, with rank 0's values; tied parameters stay tied."""
-        materialize(modules, torch.device("cpu"))
+        with self.runtime.building():
+            materialize(modules, torch.device("cpu"))
         device = self.runtime.device
         moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         for module in modules:

@@ -48,6 +48,7 @@ _CLASSIC = StrategyInfo(
             Capability.CLIP_BY_VALUE,
             Capability.FULL_CHECKPOINT,
             Capability.GRADIENT_ACCUMULATION,
+            Capability.META_INIT,
             Capability.MIXED_PRECISION,
             Capability.RESHARD_AFTER_FORWARD,
             Capability.SHARDED_CHECKPOINT,
@@ -65,8 +66,7 @@ _SPMD = replace(
     summary="Fully sharded data parallel with torch_xla's SPMD: one process drives all XLA devices of the host.",
     trainer="fsdp_xla.spmd.trainer:XLASPMDStrategy",
     fabric="fsdp_xla.spmd.fabric:XLASPMDStrategy",
-    capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD}
-    | {Capability.MANUAL_OPTIMIZATION, Capability.META_INIT},
+    capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD} | {Capability.MANUAL_OPTIMIZATION},
     options=(
         *_SHARED,
         Option(
