@@ -402,6 +402,7 @@ CASES: dict[str, Any] = {
     "clipped by value": lambda: trained("clipped-by-value", gradient_clip_val=0.01, gradient_clip_algorithm="value"),
     "bf16": bf16,
     "full": lambda: trained("full", {"state_dict_type": "full"}),
+    "async": lambda: trained("async", {"async_save": True}),
     "fabric": fabric_trained,
     "collectives": collectives,
     "stages": stages,

@@ -33,6 +33,7 @@ SAME: dict[str, dict[str, Any]] = {
     "checkpointed": {},
     "root checkpointed": {},
     "full": {},
+    "async": {},
     "accumulated": {"accumulate": 2},
     "clipped": {"clip_norm": 0.1},
     "clipped by value": {"clip_value": 0.01},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import fsdp_core
 import fsdp_xla
 from fsdp_core import registry
 from fsdp_xla import plugin
+from fsdp_xla.options import PASSED_ON
 from fsdp_xla.plugin import fsdp_strategies, why_not_here
 
 NAMES = ["xla_fsdp", "xla_fsdp_full", "xla_fsdp_spmd"]
@@ -26,6 +28,16 @@ def test_it_is_found_under_its_three_names() -> None:
     assert fsdp_core.describe("xla_fsdp").presets == {}
     assert fsdp_core.describe("xla_fsdp_full").presets == {"state_dict_type": "full"}
     assert fsdp_xla.__version__ == registry.provider("xla_fsdp").version
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_options_are_listed(name: str) -> None:
+    taken: set[str] = set(PASSED_ON) if "spmd" not in name else set()
+    for front_end in ("trainer", "fabric"):
+        for parameter in inspect.signature(fsdp_core.resolve(name, front_end)).parameters.values():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                taken.add(parameter.name)
+    assert {option.name for option in fsdp_core.describe(name).options} == taken
 
 
 @pytest.mark.parametrize(

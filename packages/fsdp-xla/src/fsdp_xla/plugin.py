@@ -35,6 +35,51 @@ _SHARED = (
     ),
 )
 
+_RANKS = (
+    Option(name="timeout", default=None, help="How long a rank waits for the others, a timedelta; None: half an hour."),
+    Option(
+        name="async_save",
+        default=False,
+        help="Write checkpoints behind training: a save returns when this rank's part is copied to host memory.",
+    ),
+)
+
+#: Handed to XlaFullyShardedDataParallel as they are.
+_PASSED_ON = (
+    Option(
+        name="reshard_after_forward",
+        default=True,
+        help="Whether units free their parameters between forward and backward.",
+    ),
+    Option(name="flatten_parameters", default=False, help="Join a unit's parameters to one, for fewer collectives."),
+    Option(name="execute_sharding_on_init", default=True, help="Shard at once, and free the full parameters."),
+    Option(
+        name="optimization_barrier_in_forward",
+        default=True,
+        help="Keep XLA from fusing a unit's forward with what is around it, which saves memory.",
+    ),
+    Option(name="optimization_barrier_in_backward", default=True, help="The same for its backward."),
+    Option(name="sync_on_finalization", default=False, help="Run the forward and backward apart from the step."),
+    Option(
+        name="disable_reshard_on_root", default=True, help="Keep the root's parameters between forward and backward."
+    ),
+    Option(name="compute_dtype", default=None, help="The dtype to compute in; None: what precision= says."),
+    Option(name="buffer_dtype", default=None, help="The dtype of floating-point buffers; None: they keep their own."),
+    Option(name="fp32_reduce_scatter", default=False, help="Reduce gradients in fp32 where compute_dtype is another."),
+    Option(
+        name="shard_param_on_dim_0",
+        default=False,
+        help="Shard along the first dimension, without flattening; no 0-dim parameters then.",
+    ),
+    Option(
+        name="pin_layout_in_collective_ops",
+        default=False,
+        help="Pin the layout in collectives; gathers by sums over padding then.",
+    ),
+    Option(name="reduce_scatter_bucket_size_mb", default=0, help="Reduce gradients in buckets of this size; 0: don't."),
+    Option(name="coalesce_all_gather_ops", default=False, help="Gather a unit's parameters in one collective."),
+)
+
 _CLASSIC = StrategyInfo(
     name="xla_fsdp",
     summary="Fully sharded data parallel with torch_xla's XlaFullyShardedDataParallel, one rank per XLA device.",
@@ -55,7 +100,7 @@ _CLASSIC = StrategyInfo(
             Capability.WRAP_POLICY,
         }
     ),
-    options=_SHARED,
+    options=(*_SHARED, *_RANKS, *_PASSED_ON),
     requires=("torch==2.9.*", "torch_xla==2.9.*", "lightning>=2.6"),
     probe="fsdp_xla.plugin:why_not_here",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import sys
@@ -56,6 +57,10 @@ class BackgroundSaves:
         self._failure: CheckpointError | None = None
         self._choosing = False
         self._raise_at: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BackgroundSaves:
+        """One with nothing pending: where ranks are threads, each starts from a copy of what was built before them."""
+        return BackgroundSaves(copy.deepcopy(self._runtime, memo))
 
     def save(self, path: StrPath, state: Mapping[str, Any], **options: Any) -> None:
         """Copy a state, and write the copy behind the caller's back. Waits for what is pending first.
