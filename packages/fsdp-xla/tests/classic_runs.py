@@ -153,7 +153,7 @@ def from_meta() -> Any:
         assert all(p.is_meta for p in net.parameters())
         fabric.save(FOLDER / "from-meta", {"model": fabric.setup_module(net)})
 
-    torch.manual_seed(5)
+    L.seed_everything(5)  # which every rank does again
     L.Fabric(strategy="xla_fsdp", devices=DEVICES).launch(train)
     return {"weights": load_state_dict(FOLDER / "from-meta")}
 

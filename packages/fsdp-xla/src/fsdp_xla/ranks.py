@@ -106,6 +106,7 @@ class XLADeviceRanks(OnXLADevices):
         seed = os.environ.get("PL_GLOBAL_SEED")
         if seed is not None:  # seed_everything() seeds the host's generators, and none of XLA's
             self.runtime.set_device_random_state(int(seed))
+        self.runtime.barrier()  # ranks may share one generator of the host's, which each has now seeded
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so; exchanged on the host."""
