@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from fsdp_core.testing import oracle
+from fsdp_core.testing.processes import fresh_environment
 
 SCRIPT = Path(__file__).parent / "any_strategy.py"
 STEPS = 3
@@ -33,7 +34,7 @@ class Run(NamedTuple):
         """The losses of the steps from ``first`` to ``last``, and folders; see any_strategy.py."""
         folder.mkdir(parents=True)
         is_xla = self.strategy.startswith("xla")
-        environment = {n: v for n, v in os.environ.items() if n not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+        environment = {n: v for n, v in fresh_environment().items() if n not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
         if is_xla:
             environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.ranks)}
         command = [xla_python() if is_xla else sys.executable, str(SCRIPT), self.strategy, str(self.ranks), str(folder)]
