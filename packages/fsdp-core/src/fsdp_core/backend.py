@@ -340,10 +340,7 @@ class Backend(ABC):
         self.adopt_model_state(module, live)
 
     def adopt_model_state(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Let the module go on from what :meth:`model_state` returned, now that a checkpoint has been read into it.
-
-        Nothing to do where that shares memory with the module.
-        """
+        """Take what :meth:`model_state` gave, now filled, into the module. Nothing is due where they share memory."""
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name. See :func:`fsdp_core.optimizer_state.optimizer_state`."""
@@ -391,9 +388,7 @@ class Backend(ABC):
     def full_tensor(self, value: Any) -> Any:
         """The whole of a state tensor, on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""
         gathered = whole(value, self.runtime)
-        if self.runtime.rank:
-            return None
-        return gathered.cpu() if isinstance(gathered, Tensor) else gathered
+        return None if self.runtime.rank else gathered.cpu() if isinstance(gathered, Tensor) else gathered
 
 
 def _read(value: Any) -> Any:
