@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -183,16 +184,29 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session(python=False)
 def conformance(session: nox.Session) -> None:
-    """The whole suite over names that only fix options of another, of which `tests` runs a part. Half an hour."""
-    python = shared_python(session)
-    files = sorted(str(file) for package in SHARING for file in package.path.glob("tests/conformance_of_*.py"))
-    session.run(python, "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, *files, *session.posargs, external=True)
+    """The whole suite over what `tests` runs a part of it over. Half an hour, and two more for XLA.
+
+    `-- -k xla` and the like choose. Words after `--` go to pytest.
+    """
+
+    def files_of(packages: list[Package]) -> list[str]:
+        return sorted(str(file) for package in packages for file in package.path.glob("tests/conformance_of_*.py"))
+
+    def run(python: str, *words: str) -> None:
+        chosen_none = 5  # of these files: -k may have meant the others
+        command = (python, "-m", "pytest", *words, *session.posargs)
+        session.run(*command, external=True, success_codes=[0, chosen_none])
+
+    run(shared_python(session), *CLAUSES_SIDE_BY_SIDE, *files_of(SHARING))
+    for package in PACKAGES.values():
+        if package not in SHARING and (files := files_of([package])):
+            run(own_python(session, package), *files)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """The packages as users get them, built and installed as wheels: `tests-integration/`."""
-    install(session, *TESTS_NEED, "build", "psutil", "torchdata")
+    install(session, *TESTS_NEED, "build", "nox", "psutil", "torchdata")
     built = wheels(session, "python", "--wheel")
     install(session, "--force-reinstall", "--no-deps", *built)
     install(session, *built)
@@ -208,6 +222,55 @@ def example(session: nox.Session) -> None:
     place = "tests-integration/example-backend"
     install(session, *TESTS_NEED, "--editable", "./packages/fsdp-core[testing]", "--editable", f"./{place}")
     session.run("python", "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, f"{place}/tests", *session.posargs)
+
+
+@nox.session(python=False)
+def hardware(session: nox.Session) -> None:
+    """Tests on real devices: `-- xla` on a TPU VM, `-- cuda` on a machine with four GPUs. CI has neither."""
+    kinds = [word for word in session.posargs if word in ("xla", "cuda")]
+    if len(kinds) != 1:
+        session.error("type `python -m nox -s hardware -- xla` on a TPU VM, or `-- cuda` on a machine with four GPUs")
+    words = [word for word in session.posargs if word not in kinds]
+    if kinds == ["xla"]:
+        package = PACKAGES["fsdp-xla"]
+        if not tpu_chips():
+            session.error(
+                "no TPU is attached to this machine (no PCI device of Google's). On a TPU VM, type\n"
+                "    python -m nox -s hardware -- xla\n"
+                "and here, where XLA's CPU devices stand in for chips,\n"
+                '    python -m nox -s "tests(fsdp-xla)"'
+            )
+        needs = (*package.tests_need, "torch_xla[tpu]")
+        python = kept_python(session, "fsdp-xla-tpu", package.pins, with_dependencies(package), *needs)
+        tests = str(package.path / "tests/test_everywhere.py")
+        environment: dict[str, str | None] = {"PJRT_DEVICE": "TPU", "FSDP_XLA_TESTS_ON": "TPU", "CPU_NUM_DEVICES": None}
+        session.run(python, "-m", "pytest", tests, *words, env=environment, external=True)
+        return
+    found = gpus()
+    if found < 4:
+        session.error(
+            f"{found or 'no'} CUDA device{'s' * (found != 1)} here (by nvidia-smi), and the suites start up to four "
+            "ranks, each on its own. On a machine with four GPUs, type\n"
+            "    python -m nox -s hardware -- cuda\n"
+            "and here, where ranks are processes on the CPU,\n"
+            '    python -m nox -s "tests(fsdp-fsdp2)" "tests(fsdp-cuda-native)"'
+        )
+    python = shared_python(session)
+    suites = [f"packages/{name}/tests/test_conformance.py" for name in ("fsdp-fsdp2", "fsdp-cuda-native")]
+    session.run(python, "-m", "pytest", *suites, *words, env={"FSDP_TESTS_ACCELERATOR": "cuda"}, external=True)
+
+
+def tpu_chips() -> int:
+    """How many PCI devices of Google's there are, by which torch_xla finds its chips."""
+    return sum(vendor.read_text().strip() == "0x1ae0" for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"))
+
+
+def gpus() -> int:
+    """How many CUDA devices the driver lists."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 @nox.session(python=False)

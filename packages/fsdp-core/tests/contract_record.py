@@ -33,7 +33,9 @@ CHOSEN = {
     "checkpoint.filling": ("fill",),
     "registry": ("describe", "resolve", "strategies"),
     "lightning.options": ("refuse_unknown_options",),
-    "testing.ranks": ("RankError", "RankPool"),
+    "testing.ranks": ("RankError", "RankPool", "Ranks"),
+    "testing.one_process": ("OneProcessRanks", "answered"),
+    "testing.here": ("Here", "stand_on"),
     "testing.suite.clauses": ("Clauses",),
 }
 # Of these, only the constructors: the rest is Lightning's, or core's own.

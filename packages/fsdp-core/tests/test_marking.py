@@ -10,7 +10,7 @@ from torch.distributed.fsdp.wrap import wrap as torch_wrap
 
 import fsdp_core
 from fsdp_core.errors import ShardingError
-from fsdp_core.marking import mark_by_torch_wrap, marked, options_of
+from fsdp_core.marking import mark_by_torch_wrap, marked, options_of, when_marked
 from fsdp_core.wrapping import select_units
 
 
@@ -64,3 +64,13 @@ def test_what_can_be_no_unit_is_refused(what: object, told: str) -> None:
         fsdp_core.wrap(what)  # type: ignore[type-var]
     assert told in str(refused.value)
     assert "Wrap its members" in str(refused.value) or "Give it a module" in str(refused.value)
+
+
+def test_what_is_marked_in_a_context_is_told() -> None:
+    told: list[nn.Module] = []
+    first, second, third = (nn.Linear(1, 1) for _ in range(3))
+    with mark_by_torch_wrap(), when_marked(told.append):
+        fsdp_core.wrap(first)
+        torch_wrap(second)
+    fsdp_core.wrap(third)
+    assert [m is one for m, one in zip(told, (first, second), strict=True)] == [True, True]

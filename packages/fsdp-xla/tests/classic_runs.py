@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler
 
+import by_hand as modules_by_hand
 from fsdp_core import load_state_dict
 from fsdp_core.testing import oracle
 from fsdp_core.testing.training import Lit
@@ -383,6 +384,26 @@ def joint_setup() -> Any:
     return L.Fabric(strategy="xla_fsdp", devices=DEVICES).launch(train)
 
 
+def by_hand(kind: str, options: dict[str, Any] | None = None) -> Any:
+    """What a module of by_hand.py has seen, as the mean over ranks, and its weights."""
+    run = f"by-hand-{kind}-{len(seen)}"
+
+    def train_dataloader(self: Any) -> DataLoader[Any]:
+        return loader(self.trainer.global_rank, STEPS)
+
+    def on_train_end(self: Any) -> None:
+        seen.setdefault(run, {})[self.trainer.global_rank] = [loss.item() for loss in self.losses]
+        self.trainer.save_checkpoint(str(FOLDER / run))
+
+    made = getattr(modules_by_hand, kind)
+    hooks = {"train_dataloader": train_dataloader, "on_train_end": on_train_end}
+    L.seed_everything(3)
+    trainer(options).fit(type(made.__name__, (made,), hooks)())
+    ranks = seen[run].values()
+    losses = [sum(of_step) / DEVICES for of_step in zip(*ranks, strict=True)]
+    return {"losses": losses, "weights": load_state_dict(FOLDER / run)}
+
+
 CASES: dict[str, Any] = {
     "plain": lambda: trained("plain"),
     "options": lambda: trained("options", {"auto_wrap_policy": None, "reshard_after_forward": False}),
@@ -430,8 +451,20 @@ CASES: dict[str, Any] = {
     "after that": lambda: trained("after-that"),
 }
 
+#: Run by test_by_hand.py.
+BY_HAND: dict[str, Any] = {
+    "two losses": lambda: by_hand("TwoLosses"),
+    "two losses, kept gathered": lambda: by_hand("TwoLosses", {"reshard_after_forward": False}),
+    "two forward passes": lambda: by_hand("TwoForwards"),
+    "accumulated by hand": lambda: by_hand("Accumulates"),
+    "clipped by hand": lambda: by_hand("Clips", {"reduce_scatter_bucket_size_mb": 1}),
+    "flat by hand": lambda: by_hand("Clips", {"flatten_parameters": True}),
+    "gan": lambda: by_hand("Gan"),
+    "of its own": lambda: by_hand("OfItsOwn"),
+}
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     chosen = sys.argv[3:] or CASES
-    save_cases({name: CASES[name] for name in chosen}, FOLDER)
+    save_cases({name: {**CASES, **BY_HAND}[name] for name in chosen}, FOLDER)

@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core import RandomState
-from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.errors import CheckpointError, CheckpointMismatchError
 from fsdp_core.testing.oracle import adamw_groups, global_batches, new_net
 from fsdp_core.testing.training import Lit, loader
 from spmd_runs import compiled, fit, moments, new_fabric, new_trainer, shapes, whole_state
@@ -89,8 +91,41 @@ def save(folder: Path, devices: int) -> dict[str, Any]:
     full = new_trainer(str(folder), {"state_dict_type": "full"}, max_steps=2)
     full.fit(module, loader(2, 1))
     full.save_checkpoint(folder / "full.ckpt")
+    found["behind"] = {kind: behind(folder, kind) for kind in ("sharded", "full")}
+    found["behind trainer"] = behind_trainer(folder)
     found["full"] = whole_state(full.strategy, module)
     return found
+
+
+def behind(folder: Path, kind: str) -> dict[str, Any]:
+    """Saved behind training, which goes on meanwhile; and a failure, which the next step or save raises."""
+    fabric, module, model, optimizer = begin(4, 0, {"async_save": True, "state_dict_type": kind})
+    train(fabric, model, optimizer, global_batches(2))
+    fabric.save(folder / f"behind-{kind}", {"model": model, "optimizer": optimizer})
+    pending = fabric.strategy.background._last is not None
+    found = {"pending": pending, "state": whole_state(fabric.strategy, module)}
+    train(fabric, model, optimizer, global_batches(4)[2:])
+    found["later"] = whole_state(fabric.strategy, module)
+    fabric.strategy.wait_for_saves()
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Folder, "writing", fails)
+        patch.setattr(fabric.strategy.checkpoint_io, "save_checkpoint", fails)
+        fabric.save(folder / "nowhere", {"model": model})
+        with pytest.raises(CheckpointError) as told:
+            fabric.strategy.wait_for_saves()
+    return {**found, "told": str(told.value)}
+
+
+def behind_trainer(folder: Path) -> dict[str, Any]:
+    """The same with a ModelCheckpoint, as against without."""
+    every = ModelCheckpoint(folder / "behind", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [every]}
+    found = fit(str(folder), 3, options={"async_save": True}, module=Lit("adamw_groups", blocks=1), **options)
+    return {**found, "saved": sorted(path.name for path in (folder / "behind").iterdir())}
 
 
 class _SaveAmid(ModelCheckpoint):

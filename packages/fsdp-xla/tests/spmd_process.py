@@ -35,7 +35,7 @@ def start(script: str, out: Path, *args: str, devices: int | None = 4) -> subpro
     )
 
 
-def finish(process: subprocess.Popen[str], out: Path, seconds: float = 150) -> Any:
+def finish(process: subprocess.Popen[str], out: Path, seconds: float = 300) -> Any:
     """Wait for a script, and read its results."""
     try:
         output, _ = process.communicate(timeout=seconds)

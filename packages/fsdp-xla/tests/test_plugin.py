@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 import fsdp_core
 import fsdp_xla
-from fsdp_core import registry
+from fsdp_core import availability, registry
 from fsdp_xla import plugin
 from fsdp_xla.options import PASSED_ON
 from fsdp_xla.plugin import fsdp_strategies, why_not_here
@@ -31,7 +32,8 @@ def test_it_is_found_under_its_three_names() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_options_are_listed(name: str) -> None:
+def test_all_options_are_listed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     taken: set[str] = set(PASSED_ON) if "spmd" not in name else set()
     for front_end in ("trainer", "fabric"):
         for parameter in inspect.signature(fsdp_core.resolve(name, front_end)).parameters.values():
@@ -73,3 +75,32 @@ def test_fsdp_list_on_a_machine_without_a_tpu(device: str | None) -> None:
     for name in NAMES:
         assert rows[name]["runs_here"] is (device == "CPU")
         assert "PJRT_DEVICE=CPU" in (rows[name]["reason"] or "PJRT_DEVICE=CPU")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("package", "installed", "told"),
+    [
+        ("torch_xla", None, ['needs torch_xla==2.9.*, which is not installed; type: pip install "torch_xla==2.9.*"']),
+        ("torch_xla", "2.8.1", ["needs torch_xla==2.9.*, but 2.8.1 is installed"]),
+        ("torch", "2.13.0", ["needs torch==2.9.*, but 2.13.0 is installed", 'pip install "torch==2.9.*"']),
+    ],
+)
+def test_torch_xla_missing_or_of_another_torch(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str, installed: str | None, told: list[str]
+) -> None:
+    found = availability.version
+
+    def version(asked: str) -> str:
+        if asked != package:
+            return found(asked)
+        if installed is None:
+            raise PackageNotFoundError(asked)
+        return installed
+
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setattr(availability, "version", version)
+    with pytest.raises(fsdp_core.StrategyUnavailableError) as raised:
+        fsdp_core.resolve(name, "trainer")
+    for words in (f"strategy {name!r}", *told):
+        assert words in str(raised.value)

@@ -92,3 +92,23 @@ def test_what_does_not_fit_changes_nothing(loaded: dict[int, dict[str, Any]], de
     refused = loaded[devices]["refused"]
     assert refused["same"]
     assert "0.weight: its shape is (7, 6) in the checkpoint, and (8, 6) here" in refused["message"]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_save_behind_training_holds_what_was_there_when_it_was_asked_for(
+    folder: Path, saved: dict[str, Any], kind: str
+) -> None:
+    found, path = saved["behind"][kind], folder / f"behind-{kind}"
+    assert found["pending"]
+    state = dict(fsdp_core.load_state_dict(path)) if kind == "sharded" else torch.load(path, weights_only=True)["model"]
+    assert_equal(state, found["state"])
+    assert not torch.equal(found["later"]["net.inp.weight"], state["net.inp.weight"]), "training did not go on"
+    assert "behind training has failed" in found["told"]
+    assert "No space left on device" in found["told"]
+
+
+def test_checkpoints_of_a_trainer_behind_training(folder: Path, saved: dict[str, Any]) -> None:
+    found = saved["behind trainer"]
+    assert found["saved"] == [f"step={step}.ckpt" for step in (1, 2, 3)]
+    last = dict(fsdp_core.load_state_dict(folder / "behind" / "step=3.ckpt"))
+    assert_equal({name.removeprefix("net."): value for name, value in last.items()}, found["state"])

@@ -48,7 +48,7 @@ def test_it_is_refused(results: dict[str, tuple[str, str]], case: str, error: st
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("spmd_starts")
-    cases = {"started_without_spmd": 4, "after_a_backward_pass": 4, "devices_left_open": None}
+    cases = {"started_without_spmd": 4, "after_a_backward_pass": 4, "devices_left_open": None, "seeded_again": 4}
     begun = {case: start("spmd_starts.py", folder / case, case, devices=n) for case, n in cases.items()}
     return {case: finish(process, folder / case) for case, process in begun.items()}
 
@@ -67,3 +67,8 @@ def test_a_process_whose_autograd_knows_no_xla_is_refused(starts: dict[str, Any]
 
 def test_devices_say_how_many_the_cpu_has(starts: dict[str, Any]) -> None:
     assert starts["devices_left_open"] == {"mesh": {"fsdp": 3}, "world": 1, "variable": "3"}
+
+
+def test_a_seed_counts_for_the_devices_each_time_it_is_set(starts: dict[str, Any]) -> None:
+    first, again, other, third = starts["seeded_again"]
+    assert first == again == third != other

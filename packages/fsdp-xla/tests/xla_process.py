@@ -13,6 +13,11 @@ import torch
 HERE = Path(__file__).parent
 
 
+def on_hardware() -> bool:
+    """Whether ``nox -s hardware -- xla`` runs this, on a TPU."""
+    return os.environ.get("FSDP_XLA_TESTS_ON") == "TPU"
+
+
 def run_script(script: str, devices: int, folder: Path, *arguments: str, timeout: float = 280.0) -> dict[str, Any]:
     """Run ``script`` and read what it has saved.
 
@@ -27,7 +32,9 @@ def run_script(script: str, devices: int, folder: Path, *arguments: str, timeout
         The results of its cases by name; of one that raised, the traceback as a string that begins with "Traceback".
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("CPU_NUM_DEVICES", "PJRT_DEVICE")}
-    environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    # malloc is to give large tensors back when they are freed, or no peak could be measured
+    environment |= {"PJRT_DEVICE": "TPU"} if on_hardware() else {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
     folder.mkdir(parents=True, exist_ok=True)
     run = subprocess.run(
         [sys.executable, str(HERE / script), str(devices), str(folder), *arguments],

@@ -186,9 +186,9 @@ class Backend(ABC):
             self._note_written(module, name, parameter)
 
     def _note_written(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        key = id(parameter)
-        gone = weakref.ref(parameter, lambda _: self._written.pop(key, None))
-        self._written[key] = (gone, weakref.ref(module), name)
+        key, written = id(parameter), self._written
+        gone = weakref.ref(parameter, lambda _: written.pop(key, None))  # which must not keep this backend
+        written[key] = (gone, weakref.ref(module), name)
 
     @contextmanager
     def as_written(self, module: nn.Module) -> Iterator[None]:

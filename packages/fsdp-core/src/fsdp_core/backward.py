@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,9 @@ class EndOfBackward:
         self.enabled = True
         self._call = call
         self._queued = False
+        # Held by the root. A parameter's hook is out of the garbage collector's sight, and what it calls knows the
+        # parameter: held by that, all of it, process groups included, would stay for ever.
+        self._queue_while_alive = _weakly(self._queue)
         for parameter in parameters:
             self.follow(parameter)
         root.register_forward_pre_hook(self._before_forward)
@@ -51,7 +55,7 @@ class EndOfBackward:
         """Let backward passes count that compute a gradient of a further parameter."""
         required = parameter.requires_grad
         parameter.requires_grad_(True)  # a hook can't be placed otherwise, and it may be unfrozen later
-        parameter.register_post_accumulate_grad_hook(self._queue)
+        parameter.register_post_accumulate_grad_hook(self._queue_while_alive)
         parameter.requires_grad_(required)
 
     @contextmanager
@@ -81,6 +85,18 @@ class EndOfBackward:
     def _end(self) -> None:
         self._queued = False
         self._call()
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Call a method without keeping what it belongs to."""
+    kept = weakref.WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        alive = kept()
+        if alive is not None:
+            alive(tensor)
+
+    return call
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from torch import nn
@@ -18,6 +19,8 @@ __all__ = ["mark_by_torch_wrap", "marked", "options_of", "wrap"]
 M = TypeVar("M", bound=nn.Module)
 
 _MARK = "_fsdp_core_unit"
+
+_when_marked: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("_when_marked", default=None)
 
 
 def wrap(module: M) -> M:
@@ -59,6 +62,16 @@ def mark_by_torch_wrap() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def when_marked(then: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call ``then`` with each module that is marked in this context, by this thread."""
+    before = _when_marked.set(then)
+    try:
+        yield
+    finally:
+        _when_marked.reset(before)
+
+
 def marked(root: nn.Module) -> list[nn.Module]:
     """The modules inside ``root`` that were marked."""
     return [m for m in root.modules() if m is not root and _MARK in m.__dict__]
@@ -76,4 +89,7 @@ def _mark(module: M, **options: Any) -> M:
             f"wrap() got a {type(module).__name__}, which is never called itself.\nWrap its members instead."
         )
     module.__dict__[_MARK] = options
+    then = _when_marked.get()
+    if then is not None:
+        then(module)
     return module

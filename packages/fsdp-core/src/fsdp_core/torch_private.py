@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 __all__ = [
     "BatchNorm",
+    "Place",
     "batches_given",
     "foreach_mul_",
     "foreach_norm",
@@ -24,6 +25,7 @@ __all__ = [
     "is_flattened",
     "iterates_as_torch",
     "make_scaler_sharded",
+    "place_of",
     "process_groups",
     "queue_backward_callback",
     "watch_iterators",
@@ -55,6 +57,18 @@ def hooks_on(parameter: Tensor) -> bool:
 def is_flattened(parameter: Tensor) -> bool:
     """Whether FSDP1 manages a parameter, alone or as part of a flat one. There is no public way to ask."""
     return isinstance(parameter, FlatParameter) or bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+#: The identity of a storage, and where in it a tensor begins.
+Place = tuple[int, int]
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Where a tensor's elements begin: equal for a tensor and its views from there, as long as one of them lives.
+
+    ``data_ptr()`` is public, and is no address on a device such as XLA's, whose tensors all give the same.
+    """
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

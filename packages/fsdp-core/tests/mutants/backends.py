@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -423,6 +423,15 @@ class LeavesFile(LoopbackBackend):
     def shard(self, module: nn.Module) -> nn.Module:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.write(b"a cache of its own")
+        return super().shard(module)
+
+
+@backend("module_kept")
+class KeepsModules(LoopbackBackend):
+    kept: ClassVar[list[nn.Module]] = []
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        self.kept.append(module)
         return super().shard(module)
 
 

@@ -58,6 +58,7 @@ FAULTS = (
     "thread_left_running",
     "variable_left_set",
     "file_left_behind",
+    "module_kept",
     # what the plugin says
     "signature_differs",
     "accelerator_claimed",

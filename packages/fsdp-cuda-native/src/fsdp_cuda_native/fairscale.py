@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,6 +27,9 @@ FAIRSCALE_OPTIONS: dict[str, Any] = {
     "min_num_params": None,
     "state_dict_to_cpu": True,
 }
+
+#: The defaults of fsdp_native.
+_DEFAULTS = {n: one.default for n, one in inspect.signature(DDPFullyShardedNativeStrategy).parameters.items()}
 
 #: Options without a counterpart: their defaults, and what to write in their place.
 _WITHOUT_COUNTERPART: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -89,6 +93,17 @@ class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
         process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
+        translated = translate(
+            options,
+            flatten_parameters=flatten_parameters,
+            reshard_after_forward=reshard_after_forward,
+            move_grads_to_cpu=move_grads_to_cpu,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+            compute_dtype=compute_dtype,
+            bucket_cap_mb=bucket_cap_mb,
+            min_num_params=min_num_params,
+            state_dict_to_cpu=state_dict_to_cpu,
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -97,17 +112,8 @@ class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             cpu_offload=cpu_offload,
-            **translated(
-                options,
-                flatten_parameters=flatten_parameters,
-                reshard_after_forward=reshard_after_forward,
-                move_grads_to_cpu=move_grads_to_cpu,
-                fp32_reduce_scatter=fp32_reduce_scatter,
-                compute_dtype=compute_dtype,
-                bucket_cap_mb=bucket_cap_mb,
-                min_num_params=min_num_params,
-                state_dict_to_cpu=state_dict_to_cpu,
-            ),
+            **translated,
+            **options,  # passed on as they are, so that LightningCLI finds them
         )
 
 
@@ -131,10 +137,10 @@ class FabricFullyShardedStrategy(NativeFSDPStrategy):
 
     def __init__(self, accelerator: Any = None, **options: Any) -> None:
         old = {name: options.pop(name, default) for name, default in FAIRSCALE_OPTIONS.items()}
-        super().__init__(accelerator=accelerator, **translated(options, **old))
+        super().__init__(accelerator=accelerator, **translate(options, **old), **options)
 
 
-def translated(
+def translate(
     options: dict[str, Any],
     *,
     flatten_parameters: bool,
@@ -149,7 +155,8 @@ def translated(
     """The options of ``fsdp_native`` that say what fairscale's say.
 
     Args:
-        options: Options of ``fsdp_native``, which the others are added to.
+        options: Options of ``fsdp_native`` that are given too. Those that a translation stands for are taken out:
+            LightningCLI gives every option, with its default where the user has given none.
         flatten_parameters: See :class:`DDPFullyShardedStrategy`, as for the following.
         reshard_after_forward: Becomes ``sharding_strategy``.
         move_grads_to_cpu: ``None`` only.
@@ -179,11 +186,11 @@ def translated(
         by_size = partial(size_based_auto_wrap_policy, min_num_params=int(min_num_params))
         new["auto_wrap_policy"] = ("min_num_params", by_size)
     for name, (old, _) in new.items():
-        if name in options:
+        if name in options and options.pop(name) != _DEFAULTS.get(name, inspect.Parameter.empty):
             raise UnsupportedCapabilityError(
                 f"{old} and {name} are an old and a new spelling of one option.\nWrite {name} alone."
             )
-    return {**options, **{name: value for name, (_, value) in new.items()}}
+    return {name: value for name, (_, value) in new.items()}
 
 
 def _refuse_without_counterpart(**given: Any) -> None:

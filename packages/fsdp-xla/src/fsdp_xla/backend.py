@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
-from fsdp_core.checkpoint import SavedTensor
+from fsdp_core.checkpoint import ChunkedTensor, SavedTensor
 from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import aliases, clean_name
 from fsdp_core.gradients import HeldGradients
+from fsdp_core.marking import when_marked
 from fsdp_core.materialize import materialize
 from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
-from fsdp_core.parts import Layout
+from fsdp_core.parts import Layout, Part
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.wrapping import (
     ActivationCheckpointingPolicy,
@@ -30,8 +32,10 @@ from fsdp_core.wrapping import (
     select_units,
 )
 from fsdp_xla import torch_xla_private as xla
+from fsdp_xla.built_in_parts import BuiltInParts
 from fsdp_xla.on_host import HostOptimizer, flat_on_host
 from fsdp_xla.options import check_options
+from fsdp_xla.read_late import DeviceFlat, gathered_in_turn, read_late
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.torch_xla_private import XlaFullyShardedDataParallel, is_shard
@@ -48,6 +52,7 @@ class XLABackend(Backend):
         auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
             blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
+        sequential_save: Whether state is copied to the host only when it is written, for ranks that write in turn.
         **options: Options of ``XlaFullyShardedDataParallel``.
 
     Raises:
@@ -62,12 +67,17 @@ class XLABackend(Backend):
         *,
         auto_wrap_policy: WrapPolicy | None = "auto",
         activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
+        sequential_save: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         check_options(options)
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.sequential_save = sequential_save
+        self._built = BuiltInParts()
+        #: Roots with backward passes or steps inside their forward pass.
+        self._by_hand: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.options = options
 
     def terms(self) -> dict[str, Any]:
@@ -91,10 +101,12 @@ class XLABackend(Backend):
 
     @contextmanager
     def wrap_context(self) -> Iterator[None]:
-        with self.runtime.building(), super().wrap_context():
+        keep = functools.partial(self._built.take, runtime=self.runtime)
+        with self.runtime.building(), super().wrap_context(), when_marked(keep):
             yield
 
     def shard(self, module: nn.Module) -> nn.Module:
+        self.runtime.claim(module)
         if self.is_sharded(module):
             known: nn.Module = _root_of(module)
             return known
@@ -120,6 +132,7 @@ class XLABackend(Backend):
             self._place(own)
             buffers += [(m, name, buffer) for m in own for name, buffer in m.named_buffers(recurse=False)]
             root = self._wrapped(unit)
+            xla.let_go_of_wholes(root)
             if unit is not module:
                 put_in_place(module, unit, root)
         assert root is not None
@@ -129,6 +142,9 @@ class XLABackend(Backend):
         for shard in xla.shards_of(root):
             # the root's own, or an optimizer over module.parameters() would leave them as they are
             module.register_parameter(shard._name, shard)
+        xla.reduce_what_waits(root)
+        xla.follow_freezing(root)
+        root.register_forward_pre_hook(lambda root, _: xla.follow_freezing(root))
         gc.collect()
         xla.settle()
         module.__dict__[_ROOT] = (root,)  # in a tuple, so that it becomes no submodule
@@ -147,7 +163,8 @@ class XLABackend(Backend):
             if parameter.dtype != torch.float32:
                 raise ShardingError(
                     f"parameter {fqn!r} is in {parameter.dtype}, and XlaFullyShardedDataParallel keeps its shards in "
-                    "fp32.\nLeave the model in fp32 and write precision='bf16-mixed', or use strategy='xla_fsdp_spmd'."
+                    "torch.float32.\nLeave the model in that one dtype and write precision='bf16-mixed', or use "
+                    "strategy='xla_fsdp_spmd'."
                 )
             if parameter.ndim == 0 and self.options.get("shard_param_on_dim_0"):
                 raise UnsupportedCapabilityError(
@@ -170,8 +187,10 @@ class XLABackend(Backend):
         for module in modules:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if id(parameter) not in moved:
-                    data = self.runtime.broadcast_object(parameter.data.cpu())
-                    new = nn.Parameter(data.to(device), requires_grad=parameter.requires_grad)
+                    data = self._built.whole(parameter, self.runtime)
+                    if data is None:
+                        data = self.runtime.broadcast_object(parameter.data.cpu())
+                    new = xla.parameter_of(data.to(device), parameter.requires_grad)
                     new.__dict__.update(parameter.__dict__)
                     moved[id(parameter)] = (new, parameter)
                     # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
@@ -208,15 +227,32 @@ class XLABackend(Backend):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = _root_of(module).no_sync()
-        return context
+        return xla.no_reduction(_root_of(module))
 
     def reshard(self, module: nn.Module) -> None:
+        if _root_of(module) in self._by_hand:
+            self._by_hand.discard(_root_of(module))
+            xla.end_step(_root_of(module))
         for unit in xla.units_of(_root_of(module)):
             if unit.has_full_params:
                 unit._free_full_params()
 
+    def suspend_forward(self, module: nn.Module, loss: Tensor | None = None) -> None:
+        root = _root_of(module)
+        self._by_hand.add(root)
+        if loss is not None:  # an optimizer's step needs nothing
+            xla.suspend_forward(root)
+
+    def resume_forward(self, module: nn.Module) -> None:
+        self._by_hand.add(_root_of(module))
+        xla.resume_forward(_root_of(module))
+
+    def follow_requires_grad(self, module: nn.Module) -> None:
+        self._by_hand.add(_root_of(module))
+        xla.follow_requires_grad(_root_of(module))
+
     def reset(self, module: nn.Module) -> None:
+        self._by_hand.discard(_root_of(module))
         xla.reset(_root_of(module))
 
     def holds_part(self, parameter: Tensor) -> bool:
@@ -244,8 +280,10 @@ class XLABackend(Backend):
         root = _root_of(module)
         self.reshard(root)
         xla.settle()
-        held = {name: flat_on_host(member.shard) for name, member in named_members(root)}
-        parts = {part.name: part for of_shard in self.layout(root).values() for part in of_shard}
+        held: dict[str, ChunkedTensor] = {}
+        for shard, parts in self.layout(root).items():
+            here = DeviceFlat(shard, parts).part if self.sequential_save else _on(flat_on_host(shard))
+            held.update((part.name, here(part)) for part in parts)
         with self.as_written(root):
             user = user_module(root)
             state = {clean_name(name): value for name, value in type(user).state_dict(user).items()}
@@ -253,11 +291,20 @@ class XLABackend(Backend):
         found: dict[str, Any] = {}
         for name, value in state.items():
             known = first.get(name, name)
-            if known in parts:
-                found[name] = parts[known].of(held[known])
+            if known in held:
+                found[name] = held[known]
             else:
                 found[name] = xla.on_host(value) if isinstance(value, Tensor) else value
         return found
+
+    def load_model_state(
+        self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False
+    ) -> None:
+        late, self.sequential_save = self.sequential_save, False  # what is read into has to be in memory
+        try:
+            super().load_model_state(module, state, strict, check_only=check_only)
+        finally:
+            self.sequential_save = late
 
     def adopt_model_state(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         root = _root_of(module)
@@ -295,8 +342,10 @@ class XLABackend(Backend):
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self.reshard(module)
         xla.settle()
-        host: Any = HostOptimizer(optimizer, self.layout(module))
-        return optimizer_state(host, host.layout, self.runtime)
+        layout = self.layout(module)
+        host: Any = HostOptimizer(optimizer, layout, late=self.sequential_save)
+        described = optimizer_state(host, host.layout, self.runtime)
+        return read_late(described, optimizer, layout) if self.sequential_save else described
 
     def load_optimizer_state(
         self,
@@ -316,6 +365,11 @@ class XLABackend(Backend):
         host.give_back()
         xla.settle()
 
+    def full_tensor(self, value: Any) -> Any:
+        if self.sequential_save and isinstance(value, ChunkedTensor):
+            return gathered_in_turn(value, self.runtime)
+        return super().full_tensor(value)
+
 
 _ROOT = "_fsdp_xla_root"
 
@@ -327,6 +381,10 @@ def _root_of(module: nn.Module) -> XlaFullyShardedDataParallel:
     (root,) = module.__dict__[_ROOT]
     assert isinstance(root, XlaFullyShardedDataParallel)
     return root
+
+
+def _on(flat: Tensor) -> Callable[[Part], Any]:
+    return lambda part: part.of(flat)
 
 
 def _is_flattener(module: nn.Module) -> bool:

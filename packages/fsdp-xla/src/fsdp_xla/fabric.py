@@ -11,9 +11,11 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision import Precision
 
 from fsdp_core.lightning.fabric import ShardedFabricStrategy
+from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.backend import XLABackend
 from fsdp_xla.launchers import FabricXLALauncher
+from fsdp_xla.options import INSTEAD, PASSED_ON, check_sequential_save, not_passed_on
 from fsdp_xla.ranks import XLADeviceRanks, XLARanks
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.torch_xla_private import sync
@@ -39,6 +41,8 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
             classes or a function ``module -> bool``.
         state_dict_type: ``"sharded"`` for checkpoint folders that every rank writes its part of, ``"full"`` for one
             file gathered on rank 0.
+        sequential_save: Whether ranks of a host save one after another, so that no more than a part of one rank's state
+            is in host memory at a time.
         timeout: How long a rank waits for the others; half an hour when ``None``.
         async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
             training.
@@ -61,15 +65,20 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
         auto_wrap_policy: WrapPolicy | None = "auto",
         activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        sequential_save: bool = False,
         *,
         timeout: timedelta | None = None,
         async_save: bool = False,
         **kwargs: Any,
     ) -> None:
+        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, not_passed_on(kwargs), INSTEAD, PASSED_ON)
+        check_sequential_save(sequential_save, async_save)
+        self.sequential_save = sequential_save
         super().__init__(
             XLABackend(
                 auto_wrap_policy=auto_wrap_policy,
                 activation_checkpointing_policy=activation_checkpointing_policy,
+                sequential_save=sequential_save,
                 **kwargs,
             ),
             strategy_name="xla_fsdp",

@@ -6,6 +6,7 @@ What ``self.log`` is given on the device belongs to the step's program. The rest
   On XLA each of these is a program of its own, compiled in the midst of a run.
 - Numbers are put on the device. XLA takes 0 and 1 for constants, so a step that logs a 1.0 would be another program
   than one that logs a 0.5.
+- Counts, such as the lengths of loaders, are put on the device to be reduced. Each look at one would be a program.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import move_data_to_device
+from torch import Tensor
 
 from fsdp_xla.lightning_private import LoggerConnector
+from fsdp_xla.torch_xla_private import on_host
 
-__all__ = ["compute_metrics_on_host", "log_numbers_on_host"]
+__all__ = ["compute_metrics_on_host", "count_on_host", "log_numbers_on_host"]
 
 
 class _HostMetrics(LoggerConnector):
@@ -31,13 +34,18 @@ class _HostMetrics(LoggerConnector):
     @property
     def metrics(self) -> Any:
         results = self.trainer._results
-        if self._first_loop_iter is None and results is not None:
-            results.cpu()
-        return super().metrics
+        if self._first_loop_iter is not None or results is None:
+            return super().metrics
+        for result in results.values():
+            if result.is_tensor:  # else it is the module's own torchmetrics.Metric, which goes on with what it has
+                result.to(device="cpu")
+        return move_data_to_device(super().metrics, "cpu")
 
     @property
     def callback_metrics(self) -> Any:
-        return move_data_to_device(super().callback_metrics, "cpu")
+        metrics = super().callback_metrics
+        metrics.update(move_data_to_device(metrics, "cpu"))  # in place: a callback may write to what it gets
+        return metrics
 
 
 def compute_metrics_on_host(trainer: pl.Trainer) -> None:
@@ -58,3 +66,14 @@ def log_numbers_on_host(module: pl.LightningModule) -> None:
         log(name, torch.tensor(float(value)) if isinstance(value, int | float) else value, *args, **kwargs)
 
     module.log = log_on_host  # type: ignore[method-assign]
+
+
+def count_on_host(value: Any) -> Any:
+    """A count, which is an integer without dimensions, in host memory; anything else as it is.
+
+    Example:
+        >>> count_on_host("no tensor"), count_on_host(torch.tensor(7)).device.type
+        ('no tensor', 'cpu')
+    """
+    is_count = isinstance(value, Tensor) and not value.ndim and not value.is_floating_point()
+    return on_host(value) if is_count else value

@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_xla.lightning_private import Launcher, LaunchesXLA
+from fsdp_xla.brought_back import bring_back, to_host, what_to_bring_back
+from fsdp_xla.lightning_private import Launcher, LaunchesXLA, TunerExit, interrupt, mark_as_told
+from fsdp_xla.rendezvous import RankLostError
 from fsdp_xla.starting import run_ranks
-from fsdp_xla.torch_xla_private import on_host
 
 __all__ = ["FabricXLALauncher", "TrainerXLALauncher"]
 
@@ -39,7 +41,7 @@ class FabricXLALauncher(Launcher):
 
 def _call(job: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
     function, args, kwargs = job
-    return _to_host(function(*args, **kwargs))
+    return to_host(function(*args, **kwargs))
 
 
 class TrainerXLALauncher(Launcher):
@@ -51,55 +53,83 @@ class TrainerXLALauncher(Launcher):
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._has_fit = False
 
     @property
     def is_interactive_compatible(self) -> bool:
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        if trainer is not None and self._has_fit:
-            self._refuse_what_was_lost(trainer, function, args, kwargs)
-        results, told = run_ranks(self._ranks, _stage, (trainer, function, args, kwargs))
+        module = None
+        if trainer is not None:
+            _refuse_tuners(trainer)
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            module = given.get("model") or trainer.lightning_module
+            if given.get("ckpt_path") is None and module in _fitted and _fitted[module] == _weights(module):
+                _refuse_what_was_lost(trainer)
+        try:
+            results, told = run_ranks(self._ranks, _stage, (trainer, function, args, kwargs))
+        except RankLostError as error:
+            mark_as_told(error)  # no rank is left to tell
+            raise
         if trainer is not None and told is not None:
-            self._has_fit = self._has_fit or trainer.state.fn == TrainerFn.FITTING
-            trainer.state = told["state"]
-            trainer.callback_metrics.update(told["callback_metrics"])
-            for callback, paths in zip(trainer.checkpoint_callbacks, told["checkpoints"], strict=True):
-                callback.__dict__.update(paths)
+            if trainer.state.fn == TrainerFn.FITTING and module is not None:
+                _fitted[module] = _weights(module)
+            bring_back(trainer, told)
         return results
 
-    def _refuse_what_was_lost(self, trainer: pl.Trainer, function: Any, args: Any, kwargs: Any) -> None:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-        if given.get("ckpt_path") is None:
-            what = {TrainerFn.FITTING: "fit", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(
-                trainer.state.fn or TrainerFn.VALIDATING, "validate"
-            )
+
+#: Modules that copies of have been trained in ranks, and which weights they have, untouched by that.
+_fitted: WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
+
+
+def _weights(module: nn.Module) -> list[tuple[int, int]]:
+    """Something that changes when weights are loaded."""
+    return [(id(parameter), parameter._version) for parameter in module.parameters()]
+
+
+def _refuse_what_was_lost(trainer: pl.Trainer) -> None:
+    what = {TrainerFn.FITTING: "fit", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(
+        trainer.state.fn or TrainerFn.VALIDATING, "validate"
+    )
+    raise UnsupportedCapabilityError(
+        f"trainer.{what}() was called after a fit of this module, whose ranks have ended, and their trained weights "
+        "with them: the module of this process is as it was before.\n"
+        f"Write trainer.{what}(model, ..., ckpt_path='best') (or 'last', or a path) to go on from a checkpoint, or "
+        "load one: model = MyModule.load_from_checkpoint(path). To begin anew, build the module anew."
+    )
+
+
+def _refuse_tuners(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning doesn't annotate it
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
             raise UnsupportedCapabilityError(
-                f"trainer.{what}() was called after a fit whose ranks have ended, and their trained weights with them: "
-                "the model of this process is as it was before.\n"
-                f"Write trainer.{what}(model, ..., ckpt_path='best') (or 'last', or a path) to go on from a checkpoint."
+                f"{type(callback).__name__} (of Tuner too) can't be used with 'xla_fsdp' on several devices: what it "
+                "finds ends with the ranks.\n"
+                "Write devices=1 for it, or strategy='xla_fsdp_spmd'."
             )
 
 
 def _stage(job: tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[Any, dict[str, Any] | None]:
     trainer, function, args, kwargs = job
-    results = _to_host(function(*args, **kwargs))
-    if trainer is None:
-        return results, None
-    names = ("best_model_path", "best_model_score", "last_model_path")
-    return results, {
-        "state": trainer.state,
-        "callback_metrics": _to_host(dict(trainer.callback_metrics)),
-        "checkpoints": [
-            _to_host({name: vars(callback)[name] for name in names if name in vars(callback)})
-            for callback in trainer.checkpoint_callbacks
-        ],
-    }
+    try:
+        results = to_host(function(*args, **kwargs))
+    except TunerExit:
+        raise
+    except BaseException as error:
+        if trainer is not None:
+            _tell(trainer, error)
+        raise
+    return results, None if trainer is None else what_to_bring_back(trainer)
 
 
-def _to_host(value: Any) -> Any:
-    return apply_to_collection(value, Tensor, on_host)
+def _tell(trainer: pl.Trainer, error: BaseException) -> None:
+    """Tell the rank's callbacks and strategy of its error, while they can still save; and that process's not again."""
+    try:
+        interrupt(trainer, error)
+        trainer.strategy.teardown()
+    except BaseException as further:
+        error.add_note(f"Then on_exception() raised {type(further).__name__}: {further}")
+    mark_as_told(error)
 
 
 LaunchesXLA.register(FabricXLALauncher)

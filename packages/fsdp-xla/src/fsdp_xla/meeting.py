@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fsdp_core.errors import FSDPError
+from fsdp_core.errors import ShardingError
 from fsdp_xla.messages import from_bytes, to_bytes
+from fsdp_xla.rendezvous import RankLostError, Rendezvous
 
 __all__ = ["Meeting", "RankLostError", "StoreMeeting", "ThreadMeeting"]
-
-
-class RankLostError(FSDPError, RuntimeError):
-    """Another rank has failed, or does not come."""
 
 
 class Meeting(ABC):
@@ -48,6 +46,13 @@ class Meeting(ABC):
         """A context in which a rank builds its model."""
         return nullcontext()
 
+    def claim(self, rank: int, module: nn.Module) -> None:
+        """Note that a rank shards a module, which ranks that are threads must not share.
+
+        Raises:
+            ShardingError: Another rank does.
+        """
+
     @abstractmethod
     def another(self, rank: int) -> Meeting:
         """A further meeting of the same ranks, for another thread of each. All of them must call it."""
@@ -60,6 +65,9 @@ class ThreadMeeting(Meeting):
         world_size: How many there are.
         timeout: How long a rank waits for the others.
 
+    Attributes:
+        rendezvous: Where its ranks wait for each other.
+
     Example:
         >>> ThreadMeeting(1).exchange(0, "hello")
         ['hello']
@@ -67,28 +75,29 @@ class ThreadMeeting(Meeting):
 
     def __init__(self, world_size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.world_size = world_size
-        self._timeout = timeout
-        self._barrier = threading.Barrier(world_size)
+        self.rendezvous = Rendezvous(world_size, timeout)
         self._slots: list[Any] = [None] * world_size
         self._others: list[ThreadMeeting] = []
-        self._building = threading.RLock()
+        self._lock = threading.RLock()
         self._random_states: list[Tensor] = []
         self._built = [0] * world_size
+        self._claimed: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         # every rank gets copies of its own, as from another process
         self._slots[rank] = to_bytes(value)
-        self._wait()
+        self.rendezvous.wait(rank, _EXCHANGES)
         gathered = [from_bytes(slot) for slot in self._slots]
-        self._wait()
+        self.rendezvous.wait(rank, _EXCHANGES)
         return gathered
 
     def another(self, rank: int) -> Meeting:
-        if rank == 0:
-            self._others.append(ThreadMeeting(self.world_size, self._timeout))
-        self._wait()
+        def make() -> None:
+            self._others.append(ThreadMeeting(self.world_size, self.rendezvous.timeout))
+
+        self.rendezvous.wait(rank, _EXCHANGES, make)
         made = self._others[-1]
-        self._wait()
+        self.rendezvous.wait(rank, _EXCHANGES)
         return made
 
     @contextmanager
@@ -96,28 +105,42 @@ class ThreadMeeting(Meeting):
         """A context for one rank at a time, in which each finds torch's random generator where the first found it.
 
         The generator is the process's own, and so is what torch's ``wrap`` looks at.
+
+        Raises:
+            RankLostError: In it a rank waits for the others, which wait for their turn to build.
         """
-        with self._building:
+        with self._lock:
+            outer, self.rendezvous.building = self.rendezvous.building, rank
             turn = self._built[rank]
             self._built[rank] += 1
             if turn == len(self._random_states):
                 self._random_states.append(torch.get_rng_state())
             torch.set_rng_state(self._random_states[turn])
-            yield
+            try:
+                yield
+            finally:
+                self.rendezvous.building = outer
+
+    def claim(self, rank: int, module: nn.Module) -> None:
+        with self._lock:
+            for submodule in module.modules():
+                owner = self._claimed.setdefault(submodule, rank)
+                if owner != rank:
+                    raise ShardingError(
+                        f"{type(module).__name__} is set up by rank {rank} and by rank {owner}: ranks are threads on "
+                        "the CPU, and share what the function finds outside itself.\n"
+                        "Build the model in the function that fabric.launch() is given, or pass it: "
+                        "fabric.launch(train, model) gives each rank a copy."
+                    )
 
     def break_up(self) -> None:
         """Let every rank that waits, or is going to, raise."""
-        self._barrier.abort()
+        self.rendezvous.break_up()
         for other in self._others:
             other.break_up()
 
-    def _wait(self) -> None:
-        try:
-            self._barrier.wait(self._timeout.total_seconds())
-        except threading.BrokenBarrierError:
-            raise RankLostError(
-                "another rank has failed, or did not come to where this one waits.\nSee the other rank's error."
-            ) from None
+
+_EXCHANGES = "exchanges values (barrier, broadcast, reduction, checkpoint)"
 
 
 class StoreMeeting(Meeting):

@@ -29,6 +29,8 @@ class HostOptimizer:
     Args:
         optimizer: The optimizer on the device.
         layout: What its parameters have of the user's.
+        with_state: Whether to hold its state.
+        late: Whether to hold no more than shapes of what is laid out as a shard.
 
     Attributes:
         param_groups: As the optimizer's, over parameters that stand in for its own.
@@ -36,7 +38,9 @@ class HostOptimizer:
         layout: What those have of the user's.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layout: Layout, *, with_state: bool = True) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, layout: Layout, *, with_state: bool = True, late: bool = False
+    ) -> None:
         self._optimizer = optimizer
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         self.layout: dict[nn.Parameter, Any] = {}
@@ -50,7 +54,7 @@ class HostOptimizer:
             state: Any = optimizer.state
             for parameter, values in state.items():
                 self.state[self._of(parameter)] = {
-                    key: _held(value, parameter) if isinstance(value, Tensor) else value
+                    key: _held(value, parameter, late) if isinstance(value, Tensor) else value
                     for key, value in values.items()
                 }
 
@@ -95,8 +99,10 @@ class HostOptimizer:
             }
 
 
-def _held(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    return flat_on_host(value) if value.shape == parameter.shape else on_host(value)
+def _held(value: Tensor, parameter: nn.Parameter, late: bool) -> Tensor:
+    if value.shape != parameter.shape:
+        return on_host(value)
+    return torch.empty(value.numel(), dtype=value.dtype, device="meta") if late else flat_on_host(value)
 
 
 def _padding(value: Any, shape: tuple[int, ...], parameter: nn.Parameter, key: str) -> Any:

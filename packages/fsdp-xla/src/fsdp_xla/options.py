@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fsdp_core.errors import UnsupportedCapabilityError
 
-__all__ = ["PASSED_ON", "check_options"]
+__all__ = ["INSTEAD", "PASSED_ON", "check_options", "check_sequential_save", "not_passed_on"]
 
 #: What users may set, in torch_xla's order.
 PASSED_ON = (
@@ -26,7 +26,8 @@ PASSED_ON = (
     "coalesce_all_gather_ops",
 )
 
-_INSTEAD = {
+#: What to write in the place of options that torch_xla's wrapper has besides, or torch's own.
+INSTEAD = {
     "auto_wrapper_callable": "Write activation_checkpointing_policy={MyBlock}, which needs no wrapper.",
     "param_init_fn": "Leave it out: a module built on the meta device is filled by its reset_parameters().",
     "sharding_groups": "Leave it out: all ranks shard.",
@@ -49,16 +50,39 @@ _INSTEAD = {
 }
 
 
+def not_passed_on(options: Mapping[str, object]) -> dict[str, object]:
+    """Those of the options that are not torch_xla's, or not to be set.
+
+    Example:
+        >>> not_passed_on({"flatten_parameters": True, "sharding_rank": 0})
+        {'sharding_rank': 0}
+    """
+    return {name: value for name, value in options.items() if name not in PASSED_ON}
+
+
 def check_options(options: Mapping[str, object]) -> None:
     """Refuse what isn't passed on to XlaFullyShardedDataParallel.
 
     Raises:
         UnsupportedCapabilityError: There is any; the message says what to write.
     """
-    for name in options:
-        if name not in PASSED_ON:
-            told = _INSTEAD.get(name, "It is no option of torch_xla's XlaFullyShardedDataParallel either.")
-            raise UnsupportedCapabilityError(
-                f"strategy 'xla_fsdp' has no option {name!r}. {told}\n"
-                f"Besides its own it takes {', '.join(PASSED_ON)}; `fsdp describe xla_fsdp` explains all."
-            )
+    for name in not_passed_on(options):
+        told = INSTEAD.get(name, "It is no option of torch_xla's XlaFullyShardedDataParallel either.")
+        raise UnsupportedCapabilityError(
+            f"strategy 'xla_fsdp' has no option {name!r}. {told}\n"
+            f"Besides its own it takes {', '.join(PASSED_ON)}; `fsdp describe xla_fsdp` explains all."
+        )
+
+
+def check_sequential_save(sequential_save: bool, async_save: bool) -> None:
+    """Refuse what asks for little memory and for much.
+
+    Raises:
+        UnsupportedCapabilityError: Both are asked for.
+    """
+    if sequential_save and async_save:
+        raise UnsupportedCapabilityError(
+            "sequential_save=True can't be combined with async_save=True: a save that goes on behind training begins "
+            "with a copy of every rank's part in host memory, which sequential_save=True is there to avoid.\n"
+            "Write sequential_save=True where host memory is short, and async_save=True where it isn't."
+        )

@@ -12,6 +12,11 @@ __all__ = ["fsdp_strategies", "why_not_here"]
 
 _SHARED = (
     Option(
+        name="async_save",
+        default=False,
+        help="Write checkpoints behind training: a save returns when this rank's part is copied to host memory.",
+    ),
+    Option(
         name="auto_wrap_policy",
         default="auto",
         help="What becomes a unit of its own: 'auto' (the blocks repeated in the model's ModuleLists), a set of module "
@@ -36,12 +41,12 @@ _SHARED = (
 )
 
 _RANKS = (
-    Option(name="timeout", default=None, help="How long a rank waits for the others, a timedelta; None: half an hour."),
     Option(
-        name="async_save",
+        name="sequential_save",
         default=False,
-        help="Write checkpoints behind training: a save returns when this rank's part is copied to host memory.",
+        help="Let ranks of a host save one after another: host memory for a part of one rank's state, not for all.",
     ),
+    Option(name="timeout", default=None, help="How long a rank waits for the others, a timedelta; None: half an hour."),
 )
 
 #: Handed to XlaFullyShardedDataParallel as they are.
@@ -93,6 +98,7 @@ _CLASSIC = StrategyInfo(
             Capability.CLIP_BY_VALUE,
             Capability.FULL_CHECKPOINT,
             Capability.GRADIENT_ACCUMULATION,
+            Capability.MANUAL_OPTIMIZATION,
             Capability.META_INIT,
             Capability.MIXED_PRECISION,
             Capability.RESHARD_AFTER_FORWARD,
@@ -111,7 +117,7 @@ _SPMD = replace(
     summary="Fully sharded data parallel with torch_xla's SPMD: one process drives all XLA devices of the host.",
     trainer="fsdp_xla.spmd.trainer:XLASPMDStrategy",
     fabric="fsdp_xla.spmd.fabric:XLASPMDStrategy",
-    capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD} | {Capability.MANUAL_OPTIMIZATION},
+    capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD},
     options=(
         *_SHARED,
         Option(

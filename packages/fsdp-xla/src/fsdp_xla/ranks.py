@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from torch import nn
 
+from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.lightning.devices import set_rank_zero
 from fsdp_xla import torch_xla_private as xla
 from fsdp_xla.accelerator import uses_cpu_devices
+from fsdp_xla.lightning_private import meet_at_infinite_barriers
 from fsdp_xla.placement import OnXLADevices
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.starting import check_cpu_devices
 
-__all__ = ["XLADeviceRanks", "XLARanks"]
+__all__ = ["XLADeviceRanks", "XLARanks", "refuse_synced_norms"]
 
 
 class XLARanks(ClusterEnvironment):
@@ -91,6 +94,12 @@ class XLADeviceRanks(OnXLADevices):
     def _number_ranks(self) -> None:
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         here = xla.rank_here()
+        asked = self.num_nodes * self.num_processes
+        if here is not None and here.world_size != asked:
+            raise StrategyUnavailableError(
+                f"num_nodes={self.num_nodes} and devices={self.num_processes} ask for {asked} ranks, and XLA has "
+                f"{here.world_size}.\nWrite the number of hosts of the TPU slice, and that of one host's devices."
+            )
         threads = getattr(xla.meetings, "here", None)
         if threads is None or threads.world_size == 1:
             set_rank_zero(0 if here is None else here.rank)  # else threads share what this sets: see lockstep
@@ -98,17 +107,41 @@ class XLADeviceRanks(OnXLADevices):
     def _configure_launcher(self) -> None:
         if uses_cpu_devices():
             check_cpu_devices(self.num_processes)
+            if self.num_nodes != 1:
+                raise UnsupportedCapabilityError(
+                    f"num_nodes={self.num_nodes} can't be used on XLA's CPU devices, whose ranks are threads of one "
+                    "process.\nLeave num_nodes out, and write devices= for the number of ranks."
+                )
+        if self.is_in_a_rank:
+            return  # one of the ranks builds its own Trainer or Fabric: they run already
         if self.num_processes > 1 or self.num_nodes > 1:
             self._launcher = self.launcher_class(self.num_processes)
 
     def _join_world(self) -> None:
         super()._join_world()  # type: ignore[misc]  # of core's adapter, which comes after this class
+        if self.is_in_a_rank:
+            meet_at_infinite_barriers(self.runtime.barrier)
         seed = os.environ.get("PL_GLOBAL_SEED")
-        if seed is not None:  # seed_everything() seeds the host's generators, and none of XLA's
+        if seed is not None:  # seed_everything() was called where no rank ran
             self.runtime.set_device_random_state(int(seed))
         self.runtime.barrier()  # ranks may share one generator of the host's, which each has now seeded
+
+    def _sharded(self, module: nn.Module) -> nn.Module:
+        if self.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+            refuse_synced_norms("nn.SyncBatchNorm")
+        root: nn.Module = super()._sharded(module)  # type: ignore[misc]  # as above
+        return root
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so; exchanged on the host."""
         decisions = self.runtime.gather_objects(bool(decision))
         return bool(min(decisions)) if all else bool(max(decisions))
+
+
+def refuse_synced_norms(asked: str) -> NoReturn:
+    """Refuse batch norms whose statistics are to be those of all ranks: torch's would quietly keep this rank's own."""
+    raise UnsupportedCapabilityError(
+        f"{asked} can't be used with several ranks of 'xla_fsdp': its statistics are exchanged through "
+        "torch.distributed, which knows nothing of XLA's ranks.\n"
+        "Write strategy='xla_fsdp_spmd', where every batch is the global one, or leave it out."
+    )

@@ -8,11 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_core.runtime import ReduceOp, Runtime
 from fsdp_xla import torch_xla_private as xla
+from fsdp_xla.autograd_engine import check_autograd
 from fsdp_xla.meeting import Meeting
+from fsdp_xla.seeding import follow_manual_seed
 
 __all__ = ["XLARuntime"]
 
@@ -48,8 +50,14 @@ class XLARuntime(Runtime):
     ) -> None:
         self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
         self.device = xla.start_alone() if world_size == 1 else xla.default_device()
+        check_autograd(
+            self.device,
+            "xla_fsdp",
+            "Take that backward pass in another process, or in a rank: in a hook, or in train().",
+        )
         if world_size > 1 and self._meeting is None:
             self._meeting = xla.meeting_of_ranks(rank, world_size, address, port, timeout)
+        follow_manual_seed(self.set_device_random_state)
 
     def stop(self) -> None:
         self._meeting = None
@@ -60,7 +68,13 @@ class XLARuntime(Runtime):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         if self._meeting is None:
             return obj
-        return self._meeting.exchange(self.rank, obj if self.rank == src else None)[src]
+        on_device = any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in xla.tree_flatten(obj)[0])
+        mine = None if self.rank != src else _RunFirst() if on_device else obj
+        told = self._meeting.exchange(self.rank, mine)[src]
+        if isinstance(told, _RunFirst):
+            xla.sync()  # on all ranks, since what is sent may wait for a collective of all of them
+            told = self._meeting.exchange(self.rank, obj if self.rank == src else None)[src]
+        return told
 
     def barrier(self) -> None:
         self.gather_objects(None)
@@ -69,14 +83,23 @@ class XLARuntime(Runtime):
         if self._meeting is None:
             return tensor
         stacked = torch.stack(self.gather_objects(xla.on_host(tensor)))
-        if op == "mean":
-            mean = stacked.sum(0) / len(stacked)
-            return tensor.copy_(mean)  # integers keep their dtype by rounding towards zero, as Lightning's reduction
-        return tensor.copy_(_REDUCTIONS[str(op)](stacked))
+        reduced = stacked.sum(0) / len(stacked) if op == "mean" else _REDUCTIONS[str(op)](stacked)
+        with torch.no_grad():  # else a backward pass would end at the values of the others, and give no gradient
+            tensor.copy_(reduced)  # integers keep their dtype by rounding towards zero, as Lightning's reduction
+        return tensor
 
     def building(self) -> AbstractContextManager[None]:
         """A context in which this rank builds its model."""
         return nullcontext() if self._meeting is None else self._meeting.building(self.rank)
+
+    def claim(self, module: nn.Module) -> None:
+        """Note that this rank shards a module.
+
+        Raises:
+            ShardingError: Another rank does, which is a thread of this process.
+        """
+        if self._meeting is not None:
+            self._meeting.claim(self.rank, module)
 
     def in_graph(self) -> XLARuntime:
         """The same ranks, reducing inside the graph that is being recorded: nothing is fetched."""
@@ -101,6 +124,10 @@ class XLARuntime(Runtime):
 
     def set_device_random_state(self, state: Any) -> None:
         xla.set_random_state(self.device, state)
+
+
+class _RunFirst:
+    """Sent in the place of an object that holds tensors of the device: what they wait for is to be run first."""
 
 
 class _InGraph(XLARuntime):

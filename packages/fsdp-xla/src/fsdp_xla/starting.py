@@ -14,8 +14,9 @@ from typing import Any
 from fsdp_core.errors import StrategyUnavailableError
 from fsdp_xla import torch_xla_private as xla
 from fsdp_xla.accelerator import uses_cpu_devices
-from fsdp_xla.meeting import RankLostError, ThreadMeeting
+from fsdp_xla.meeting import ThreadMeeting
 from fsdp_xla.messages import from_bytes, to_bytes
+from fsdp_xla.rendezvous import RankLostError
 
 __all__ = ["check_cpu_devices", "run_ranks"]
 
@@ -40,12 +41,18 @@ def run_ranks(world_size: int, function: Callable[..., Any], arguments: Any) -> 
 
 
 def check_cpu_devices(world_size: int) -> None:
-    """Let XLA have so many CPU devices.
+    """Look whether XLA can have so many CPU devices.
 
     Raises:
         StrategyUnavailableError: It has another number already, or is told to have.
     """
     told = os.environ.get("CPU_NUM_DEVICES")
+    if _started_with and _started_with[0] != world_size:
+        raise StrategyUnavailableError(
+            f"devices={world_size} was asked for, and XLA has {_started_with[0]} CPU devices since a run with "
+            f"devices={_started_with[0]} in this process (CPU_NUM_DEVICES={told}).\n"
+            f"Write devices={_started_with[0]}, or start Python anew."
+        )
     if told is not None and int(told) != world_size:
         raise StrategyUnavailableError(
             f"devices={world_size} was asked for, and CPU_NUM_DEVICES={told} says that XLA has {told} CPU "
@@ -57,19 +64,31 @@ def check_cpu_devices(world_size: int) -> None:
             f"devices={world_size} was asked for, but XLA has been used before, and has 1 CPU device since.\n"
             f"Set CPU_NUM_DEVICES={world_size} before Python starts, and touch no XLA device before the launch."
         )
-    os.environ["CPU_NUM_DEVICES"] = str(world_size)
+
+
+#: How many devices the first run has let XLA have, where no variable said so before.
+_started_with: list[int] = []
+
+
+def _let_have_cpu_devices(world_size: int) -> None:
+    check_cpu_devices(world_size)
+    if "CPU_NUM_DEVICES" not in os.environ:
+        os.environ["CPU_NUM_DEVICES"] = str(world_size)
+        _started_with.append(world_size)
 
 
 def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -> Any:
     from fsdp_xla.testing.lockstep import lockstep  # what the CPU client needs, and no TPU
 
     _check_not_interrupted()
+    _let_have_cpu_devices(world_size)
     meeting = ThreadMeeting(world_size)
     results: dict[int, Any] = {}
     failures: list[BaseException] = []
+    interrupted = False
     ended = [threading.Event() for _ in range(world_size)]
     copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # here: copying moves on random generators
-    with lockstep(world_size) if world_size > 1 else nullcontext() as steps:
+    with lockstep(world_size, meeting.rendezvous) if world_size > 1 else nullcontext() as steps:
 
         def rank() -> None:
             xla.meetings.here = meeting
@@ -77,29 +96,38 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
             assert here is not None
             try:
                 if steps is not None:
-                    steps.begin()
+                    steps.begin(after_failure=bool(_failed))
                 results[here.rank] = function(copies[here.rank])
+                meeting.rendezvous.leave(here.rank)
             except BaseException as error:
                 failures.append(error)
                 ended[here.rank].set()
                 # most failures are of all ranks alike: let each have its own, rather than that of a rank that is lost
                 if not all(other.wait(_SECONDS_FOR_PEERS) for other in ended):
                     meeting.break_up()
-                    if steps is not None:
-                        steps.break_up()
             finally:
                 ended[here.rank].set()
 
-        xla.run_on_threads(rank)
+        try:
+            xla.run_on_threads(rank, (meeting.rendezvous.interrupt, meeting.break_up))
+        except KeyboardInterrupt:
+            interrupted = True
     if failures:
-        if len(failures) < world_size or any(isinstance(error, RankLostError) for error in failures):
-            _interrupted.append(world_size)
-        raise next((e for e in failures if not isinstance(e, RankLostError)), failures[0])
+        _failed.append(world_size)
+    if failures and (len(failures) < world_size or any(isinstance(error, RankLostError) for error in failures)):
+        _interrupted.append(world_size)
+    if interrupted:
+        raise next((error for error in failures if isinstance(error, KeyboardInterrupt)), KeyboardInterrupt())
+    if failures:
+        raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
     return results[0]
 
 
 #: How long a rank that has failed waits for others that are about to.
 _SECONDS_FOR_PEERS = 1.0
+
+#: Runs on CPU devices that failed, in whatever way.
+_failed: list[int] = []
 
 #: Runs on CPU devices that ranks left at different places. What one of them had recorded stays with its device, and the
 #: next run's graphs would differ between ranks, which then wait for each other until XLA ends the process.

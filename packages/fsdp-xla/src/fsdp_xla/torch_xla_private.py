@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from torch_xla._internal import pjrt
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
 
-from fsdp_xla.meeting import Meeting, StoreMeeting
+from fsdp_xla.meeting import Meeting, StoreMeeting, ThreadMeeting
 
 __all__ = [
     "RankHere",
@@ -35,15 +37,23 @@ __all__ = [
     "all_reduce",
     "compiled",
     "default_device",
+    "end_step",
+    "follow_freezing",
+    "follow_requires_grad",
     "is_shard",
+    "let_go_of_wholes",
     "meeting_of_ranks",
     "meetings",
+    "no_reduction",
     "on_host",
+    "parameter_of",
     "random_state",
     "rank_here",
     "reduce_scatter",
+    "reduce_what_waits",
     "replace",
     "reset",
+    "resume_forward",
     "run_on_processes",
     "run_on_threads",
     "runtime_is_started",
@@ -54,6 +64,7 @@ __all__ = [
     "sharded_members",
     "shards_of",
     "start_alone",
+    "suspend_forward",
     "sync",
     "tied_members",
     "tree_flatten",
@@ -92,23 +103,60 @@ def rank_here() -> RankHere | None:
     return RankHere(xr.global_ordinal(), xr.local_ordinal(), xr.host_index(), xr.world_size())
 
 
-def run_on_threads(function: Callable[[], object]) -> None:
+def run_on_threads(
+    function: Callable[[], object],
+    interrupts: Sequence[Callable[[], None]] = (),
+) -> None:
     """Call ``function`` on a thread for each device of this process, with replication over them.
 
     ``torch_xla.launch`` does this where there is one process; its own way to it sets no replication on the CPU, and its
-    collectives then reduce nothing.
-    """
-    before = dict(os.environ)
+    collectives then reduce nothing. Nor can its threads be interrupted.
 
-    def rank() -> None:
-        meetings.rank = True
-        function()
+    Args:
+        function: Keeps its exceptions to itself.
+        interrupts: What to do at the first interrupt from the keyboard, at the second, and so on, while going on to
+            wait for the threads. One more, and they are left as they are.
+
+    Raises:
+        KeyboardInterrupt: There was an interrupt.
+    """
+    added = {"PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT"} - set(os.environ)
+    ended: list[threading.Event] = []
+
+    def rank(device: str, end: threading.Event) -> None:
+        try:
+            compiled._xla_set_default_device(device)
+            xr._init_world_size_ordinal()
+            meetings.rank = True
+            function()
+        finally:
+            end.set()
 
     try:
-        pjrt._run_thread_per_device(0, 1, rank, pjrt.initialize_multiprocess)
+        pjrt.initialize_multiprocess(0, 1)
+        for device in xm.get_xla_supported_devices():
+            ended.append(threading.Event())
+            threading.Thread(target=rank, args=(device, ended[-1]), daemon=True).start()
+        _wait_for(ended, interrupts)
     finally:
-        for variable in set(os.environ) - set(before):
-            del os.environ[variable]
+        for variable in added:
+            os.environ.pop(variable, None)
+
+
+def _wait_for(events: Sequence[threading.Event], interrupts: Sequence[Callable[[], None]]) -> None:
+    told = iter(interrupts)
+    interrupt: KeyboardInterrupt | None = None
+    for event in events:
+        while not event.is_set():
+            try:
+                event.wait()
+            except KeyboardInterrupt as error:
+                interrupt, how = error, next(told, None)
+                if how is None:
+                    raise
+                how()
+    if interrupt is not None:
+        raise interrupt
 
 
 def run_on_processes(function: Callable[[], object]) -> None:
@@ -202,8 +250,10 @@ def set_random_state(device: torch.device, state: int) -> None:
 
 def meeting_of_ranks(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None) -> Meeting:
     """Where this rank meets the others: in this process if they are its threads, else at rank 0's address."""
-    here: Meeting | None = getattr(meetings, "here", None)
+    here: ThreadMeeting | None = getattr(meetings, "here", None)
     if here is not None:
+        if timeout is not None:
+            here.rendezvous.timeout = timeout
         return here
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout or timedelta(minutes=30))
     return StoreMeeting(store, world_size)
@@ -248,16 +298,155 @@ def reset(root: nn.Module) -> None:
     """
     for unit in units_of(root):
         for parameter in unit.full_params:
+            parameter.grad = None
+    end_step(root)
+
+
+def end_step(root: nn.Module) -> None:
+    """Bring units to where a step begins, when no backward pass comes any more through what they have recorded."""
+    for unit in units_of(root):
+        for parameter in unit.full_params:
             hook = parameter.__dict__.pop("_shard_bwd_hook", None)
             if hook is not None:
                 hook[1].remove()
-            parameter.grad = None
         unit.training_state = TrainingState.IDLE
         unit._pre_backward_hook_has_run = unit._post_backward_callback_queued = False
         unit._free_full_params(apply_opt_barrier=False)
         if unit._output_pre_backward_hook_registered is not None:
             unit._output_pre_backward_hook_registered.clear()
             unit._clear_backward_opt_barrier_lists()
+
+
+@contextmanager
+def no_reduction(root: nn.Module) -> Iterator[None]:
+    """As ``root.no_sync()``, which refuses a backward pass inside the root's forward pass."""
+    units = list(units_of(root))
+    before = [unit._require_backward_grad_sync for unit in units]
+    for unit in units:
+        unit._require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        for unit, synced in zip(units, before, strict=True):
+            unit._require_backward_grad_sync = synced
+
+
+def suspend_forward(root: Any) -> None:
+    """Let a backward pass begin inside the root's forward pass, as if the root had returned its loss."""
+    root.training_state = TrainingState.BACKWARD_PRE
+    root._pre_backward_hook_has_run = True
+
+
+def resume_forward(root: Any) -> None:
+    """Go on with the root's forward pass, with current values, after a backward pass or a step inside it.
+
+    Args:
+        root: The root. Another backward pass may come to any of its units, through what has been recorded already.
+    """
+    units = list(units_of(root))
+    if root._pre_backward_hook_has_run:
+        waiting = [(u, p, p._shard_bwd_hook[0]) for u in units for p in u.full_params if hasattr(p, "_shard_bwd_hook")]
+        _end_backward(root, units)
+        for unit, parameter, node in waiting:  # the same: one made now would be of what has taken the parameter's place
+            hook = node.register_hook(partial(unit._post_backward_hook, parameter))
+            parameter._shard_bwd_hook = (node, hook)
+    for unit in units:
+        if unit is root or not unit.reshard_after_forward:
+            unit._free_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
+            unit._rebuild_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
+    root._register_post_backward_hooks()
+    _show_gathered(root)
+    root.training_state = TrainingState.FORWARD
+
+
+def _end_backward(root: Any, units: list[Any]) -> None:
+    for unit in units:
+        unit.reduce_scatter_op.flush()  # it counts hooks, which a unit may have had before this backward pass
+        if unit._pre_backward_hook_has_run:
+            # torch_xla asserts that a backward pass reaches each parameter of a unit that it comes to
+            trained = any(p.requires_grad for p in unit.full_params) and any(p.requires_grad for p in unit.parameters())
+            unit.training_state = TrainingState.BACKWARD_POST if trained else TrainingState.BACKWARD_PRE
+    root._wait_for_post_backward()
+
+
+def reduce_what_waits(root: Any) -> None:
+    """Have gradients of earlier micro-batches reduced too where the last one has left their parameters out.
+
+    torch_xla reduces a gradient as its backward pass arrives at the parameter, and so never one that waits for another.
+
+    Args:
+        root: From now on, each backward pass through it ends so.
+    """
+    end = root._wait_for_post_backward
+
+    def reduce_and_end() -> None:
+        for unit in units_of(root):
+            for parameter in unit.full_params:
+                if parameter.grad is not None and unit._require_backward_grad_sync:
+                    state, unit.training_state = unit.training_state, TrainingState.BACKWARD_POST
+                    unit._post_backward_hooks_to_call += 1  # which counts this one off
+                    unit._post_backward_hook(parameter)
+                    unit.reduce_scatter_op.flush()
+                    unit.training_state = state
+        end()
+
+    root._wait_for_post_backward = reduce_and_end
+
+
+def _show_gathered(root: Any) -> None:
+    """Let modules show a flattened root's parameters as they are now."""
+    if root.module.is_flattened:
+        root.module._unflatten_params_as_views()
+
+
+def follow_requires_grad(root: Any) -> None:
+    """Let full parameters require gradients as their shards do, inside a forward pass of the root."""
+    for unit in units_of(root):
+        for full, shard in zip(unit.full_params, unit.sharded_params, strict=True):
+            full.requires_grad_(shard.requires_grad)
+    root._register_post_backward_hooks()
+    _show_gathered(root)
+
+
+def let_go_of_wholes(unit: Any) -> None:
+    """Free what a unit was sharded from, which torch_xla 2.9 only hides.
+
+    It puts another value in the place of a parameter's. But the tensor that the parameter was made of keeps the first
+    one, as the base that views would be made from anew, and so the whole model on every device. So it is given another
+    too. A flattened parameter is left alone: those of the user are views of it, and ranks on CPU devices were seen to
+    wait for each other for ever.
+
+    Args:
+        unit: What has been sharded; of its parameters, those that :func:`parameter_of` has made.
+    """
+    for parameter in unit.full_params:
+        made_of = parameter.__dict__.pop(_MADE_OF, None)
+        if made_of is not None and not hasattr(parameter, "_param_infos"):
+            compiled._replace_xla_tensor(made_of, unit._dummy_data_placeholder)
+
+
+_MADE_OF = "_fsdp_xla_made_of"
+
+
+def parameter_of(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter that knows what it was made of, for :func:`let_go_of_wholes`. Nobody else may need the tensor."""
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    parameter.__dict__[_MADE_OF] = tensor
+    return parameter
+
+
+def follow_freezing(root: nn.Module) -> None:
+    """Let full parameters be trained or frozen as their shards are now, or the other way round: users may see either.
+
+    torch_xla asks the full ones, which it makes as units are, and never looks at the shards again.
+    """
+    for unit in units_of(root):
+        for shard, full in zip(unit.sharded_params, unit.full_params, strict=True):
+            was = shard.__dict__.get("_was_trained", shard.requires_grad)
+            trained = shard.requires_grad if shard.requires_grad != was else full.requires_grad
+            shard.requires_grad_(trained)
+            full.requires_grad_(trained)
+            shard._was_trained = trained
 
 
 def shards_of(unit: Any) -> list[Any]:

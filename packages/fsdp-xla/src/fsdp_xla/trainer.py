@@ -15,13 +15,16 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.backend import XLABackend
 from fsdp_xla.batch_shapes import BatchShapes, stage_of
-from fsdp_xla.host_metrics import compute_metrics_on_host, log_numbers_on_host
+from fsdp_xla.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
 from fsdp_xla.launchers import TrainerXLALauncher
-from fsdp_xla.ranks import XLADeviceRanks, XLARanks
+from fsdp_xla.options import INSTEAD, PASSED_ON, check_sequential_save, not_passed_on
+from fsdp_xla.rank_metrics import reduce_metrics_over
+from fsdp_xla.ranks import XLADeviceRanks, XLARanks, refuse_synced_norms
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.torch_xla_private import sync
 
@@ -45,6 +48,8 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
             classes or a function ``module -> bool``.
         state_dict_type: ``"sharded"`` for checkpoint folders that every rank writes its part of, ``"full"`` for one
             file gathered on rank 0.
+        sequential_save: Whether ranks of a host save one after another, so that no more than a part of one rank's state
+            is in host memory at a time.
         timeout: How long a rank waits for the others; half an hour when ``None``.
         async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
             training.
@@ -67,16 +72,21 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
         auto_wrap_policy: WrapPolicy | None = "auto",
         activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        sequential_save: bool = False,
         *,
         timeout: timedelta | None = None,
         async_save: bool = False,
         **kwargs: Any,
     ) -> None:
         self._batch_shapes = BatchShapes()
+        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, not_passed_on(kwargs), INSTEAD, PASSED_ON)
+        check_sequential_save(sequential_save, async_save)
+        self.sequential_save = sequential_save
         super().__init__(
             XLABackend(
                 auto_wrap_policy=auto_wrap_policy,
                 activation_checkpointing_policy=activation_checkpointing_policy,
+                sequential_save=sequential_save,
                 **kwargs,
             ),
             strategy_name="xla_fsdp",
@@ -91,16 +101,25 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
             async_save=async_save,
         )
 
+    def _configure_launcher(self) -> None:
+        if self._layer_sync is not None and self.num_processes * self.num_nodes > 1:
+            refuse_synced_norms("sync_batchnorm=True")
+        super()._configure_launcher()
+
     def setup(self, trainer: pl.Trainer) -> None:
         compute_metrics_on_host(trainer)
         super().setup(trainer)
         assert self.lightning_module is not None
         log_numbers_on_host(self.lightning_module)
+        reduce_metrics_over(self.runtime, self.lightning_module)
 
     def teardown(self) -> None:
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("log", None)  # see log_numbers_on_host
         super().teardown()
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return super().reduce(count_on_host(tensor), group, reduce_op)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self._batch_shapes.note(stage_of(self.lightning_module), batch)
@@ -120,6 +139,14 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
                 "on_train_end() of the module or of a callback."
             )
         return super().lightning_module_state_dict()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None and self.model is not None
+        if not self.lightning_module.automatic_optimization:
+            self.backend.reshard(self.model)
+            sync()  # it may have taken no step, and the next one's graph would go on with this one's
+        return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -94,10 +94,11 @@ def written(root: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             by_place.setdefault(owner, {})[attribute] = by_place[first][first_attribute]
     frozen = {name: not stand_in.requires_grad for name, stand_in in by_name.items()}
     hidden: list[tuple[nn.Module, str, object]] = []
-    user = user_module(root)
-    shards = {name: p for name, p in user._parameters.items() if p is not None and is_shard(p)}
-    for name in shards:
-        del user._parameters[name]
+    shards: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    for holder in (root, user_module(root)):
+        shards[holder] = {name: p for name, p in holder._parameters.items() if p is not None and is_shard(p)}
+        for name in shards[holder]:
+            del holder._parameters[name]
     for owner, stand_ins in by_place.items():
         for name in (*_ORDERS.get(owner, ()), *stand_ins):
             if name in stand_ins and name not in owner._parameters:
@@ -120,7 +121,8 @@ def written(root: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
         for owner, stand_ins in by_place.items():
             for name in stand_ins:
                 owner._parameters.pop(name, None)
-        user._parameters.update(shards)
+        for holder, of_holder in shards.items():
+            holder._parameters.update(of_holder)
         for owner, name, value in hidden:
             owner.__dict__[name] = value
         for name, stand_in in by_name.items():

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -42,6 +43,7 @@ def save(
     aliases: Mapping[str, str] | None = None,
     versions: Mapping[str, str] | None = None,
     overwrite: bool = True,
+    one_after_another: bool = False,
 ) -> None:
     """Save a nest of sharded tensors and plain data as a checkpoint folder. Every rank calls this.
 
@@ -66,6 +68,8 @@ def save(
         versions: Versions of packages to note in the manifest, beside torch's and this package's.
         overwrite: Whether what is at the path may be replaced, once the new checkpoint is complete: a checkpoint, a
             file, or a link, but never a folder of anything else.
+        one_after_another: Whether ranks of a host write in turn. With tensors that are only read when they are
+            written (see :mod:`fsdp_core.checkpoint.sources`), no more than one rank's are in memory then.
 
     Raises:
         CheckpointValueError: The state holds what can't be saved; nothing was written.
@@ -83,7 +87,7 @@ def save(
         versions=versions,
         overwrite=overwrite,
     )
-    prepared.write(runtime)
+    prepared.write(runtime, one_after_another=one_after_another)
 
 
 def prepare_save(
@@ -141,11 +145,12 @@ class PreparedSave:
     _kinds: dict[str, str]
     _versions: dict[str, str]
 
-    def write(self, runtime: Runtime) -> None:
+    def write(self, runtime: Runtime, *, one_after_another: bool = False) -> None:
         """Write and publish. Every rank calls this, on whatever thread.
 
         Args:
             runtime: The ranks, which this lets talk.
+            one_after_another: As in :func:`save`. After a rank that fails, none writes.
 
         Raises:
             CheckpointError: As in :func:`save`, for what is known only when it is written.
@@ -154,7 +159,14 @@ class PreparedSave:
         folder, save_id = target.folder, target.save_id
         named = {MANIFEST}
         try:
-            indexes = together(runtime, f"writing {folder}", lambda: _write_chunks(folder, save_id, plan, runtime.rank))
+            turns = max(runtime.gather_objects(runtime.local_rank)) + 1 if one_after_another else 1
+            by_rank: dict[int, Index] = {}
+            for turn in range(turns):
+                mine = not one_after_another or runtime.local_rank == turn
+                write = partial(_write_chunks, folder, save_id, plan, runtime.rank) if mine else lambda: None
+                written = together(runtime, f"writing {folder}", write)
+                by_rank.update((rank, index) for rank, index in enumerate(written) if index is not None)
+            indexes = [by_rank[rank] for rank in sorted(by_rank)]
 
             def publish() -> None:
                 if runtime.rank == 0:

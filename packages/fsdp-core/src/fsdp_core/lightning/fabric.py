@@ -148,6 +148,10 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         stack.enter_context(self.backend.wrap_context())
         return stack
 
+    def module_sharded_context(self) -> AbstractContextManager[Any]:
+        """A context in which torch's ``wrap`` marks units, and a backend that can shards them as they are built."""
+        return self.backend.wrap_context()
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         root = self._sharded(module)
         if not any(known is root for known in self.roots):

@@ -48,6 +48,9 @@ class _Strategy(Protocol):
     def state_dict_type(self) -> str: ...
 
     @property
+    def sequential_save(self) -> bool: ...
+
+    @property
     def checkpoint_io(self) -> CheckpointIO: ...
 
     def refuse_storage_options(self, storage_options: Any) -> None: ...
@@ -127,7 +130,8 @@ def save_checkpoint(
         )
         return
     strategy.refuse_storage_options(storage_options)
-    save = partial(checkpoints.save, runtime=strategy.runtime) if background is None else background.save
+    in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
+    save = in_order if background is None else background.save
     save(path, converted, strategy=strategy.strategy_name, kinds=kinds, aliases=tied)
 
 

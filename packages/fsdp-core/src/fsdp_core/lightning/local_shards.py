@@ -13,6 +13,7 @@ from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.runtime import Runtime
+from fsdp_core.torch_private import Place, place_of
 
 __all__ = ["refuse_local_shards"]
 
@@ -42,7 +43,7 @@ def refuse_local_shards(
     Raises:
         CheckpointValueError: It holds one, on any rank.
     """
-    shards: dict[int, str] = {}
+    shards: dict[Place, str] = {}
     any_flat = False
     for root in roots:
         flat = {p: parts for p, parts in backend.layout(root).items() if any(part.range is not None for part in parts)}
@@ -69,9 +70,9 @@ def refuse_local_shards(
     together(runtime, "looking for shards among what is saved", look)
 
 
-def _memory(tensors: Iterable[Tensor]) -> Iterator[int]:
+def _memory(tensors: Iterable[Tensor]) -> Iterator[Place]:
     """Where each tensor's elements begin, without those that have none."""
-    return (tensor.data_ptr() for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.numel())
+    return (place_of(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.numel())
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_core import registry
-from fsdp_core.autoload import warn, warn_of_fault
 from fsdp_core.errors import StrategyUnavailableError
+from fsdp_core.fault_warnings import warn, warn_of_fault
 from fsdp_core.lightning.deferred_names import fill_when_read
 from fsdp_core.strategy_info import FrontEnd
 

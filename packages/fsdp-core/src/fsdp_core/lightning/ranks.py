@@ -37,6 +37,7 @@ class RanksOfStrategy:
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
         background: What writes checkpoints behind training; ``None`` where a save returns when all is written.
+        sequential_save: Whether ranks of a host write their part of a sharded checkpoint one after another.
     """
 
     launcher_class: ClassVar[Any]
@@ -47,6 +48,7 @@ class RanksOfStrategy:
     state_dict_type: Literal["sharded", "full"]
     timeout: timedelta | None
     background: BackgroundSaves | None
+    sequential_save: bool = False
 
     # of Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None

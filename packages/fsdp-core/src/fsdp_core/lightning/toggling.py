@@ -14,20 +14,20 @@ __all__ = ["watch_toggling"]
 def watch_toggling(module: pl.LightningModule) -> None:
     """Have the strategy told when a module toggles an optimizer, which only sees the shards that it holds.
 
-    The strategy is asked for then, for another Trainer's may have come in the place of this one's.
+    The strategy is asked for then, for another Trainer's may have come in the place of this one's: one of Lightning's,
+    which has no ``follow_toggling``, for one.
 
     Args:
         module: Its ``toggle_optimizer`` and ``untoggle_optimizer`` are wrapped, on the instance.
     """
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy  # which imports this module
 
     def followed(toggle: Callable[..., None]) -> Callable[..., None]:
         @wraps(toggle)
         def toggle_and_follow(optimizer: Any) -> None:
             toggle(optimizer)
-            strategy = module.trainer.strategy
-            if isinstance(strategy, ShardedTrainerStrategy):
-                strategy.follow_toggling()
+            follow = getattr(module.trainer.strategy, "follow_toggling", None)
+            if follow is not None:
+                follow()
 
         return toggle_and_follow
 

@@ -47,6 +47,9 @@ class _Strategy(Protocol):
     def state_dict_type(self) -> str: ...
 
     @property
+    def sequential_save(self) -> bool: ...
+
+    @property
     def checkpoint_io(self) -> CheckpointIO: ...
 
     def refuse_storage_options(self, storage_options: Any) -> None: ...
@@ -95,7 +98,8 @@ def save_checkpoint(
     state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
     kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
     background = strategy.behind
-    save = partial(checkpoints.save, runtime=strategy.runtime) if background is None else background.save
+    in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
+    save = in_order if background is None else background.save
     save(
         path,
         state,

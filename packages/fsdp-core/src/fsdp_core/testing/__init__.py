@@ -5,6 +5,6 @@ tolerances, ``training`` what runs on ranks under Trainer and Fabric, ``state`` 
 what pytest knows of all that. This package itself imports neither torch nor pytest.
 """
 
-from fsdp_core.testing.ranks import RankError, RankPool
+from fsdp_core.testing.ranks import RankError, RankPool, Ranks
 
-__all__ = ["RankError", "RankPool"]
+__all__ = ["RankError", "RankPool", "Ranks"]

@@ -10,6 +10,7 @@ import pytest
 
 from fsdp_core import registry
 from fsdp_core.strategy_info import Capability, StrategyInfo
+from fsdp_core.testing.ranks import RankKind
 
 if TYPE_CHECKING:
     from fsdp_core.testing.suite.clauses import Clauses
@@ -57,7 +58,7 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
     order = {base: place for place, base in enumerate(cls.__mro__)}  # pytest begins with the last base
     kept.sort(key=lambda item: next(order[base] for base in cls.__mro__ if item.originalname in vars(base)))
     clauses = [item for item in kept if item.originalname in names]
-    lacks = {item: _lacks(item, info) for item in clauses}
+    lacks = {item: _lacks(item, info, cls.rank_pool.kind) for item in clauses}
     _check_expected(cls, [item for item in clauses if not lacks[item]])
     for item in clauses:
         needs = [str(need) for need in _needs(item)]
@@ -69,6 +70,7 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
             "suite": item.parent.nodeid,
             "strategy": cls.strategy,
             "preset_of": cls.preset_of,
+            "ranks": cls.rank_pool.kind,
             "subject": item.function.__module__.rpartition(".")[2],
             "clause": item.name,
             "needs": needs,
@@ -129,8 +131,11 @@ def _applies(item: Any, info: StrategyInfo) -> bool:
     return not any(mark.args[0] in info.capabilities for mark in item.iter_markers("fsdp_undeclared"))
 
 
-def _lacks(item: Any, info: StrategyInfo) -> str:
+def _lacks(item: Any, info: StrategyInfo, kind: RankKind) -> str:
     """Why a clause does not apply to a strategy; empty where it does."""
+    for mark in item.iter_markers("fsdp_ranks"):
+        if kind not in mark.args:
+            return f"about ranks that are {' or '.join(mark.args)}, and those of {info.name!r} are {kind} here"
     options = {option.name for option in info.options}
     needs = _needs(item)
     undeclared = [str(need) for need in needs if isinstance(need, Capability) and need not in info.capabilities]

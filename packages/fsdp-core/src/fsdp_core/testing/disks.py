@@ -50,25 +50,46 @@ class Disk:
 def disk(*, seconds: float = 0.0, room: int | None = None, opened: bool = True) -> Iterator[Disk]:
     """Let this process write checkpoints through a :class:`Disk` while a block lasts.
 
+    Ranks that are threads have one disk: the first of them that comes says what it is like, and the last that goes
+    takes it away.
+
     Args:
         seconds: How long each file takes.
         room: How many bytes there is room for.
         opened: Whether files may be written from the beginning on.
     """
-    used, writing = Disk(), Folder.writing
-    used.seconds, used.room = seconds, room
-    if not opened:
-        used.opened.clear()
+    with _lock:
+        if not _users:
+            used = Disk()
+            used.seconds, used.room = seconds, room
+            if not opened:
+                used.opened.clear()
+            patch = pytest.MonkeyPatch()
+            patch.setattr(Folder, "writing", _through(used, Folder.writing))
+        else:
+            used, patch = _users[-1]
+        _users.append((used, patch))
+    try:
+        yield used
+    finally:
+        with _lock:
+            _users.pop()
+            if not _users:
+                patch.undo()
 
+
+_lock = threading.Lock()
+_users: list[tuple[Disk, pytest.MonkeyPatch]] = []
+
+
+def _through(used: Disk, writing: Any) -> Any:
     @contextmanager
     def watched(folder: Folder, name: str) -> Iterator[BinaryIO]:
         used.wait()
         with writing(folder, name) as stream:
             yield cast("BinaryIO", _Stream(stream, used))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Folder, "writing", watched)
-        yield used
+    return watched
 
 
 class _Stream:

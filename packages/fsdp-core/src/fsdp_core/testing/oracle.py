@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ __all__ = [
     "FP32_TOLERANCE",
     "HALF_TOLERANCE",
     "RESUME_TOLERANCE",
+    "WIDE",
     "Block",
     "Net",
     "Trained",
@@ -24,6 +27,7 @@ __all__ = [
     "is_block",
     "momentum",
     "new_net",
+    "seeded",
     "sgd",
     "torch_policy",
     "train_plain",
@@ -38,6 +42,9 @@ RESUME_TOLERANCE = 1e-6
 #: Half precision has 8 (bf16) or 11 (fp16) bits of mantissa: a loss is right to some units of 2**-8.
 HALF_TOLERANCE = 3e-2
 
+#: A block's inner width, where ranks' shares are looked at: libraries fill up shards to a hundred elements or so.
+WIDE = 701
+
 BATCH, FEATURES = 12, 6  # 12 rows divide by 1, 2, 3 and 4 ranks
 
 #: The loss of each batch, and the final state by name.
@@ -45,12 +52,12 @@ Trained = tuple[list[float], dict[str, Tensor]]
 
 
 class Block(nn.Module):
-    """A residual block of uneven sizes (7 and 5 rows) with a 0-dim gain."""
+    """A residual block of uneven sizes with a 0-dim gain."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, width: int = 7) -> None:
         super().__init__()
-        self.up = nn.Linear(FEATURES, 7)
-        self.down = nn.Linear(7, FEATURES)
+        self.up = nn.Linear(FEATURES, width)
+        self.down = nn.Linear(width, FEATURES)
         self.norm = nn.LayerNorm(FEATURES)
         self.gain = nn.Parameter(torch.tensor(0.5))
         self.dropout = nn.Dropout(dropout)
@@ -65,10 +72,10 @@ class Net(nn.Module):
 
     scale: Tensor
 
-    def __init__(self, dropout: float = 0.0, blocks: int = 3) -> None:
+    def __init__(self, dropout: float = 0.0, blocks: int = 3, width: int = 7) -> None:
         super().__init__()
         self.inp = nn.Linear(FEATURES, FEATURES, bias=False)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(dropout, width) for _ in range(blocks))
         self.frozen = nn.Linear(FEATURES, FEATURES)
         self.frozen.requires_grad_(False)
         self.out = nn.Linear(FEATURES, FEATURES, bias=False)
@@ -83,10 +90,24 @@ class Net(nn.Module):
         return output
 
 
+_drawing = threading.RLock()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A context in which what is drawn from torch's generator follows from a seed, on ranks that share it too.
+
+    Threads come into it one at a time: no collective may be in it.
+    """
+    with _drawing:
+        torch.manual_seed(seed)
+        yield
+
+
 def new_net(**kwargs: Any) -> Net:
     """A net with the weights that every run of the suite starts from."""
-    torch.manual_seed(1)
-    return Net(**kwargs)
+    with seeded(1):
+        return Net(**kwargs)
 
 
 def dataset(size: int) -> list[tuple[Tensor, Tensor]]:

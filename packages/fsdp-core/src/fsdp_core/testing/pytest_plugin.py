@@ -5,13 +5,13 @@ Every pytest in an environment with fsdp-core loads this module, so it imports n
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_core.testing import RankPool
+from fsdp_core.testing import RankPool, Ranks
 from fsdp_core.testing.collecting import chosen, clauses_of, refuse_left_out
 from fsdp_core.testing.reporting import FORMATS, Results
 
@@ -21,10 +21,24 @@ pytest.register_assert_rewrite("fsdp_core.testing.suite")
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """Ranks that live through the session."""
-    with RankPool() as pool:
-        yield pool
+def _rank_pools() -> Iterator[Callable[[type[Ranks]], Ranks]]:
+    """Gives the one pool of a class, which lives through the session."""
+    pools: dict[type[Ranks], Ranks] = {}
+
+    def pool_of(chosen: type[Ranks]) -> Ranks:
+        if chosen not in pools:
+            pools[chosen] = chosen()
+        return pools[chosen]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(_rank_pools: Callable[[type[Ranks]], Ranks]) -> Ranks:
+    """Processes over gloo that live through the session. In the suite's classes, the ranks that the class chooses."""
+    return _rank_pools(RankPool)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fsdp_requires(*needs): the capabilities and options that a clause needs")
+    config.addinivalue_line("markers", "fsdp_ranks(*kinds): what the ranks may be that a clause is about")
     config.addinivalue_line("markers", "fsdp_undeclared(capability): a clause for strategies that lack a capability")
     files: list[Path] = config.getoption("--fsdp-report")
     for file in files:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self, cast
 
-__all__ = ["RankError", "RankPool"]
+__all__ = ["Failure", "RankError", "RankKind", "RankPool", "Ranks", "import_function", "raise_failures"]
+
+#: What ranks are: processes that meet, threads of one process, or one process that drives all devices and is one rank.
+RankKind = Literal["processes", "threads", "one controller"]
 
 
 class RankError(AssertionError):
@@ -28,8 +32,29 @@ class RankError(AssertionError):
     """
 
 
+class Ranks(Protocol):
+    """What the suite runs functions on: :class:`RankPool`, or what a backend brings for ranks that are no processes.
+
+    Attributes:
+        kind: What these ranks are. Clauses that are about another kind don't apply.
+    """
+
+    kind: ClassVar[RankKind]
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call ``function(*args)`` on every rank; what each returned. See :meth:`RankPool.run`.
+
+        With one controller it is called once, for ``world_size`` devices, and what it returned is returned for each.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """Why a rank has no result: in one line, and with its traceback if it has one."""
 
     summary: str
@@ -61,6 +86,8 @@ class RankPool:
                 pool.run(2, train, 5)  # [train(5) on rank 0, train(5) on rank 1]
     """
 
+    kind: ClassVar[RankKind] = "processes"
+
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
@@ -88,7 +115,7 @@ class RankPool:
                 (function.__module__, function.__qualname__, args, sys.path, rank, world_size, port)
             )
         results: dict[int, Any] = {}
-        failures: dict[int, _Failure] = {}  # in the order in which they were heard of
+        failures: dict[int, Failure] = {}  # in the order in which they were heard of
         lost = False
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < world_size:
@@ -98,7 +125,7 @@ class RankPool:
             left = min(deadline, time.monotonic() + 5.0) - time.monotonic() if failures else deadline - time.monotonic()
             ready = wait(list(waiting), timeout=max(left, 0.0))
             if not ready:
-                failures.update(dict.fromkeys(waiting.values(), _Failure(f"no answer within {timeout:g} s")))
+                failures.update(dict.fromkeys(waiting.values(), Failure(f"no answer within {timeout:g} s")))
                 lost = True
             for connection in ready:
                 rank = waiting[connection]
@@ -107,16 +134,13 @@ class RankPool:
                 try:
                     ok, value = cast("Connection", connection).recv()
                 except EOFError:
-                    ok, value = False, _Failure(f"the process died with exit code {self._exit_code(rank)}")
+                    ok, value = False, Failure(f"the process died with exit code {self._exit_code(rank)}")
                     lost = True
                 (results if ok else failures)[rank] = value
         if lost:
             self.close()
         if failures:
-            first, failure = next(iter(failures.items()))
-            told = [failure.summary, f"on rank {first} of {world_size}, in {function.__qualname__}:"]
-            told += [f"--- rank {rank} of {world_size}\n{failures[rank].told}" for rank in sorted(failures)]
-            raise RankError("\n".join(told))
+            raise_failures(function, failures, world_size)
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -154,6 +178,32 @@ class RankPool:
         return process.exitcode
 
 
+def raise_failures(function: Callable[..., Any], failures: Mapping[int, Failure], world_size: int) -> NoReturn:
+    """Raise for what ranks have failed with.
+
+    Args:
+        function: What they ran.
+        failures: By rank, in the order in which they were heard of.
+        world_size: The number of ranks.
+
+    Raises:
+        RankError: Always.
+    """
+    __tracebackhide__ = True
+    first, failure = next(iter(failures.items()))
+    told = [failure.summary, f"on rank {first} of {world_size}, in {function.__qualname__}:"]
+    told += [f"--- rank {rank} of {world_size}\n{failures[rank].told}" for rank in sorted(failures)]
+    raise RankError("\n".join(told))
+
+
+def import_function(module: str, name: str) -> Any:
+    """A function by its module and its name in it."""
+    function: Any = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    return function
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -177,16 +227,14 @@ def _work(connection: Connection) -> None:
         try:
             answer = (True, _call(*job))
         except BaseException as error:
-            answer = (False, _Failure.of(error))
+            answer = (False, Failure.of(error))
         try:
             connection.send(answer)
         except Exception as error:  # what it returned can't be pickled
-            connection.send((False, _Failure.of(error)))
+            connection.send((False, Failure.of(error)))
 
 
 def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: int, world_size: int, port: int) -> Any:
-    import importlib
-
     import torch
     import torch.distributed as dist
 
@@ -202,9 +250,7 @@ def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: 
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="fsdp-core-ranks",
     )
-    function: Any = importlib.import_module(module)
-    for part in name.split("."):
-        function = getattr(function, part)
+    function = import_function(module, name)
     _leave_out_of_collections()
     torch.manual_seed(0)
     try:

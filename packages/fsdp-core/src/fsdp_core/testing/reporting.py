@@ -77,7 +77,7 @@ class Results:
         seen = self._outcomes.get(test, {"outcome": "not run", "reason": "", "seconds": 0.0})
         if clause["does_not_apply"]:
             seen = seen | {"outcome": "does not apply", "reason": clause["does_not_apply"]}
-        keys = ("subject", "clause", "strategy", "preset_of", "needs", "refuses")
+        keys = ("subject", "clause", "strategy", "preset_of", "ranks", "needs", "refuses")
         return {**{key: clause[key] for key in keys}, **seen, "seconds": round(seen["seconds"], 3)}
 
 
@@ -85,11 +85,14 @@ def _suite(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     strategy, other = rows[0]["strategy"], rows[0]["preset_of"]
     info = registry.describe(strategy)
     totals = Counter(row["outcome"] for row in rows)
-    clauses = [{key: value for key, value in row.items() if key not in ("strategy", "preset_of")} for row in rows]
+    clauses = [
+        {key: value for key, value in row.items() if key not in ("strategy", "preset_of", "ranks")} for row in rows
+    ]
     return {
         "suite": name,
         "strategy": strategy,
         "preset_of": other,
+        "ranks": rows[0]["ranks"],
         "summary": info.summary,
         "package": str(registry.provider(strategy)),
         "verdict": _verdict(totals),

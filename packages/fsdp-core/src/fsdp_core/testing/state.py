@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_core.gathering import whole
+from fsdp_core.testing.here import here
 
 __all__ = [
     "assert_sharded",
@@ -18,7 +18,7 @@ __all__ = [
     "full_state",
     "held_by",
     "local",
-    "poison_own_gradient",
+    "poison_gradient",
     "root_of",
     "trained_by",
 ]
@@ -70,12 +70,12 @@ def copied_state(module: nn.Module) -> dict[str, Tensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing memory with it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return here().local(tensor)
 
 
 def held_by(parameters: Iterable[Tensor]) -> int:
     """How many elements this rank holds of parameters."""
-    return sum(local(p).numel() for p in parameters)
+    return sum(map(here().held, parameters))
 
 
 def trained_by(optimizer: Any) -> list[nn.Parameter]:
@@ -103,16 +103,23 @@ def assert_sharded(held: Sequence[int], total: int) -> None:
     assert sum(held) >= total, f"of {total} elements, the ranks hold {held}"
 
 
-def poison_own_gradient(parameters: Iterable[nn.Parameter], value: float) -> None:
-    """Set one element of the gradients that this rank holds, and no other rank does.
+def poison_gradient(parameters: Iterable[nn.Parameter], value: float, *, here_too: bool) -> None:
+    """Spoil one element of the gradients that one rank holds, and no other rank does. All ranks must call it.
+
+    All of them do the same, with other numbers: what a library compiles must not differ between ranks.
 
     Args:
         parameters: Sharded ones with gradients, of which this rank holds some elements.
-        value: What to set it to.
+        value: Infinity or NaN, which is added to it.
+        here_too: Whether this is the rank.
     """
     for parameter in parameters:
-        if parameter.grad is not None and (mine := local(parameter.grad)).numel():
+        if parameter.grad is not None and local(parameter.grad).numel():
+            mine = local(parameter.grad)
+            added = torch.zeros(mine.shape, dtype=mine.dtype)
+            if here_too:
+                added.view(-1)[0] = value
             with torch.no_grad():
-                mine.view(-1)[0] = value
+                mine.add_(added.to(mine.device))
             return
-    raise AssertionError("this rank holds no gradient")
+    assert not here_too, "this rank holds no gradient"

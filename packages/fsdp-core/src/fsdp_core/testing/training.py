@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import fsdp_core
 from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
+from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
 from fsdp_core.testing.state import full_state
 
@@ -29,6 +30,7 @@ __all__ = [
     "new_fabric",
     "new_trainer",
     "strategy_argument",
+    "whole_batches",
 ]
 
 
@@ -70,8 +72,14 @@ class Lit(pl.LightningModule):
 def loader(steps: int, world_size: int) -> DataLoader[Any]:
     """Loads batches that together, over the ranks, are the oracle's, in its order."""
     data: Any = dataset(BATCH * steps)
-    sampler: Any = DistributedSampler(data, world_size, int(os.environ.get("RANK", 0)), shuffle=False)
-    return DataLoader(data, batch_size=BATCH // world_size, sampler=sampler)
+    shares = here().shares(world_size)
+    sampler: Any = DistributedSampler(data, shares, here().rank, shuffle=False)
+    return DataLoader(data, batch_size=BATCH // shares, sampler=sampler)
+
+
+def whole_batches(fabric: Fabric, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """The oracle's batches, each whole, on the device of this rank."""
+    return [fabric.to_device(batch) for batch in oracle.global_batches(steps)]
 
 
 def strategy_argument(name: str, front_end: FrontEnd, options: Mapping[str, Any] | None = None) -> Any:
@@ -83,6 +91,11 @@ def strategy_argument(name: str, front_end: FrontEnd, options: Mapping[str, Any]
         options: The constructor's arguments; when ``None``, the name itself is what to give.
     """
     return name if options is None else fsdp_core.resolve(name, front_end)(**options)
+
+
+def _accelerator() -> str:
+    """The CPU, but for ``nox -s hardware -- cuda``."""
+    return os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu")
 
 
 def new_trainer(
@@ -98,7 +111,7 @@ def new_trainer(
         **kwargs: Arguments of the Trainer.
     """
     quiet: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": _accelerator(),
         "devices": world_size,
         "logger": False,
         "enable_progress_bar": False,
@@ -115,7 +128,7 @@ def new_fabric(
 ) -> Fabric:
     """A Fabric on the CPU, launched. Its arguments are those of :func:`new_trainer`."""
     chosen = strategy_argument(strategy, "fabric", options)
-    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=chosen, precision=precision)
+    fabric = Fabric(accelerator=_accelerator(), devices=world_size, strategy=chosen, precision=precision)
     fabric.launch()
     return fabric
 
@@ -124,11 +137,7 @@ def means(losses: list[Tensor]) -> list[float]:
     """Each step's loss over all ranks."""
     if not losses:
         return []
-    stacked = torch.stack(losses).float()
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(stacked)
-        stacked /= torch.distributed.get_world_size()
-    values: list[float] = stacked.tolist()
+    values: list[float] = here().mean(torch.stack([loss.detach().cpu() for loss in losses]).float()).tolist()
     return values
 
 

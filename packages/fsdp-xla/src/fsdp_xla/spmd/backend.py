@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
-import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
@@ -32,7 +31,7 @@ from fsdp_xla.recomputation import recompute
 from fsdp_xla.spmd.boundaries import Boundaries
 from fsdp_xla.spmd.partitioning import PartitionSpec, batch_spec, parameter_spec, planned_dims, replicated_spec
 from fsdp_xla.spmd.runtime import FSDP_AXIS, XLASPMDRuntime
-from fsdp_xla.spmd.sharded_tensors import is_marked, mark, sharding_of
+from fsdp_xla.spmd.sharded_tensors import is_marked, mark, mark_as, sharding_of
 from fsdp_xla.spmd.shards import HostShards, held_by_devices
 
 __all__ = ["XLASPMDBackend"]
@@ -166,7 +165,7 @@ class XLASPMDBackend(Backend):
         """The tensor on the devices, which each get their shard of it alone."""
         moved = tensor.to(self.runtime.device)
         if not is_marked(moved):
-            xs.mark_sharding(moved, self.spmd.mesh, spec)
+            mark_as(moved, self.spmd.mesh, spec)
         return moved
 
     def shard_batch(self, tensor: Tensor) -> Tensor:
@@ -194,7 +193,7 @@ class XLASPMDBackend(Backend):
         if value.shape == parameter.shape:
             mark(value, sharding_of(parameter))
         else:
-            xs.mark_sharding(value, self.spmd.mesh, replicated_spec(value.ndim))
+            mark_as(value, self.spmd.mesh, replicated_spec(value.ndim))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -250,7 +249,7 @@ class XLASPMDBackend(Backend):
                 shards[name] = HostShards(held[name])
                 targets[name] = shards[name].chunks
             else:
-                targets[name] = torch.empty_like(value, device="cpu")
+                targets[name] = torch.empty(value.shape, dtype=value.dtype)  # empty_like() of XLA's has no memory
         tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, _TENSORS)}
         fill_all(targets, tensors, strict=strict, cast=not strict, check_only=check_only)
         if check_only:

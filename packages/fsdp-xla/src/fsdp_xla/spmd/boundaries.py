@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
 from fsdp_xla.spmd.partitioning import batch_spec
 from fsdp_xla.spmd.runtime import MODEL_AXIS
-from fsdp_xla.spmd.sharded_tensors import is_marked, mark, sharding_of
+from fsdp_xla.spmd.sharded_tensors import is_marked, mark, mark_as, sharding_of
 
 __all__ = ["Boundaries"]
 
@@ -40,7 +39,7 @@ class Boundaries:
 
         def shard(tensor: Tensor) -> None:
             if tensor.device.type == "xla" and tensor.ndim > 1 and 0 not in tensor.shape and not is_marked(tensor):
-                xs.mark_sharding(tensor, mesh, batch_spec(tensor.ndim))
+                mark_as(tensor, mesh, batch_spec(tensor.ndim))
 
         def on_gradient(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)

@@ -48,6 +48,8 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
         tensor_plan: By pattern of parameter names (``*`` for anything), the dimension that these devices cut, such as
             ``{"*.mlp.up.weight": 0, "*.mlp.down.weight": 1}``. Other parameters are the same on them.
         state_dict_type: ``"sharded"`` for checkpoint folders by shards, ``"full"`` for one file.
+        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
+            training.
 
     Example:
         >>> strategy = XLASPMDStrategy(tensor_parallel_size=2, tensor_plan={"*.up.weight": 0})
@@ -70,6 +72,7 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
         tensor_parallel_size: int = 1,
         tensor_plan: Mapping[str, int] | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        async_save: bool = False,
         **unknown: Never,
     ) -> None:
         refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, {})
@@ -86,6 +89,7 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
             checkpoint_io=checkpoint_io,
             precision=precision,
             state_dict_type=state_dict_type,
+            async_save=async_save,
         )
 
     @property

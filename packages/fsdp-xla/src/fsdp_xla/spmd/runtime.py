@@ -17,6 +17,9 @@ from torch import Tensor
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.runtime import ReduceOp, Runtime
 from fsdp_xla.accelerator import uses_cpu_devices
+from fsdp_xla.autograd_engine import check_autograd
+from fsdp_xla.seeding import follow_manual_seed
+from fsdp_xla.spmd.layer_norms import cut_layer_norms
 from fsdp_xla.spmd.sharded_tensors import is_started, used_without_spmd
 
 __all__ = ["FSDP_AXIS", "MODEL_AXIS", "XLASPMDRuntime"]
@@ -112,12 +115,18 @@ class XLASPMDRuntime(Runtime):
             shape, axes = ((count,), (FSDP_AXIS,)) if size == 1 else ((count // size, size), (FSDP_AXIS, MODEL_AXIS))
             self._mesh = xs.Mesh(np.arange(count), shape, axes)
         xs.set_global_mesh(self._mesh)
-        _check_autograd(self.device)
+        check_autograd(
+            self.device,
+            "xla_fsdp_spmd",
+            "Write `torch_xla.runtime.use_spmd(); torch_xla.sync()` at the top of the script.",
+        )
         self._follow_seed()
+        cut_layer_norms()
+        follow_manual_seed(self.set_device_random_state)
 
     @classmethod
     def _follow_seed(cls) -> None:
-        """Let ``seed_everything`` count for XLA too, which otherwise draws the same numbers in every process."""
+        """Let the seed from before the start count for XLA, which otherwise draws the same in every process."""
         seed = torch.initial_seed()
         if seed != cls._seeded_with:
             cls._seeded_with = seed
@@ -141,6 +150,9 @@ class XLASPMDRuntime(Runtime):
     def barrier(self) -> None:
         """Nothing to do: there is one rank."""
 
+    def side_channel(self) -> Runtime:
+        return self  # with nobody to talk to, another thread disturbs nobody
+
     def run_pending(self) -> None:
         """Run what XLA has recorded, as one program."""
         torch_xla.sync()
@@ -159,18 +171,3 @@ class XLASPMDRuntime(Runtime):
 
     def set_device_random_state(self, state: Any) -> None:
         xm.set_rng_state(int(state))
-
-
-def _check_autograd(device: torch.device) -> None:
-    """Refuse a process whose autograd engine has started without XLA: it has no place for the device's gradients."""
-    probe = torch.zeros((), device=device, requires_grad=True)
-    try:
-        probe.clone().backward()  # recorded, and never run
-    except RuntimeError as error:
-        if "device_ready_queues_" not in str(error):
-            raise
-        raise StrategyUnavailableError(
-            "'xla_fsdp_spmd' can't start: this process took a backward pass before XLA was started, and torch "
-            "asks only once which devices there are.\n"
-            "Write `torch_xla.runtime.use_spmd(); torch_xla.sync()` at the top of the script."
-        ) from error

@@ -15,7 +15,7 @@ from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.batch_shapes import BatchShapes, stage_of
-from fsdp_xla.host_metrics import compute_metrics_on_host, log_numbers_on_host
+from fsdp_xla.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
 from fsdp_xla.spmd.backend import XLASPMDBackend
 from fsdp_xla.spmd.one_process import OneProcess
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
@@ -49,6 +49,8 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         tensor_plan: By pattern of parameter names (``*`` for anything), the dimension that these devices cut, such as
             ``{"*.mlp.up.weight": 0, "*.mlp.down.weight": 1}``. Other parameters are the same on them.
         state_dict_type: ``"sharded"`` for checkpoint folders by shards, ``"full"`` for one file.
+        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
+            training.
 
     Example:
         >>> strategy = XLASPMDStrategy(tensor_parallel_size=2, tensor_plan={"*.up.weight": 0})
@@ -71,6 +73,7 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         tensor_parallel_size: int = 1,
         tensor_plan: Mapping[str, int] | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        async_save: bool = False,
         **unknown: Never,
     ) -> None:
         refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, {})
@@ -88,6 +91,7 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             state_dict_type=state_dict_type,
+            async_save=async_save,
         )
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -100,6 +104,9 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("log", None)  # see log_numbers_on_host
         super().teardown()
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return super().reduce(count_on_host(tensor), group, reduce_op)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self._batch_shapes.note(stage_of(self.lightning_module), batch)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel as xla_fsdp
@@ -30,13 +31,15 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from fsdp_core.errors import StrategyUnavailableError
-from fsdp_xla.meeting import RankLostError
+from fsdp_xla.rendezvous import Rendezvous
+from fsdp_xla.testing.host_operators import operators_on_the_host
 from fsdp_xla.torch_xla_private import compiled as _XLAC
 from fsdp_xla.torch_xla_private import runtime_is_started
 
 __all__ = ["Lockstep", "lockstep"]
 
-_FETCHES = ("cpu", "to", "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__")
+_FETCHES = ("cpu", "to", "tolist", "numpy")  # and operators_on_the_host()
+_FETCHING = "waits for a value (.item(), print, if, a boolean mask)"
 _COLLECTIVES = ("cross_replica_sum", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "all_reduce")
 #: The client's asynchronous dispatch loses a rank about once in 200 steps, and its pools must hold a thread per rank.
 _ENVIRONMENT = {"PJRT_CPU_ASYNC_CLIENT": "0"}
@@ -47,66 +50,75 @@ class Lockstep:
     """Runs graphs on all ranks, each when the program is there.
 
     Args:
-        ranks: How many there are.
+        rendezvous: Where the ranks meet for this, and for whatever else all of them do.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks)
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
         self._compiled = threading.Event()
-        self._before = (0, 0, 0)
+        self._before: tuple[int, int, int] | None = None  # what has been compiled, while ranks dispatch
 
-    def begin(self) -> None:
-        """Leave behind what a run that failed has left on this rank's device; every rank calls it first."""
-        _XLAC._set_all_reduce_token(_XLAC._xla_get_default_device(), None)
+    def begin(self, after_failure: bool) -> None:
+        """Leave behind what a run that failed has left on this rank's device; every rank calls it first.
 
-    def sync(self, wait: bool = False, reset_scope: bool = True) -> None:
+        Args:
+            after_failure: Whether there was one in this process.
+        """
+        device = _XLAC._xla_get_default_device()
+        _XLAC._set_all_reduce_token(device, None)
+        if after_failure:  # what it had recorded would be a part of the next program, and not the same on every rank
+            _XLAC._clear_pending_irs(device)
+
+    def sync(self, wait: bool = False, reset_scope: bool = True, *, doing: str = "ends a step") -> None:
         """What ``torch_xla.sync`` does, on all ranks together."""
         device = _XLAC._xla_get_default_device()
-        self.together(lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope))
+        self.together(lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope), doing)
         if xm.is_master_ordinal():
             xm.ms.save_metrics()
         context = xm._run_step_closures()
         _XLAC._set_all_reduce_token(context.device, None)
 
-    def together(self, dispatch: Callable[[], None]) -> None:
-        """Call ``dispatch`` on every rank; on others than rank 0 when rank 0's program is in the cache."""
-        if self._wait() == 0:
-            # what one rank's collector frees and another's doesn't makes their graphs differ
-            gc.collect()
-            self._compiled.clear()
-            self._before = _cache()
-        self._wait()
+    def together(self, dispatch: Callable[[], None], doing: str = "ends a step") -> None:
+        """Call ``dispatch`` on every rank; on others than rank 0 when rank 0's program is in the cache.
+
+        Args:
+            dispatch: Compiles and runs what this rank has recorded.
+            doing: What the rank does, as the end of the sentence "rank 0 ..."; all ranks must do it.
+        """
+        rank = xr.global_ordinal()
+        self._rendezvous.wait(rank, doing, self._prepare)
         try:
-            if xr.global_ordinal() == 0:
+            if rank == 0:
                 try:
                     dispatch()
                 finally:
                     self._compiled.set()
             else:
-                while not self._compiled.is_set() and not self._is_there() and not self._barrier.broken:
+                # who has come so far goes on, even if a rank fails now: a collective that some don't join never ends
+                while not self._compiled.is_set() and not self._is_there():
                     time.sleep(0.0005)
                 dispatch()
         except BaseException:
-            self.break_up()
+            self._rendezvous.break_up()
             raise
-        self._wait()
+        self._rendezvous.wait(rank, doing, self._done)
 
-    def break_up(self) -> None:
-        """Let every rank that waits, or is going to, raise."""
-        self._barrier.abort()
+    def _done(self) -> None:
+        self._before = None
+
+    def _prepare(self) -> None:
+        # what one rank's collector frees and another's doesn't makes their graphs differ
+        gc.collect()
+        self._compiled.clear()
+        self._before = _cache()
 
     def _is_there(self) -> bool:
+        assert self._before is not None
         hits, misses, programs = _cache()
         hits_before, misses_before, programs_before = self._before
         if misses == misses_before:
             return hits > hits_before
         return programs > programs_before
-
-    def _wait(self) -> int:
-        try:
-            return self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise RankLostError("another rank has failed.\nSee the other rank's error.") from None
 
 
 def _cache() -> tuple[int, int, int]:
@@ -119,20 +131,25 @@ def _cache() -> tuple[int, int, int]:
 
 
 @contextmanager
-def lockstep(ranks: int) -> Iterator[Lockstep]:
+def lockstep(ranks: int, rendezvous: Rendezvous) -> Iterator[Lockstep]:
     """A context in which threads of this process can be the ranks of a run. Everything is as it was afterwards.
+
+    Args:
+        ranks: How many there are.
+        rendezvous: Where they wait for each other.
 
     Raises:
         StrategyUnavailableError: XLA has been started without what ranks need.
     """
     _check_environment(ranks)
-    steps = Lockstep(ranks)
+    steps = Lockstep(rendezvous)
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, value: Any) -> None:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
+        stack.enter_context(operators_on_the_host())
         for owner in (torch_xla, torch_xla.torch_xla):
             put(owner, "sync", steps.sync)
         put(xm, "mark_step", steps.sync)
@@ -179,11 +196,28 @@ def _fetching(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any]:
 
     @functools.wraps(fetch)
     def fetch_when_run(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == "xla" and any(one in _XLAC._get_xla_tensors_text([self]) for one in _COLLECTIVES):
-            steps.sync()
+        if self.device.type == "xla" and not (fetch.__name__ == "to" and _stays(*args, **kwargs)):
+            text = _XLAC._get_xla_tensors_text([self])
+            if any(one in text for one in _COLLECTIVES):
+                steps.sync(doing=_FETCHING)
         return fetch(self, *args, **kwargs)
 
     return fetch_when_run
+
+
+def _stays(*args: Any, **kwargs: Any) -> bool:
+    """Whether ``Tensor.to`` with these arguments, as a cast for instance, leaves a tensor on its XLA device.
+
+    Example:
+        >>> _stays(torch.float32), _stays("xla:0"), _stays("cpu"), _stays(device=torch.device("cpu"))
+        (True, True, False, False)
+        >>> _stays(torch.zeros(2)), _stays(other=torch.zeros(2)), _stays(dtype=torch.int8, copy=True)
+        (False, False, True)
+    """
+    target = kwargs.get("device", kwargs.get("other", args[0] if args else None))
+    if isinstance(target, Tensor):
+        target = target.device
+    return not isinstance(target, str | torch.device) or torch.device(target).type == "xla"
 
 
 class _StatusOfThread(threading.local):
@@ -205,11 +239,15 @@ def _once(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda self: self
 
 
+@functools.total_ordering
 class _RankOfThread:
-    """The rank of the thread that asks: equal to it, and written as it is."""
+    """The rank of the thread that asks: compares as it does, and is written as it is."""
 
     def __eq__(self, other: object) -> bool:
         return bool(xr.global_ordinal() == other)
+
+    def __lt__(self, other: int) -> bool:
+        return bool(xr.global_ordinal() < other)
 
     def __hash__(self) -> int:
         return hash(xr.global_ordinal())

@@ -22,13 +22,14 @@ import fsdp_core
 from fsdp_core.checkpoint import is_checkpoint, load, read_manifest, verify
 from fsdp_core.errors import CheckpointError
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.disks import Disk, disk
+from fsdp_core.testing.here import here
 from fsdp_core.testing.processes import start
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, on_ranks, requires
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 from fsdp_core.torch_private import process_groups
 
 __all__ = ["AsyncSavesSuite"]
@@ -182,7 +183,7 @@ def _stall(strategy: str, tmp: str, kind: str, seconds: float) -> tuple[float, i
 def _fails(strategy: str, tmp: str, kind: str, when: str) -> dict[str, Any]:
     """Fit on a disk that gets full on the last rank, before the second save; then fit again, on another."""
     folder = Path(tmp, "kept")
-    rank = int(os.environ["RANK"])
+    rank = here().rank
     bad_rank = 0 if kind == "full" else 1
     module = Lit("momentum")
 
@@ -256,7 +257,7 @@ def _fabric_steps(strategy: str, tmp: str) -> dict[str, Any]:
         slow.room = 10 if fabric.global_rank == 1 else None
         fabric.save(f"{tmp}/one", {"model": model, "optimizer": optimizer, "more": 1})
         for step in range(1000):
-            x, y = oracle.global_batches(1)[0]
+            x, y = whole_batches(fabric, 1)[0]
             fabric.backward(mse_loss(model(x), y))
             try:
                 optimizer.step()
@@ -285,7 +286,7 @@ class AsyncSavesSuite(Clauses):
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("save_last", [True, "link"])
     def test_callbacks_keep_what_they_keep_in_a_synchronous_run(
-        self, ranks: RankPool, tmp_path: Path, save_last: Any
+        self, ranks: Ranks, tmp_path: Path, save_last: Any
     ) -> None:
         """And the losses are the same, and what follows from each of them."""
         tmp = str(tmp_path)
@@ -303,20 +304,21 @@ class AsyncSavesSuite(Clauses):
 
     @requires("async_save")
     @KINDS
-    def test_what_is_changed_after_the_call_is_not_saved(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    def test_what_is_changed_after_the_call_is_not_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         for complete, kept in ranks.run(2, _changed_at_once, self.strategy, str(tmp_path), kind):
             assert not complete
             assert kept
 
     @requires("async_save")
     @KINDS
-    def test_training_goes_on_while_a_slow_disk_writes(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    def test_training_goes_on_while_a_slow_disk_writes(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         for call, steps, fit in ranks.run(2, _stall, self.strategy, str(tmp_path), kind, 2.0):
             assert call < 1.8
             assert steps == 4
             assert fit > 2.0
 
     @requires("async_save")
+    @on_ranks("processes")  # each with a disk of its own
     @pytest.mark.parametrize(
         ("kind", "when"),
         [
@@ -325,7 +327,7 @@ class AsyncSavesSuite(Clauses):
         ],
     )
     def test_a_save_that_fails_ends_the_fit_on_every_rank(
-        self, ranks: RankPool, tmp_path: Path, kind: str, when: str
+        self, ranks: Ranks, tmp_path: Path, kind: str, when: str
     ) -> None:
         first, second = ranks.run(2, _fails, self.strategy, str(tmp_path), kind, when)
         for got in (first, second):
@@ -340,23 +342,25 @@ class AsyncSavesSuite(Clauses):
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("exception", [ZeroDivisionError, KeyboardInterrupt])
     def test_an_exception_lets_the_pending_save_finish(
-        self, ranks: RankPool, tmp_path: Path, exception: type[BaseException]
+        self, ranks: Ranks, tmp_path: Path, exception: type[BaseException]
     ) -> None:
         for notes in ranks.run(2, _exception, self.strategy, str(tmp_path), exception, None):
             assert notes == ""
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    def test_an_exception_takes_the_failure_with_it(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_an_exception_takes_the_failure_with_it(self, ranks: Ranks, tmp_path: Path) -> None:
         for notes in ranks.run(2, _exception, self.strategy, str(tmp_path), ZeroDivisionError, 10):
             assert "No space left on device" in notes
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    def test_fabric_tells_a_failure_at_one_step(self, ranks: RankPool, tmp_path: Path) -> None:
+    @on_ranks("processes")  # each with a disk of its own
+    def test_fabric_tells_a_failure_at_one_step(self, ranks: Ranks, tmp_path: Path) -> None:
         first, second = ranks.run(2, _fabric_steps, self.strategy, str(tmp_path))
         assert first == second
         assert "No space left on device" in first["told"]
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
+    @on_ranks("processes")  # which a script starts by itself
     def test_a_script_that_ends_leaves_it_complete(self, tmp_path: Path) -> None:
         ended = start(tmp_path, "async_save.py", self.strategy, str(tmp_path), "ends")
         assert ended.status == 0, ended.output
@@ -368,6 +372,7 @@ class AsyncSavesSuite(Clauses):
             assert trouble not in ended.output, ended.output
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
+    @on_ranks("processes")  # which a script starts by itself
     def test_a_script_that_ends_tells_what_nobody_was_told(self, tmp_path: Path) -> None:
         ended = start(tmp_path, "async_save.py", self.strategy, str(tmp_path), "fails")
         assert ended.status == 1, ended.output

@@ -22,12 +22,12 @@ from fsdp_core.errors import (
     CheckpointValueError,
 )
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
 from fsdp_core.testing.state import copied_state
-from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
-from fsdp_core.testing.suite.damage import DAMAGE
-from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, on_ranks, requires
+from fsdp_core.testing.suite.damage import DAMAGE, OF_RANK_ONE
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 
 __all__ = ["BadCheckpointsSuite"]
 
@@ -57,7 +57,7 @@ def _save_with_fabric(strategy: str, path: str, kind: str) -> None:
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
     lit = Lit("adamw_groups")
     model, optimizer = fabric.setup(lit, lit.configure_optimizers())
-    x, y = oracle.global_batches(1)[0]
+    x, y = whole_batches(fabric, 1)[0]
     fabric.backward(mse_loss(model(x), y))
     optimizer.step()
     fabric.save(path, {"model": model, "optimizer": optimizer, "step": 1})
@@ -231,7 +231,7 @@ class BadCheckpointsSuite(Clauses):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def saved(cls, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> SavedAt:
+    def saved(cls, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> SavedAt:
         """Puts a good checkpoint of ``Lit("adamw_groups")``, saved by a front end on two ranks, at a path."""
         made: dict[tuple[str, str], Path] = {}
 
@@ -249,8 +249,11 @@ class BadCheckpointsSuite(Clauses):
         return put
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    @pytest.mark.parametrize("case", DAMAGE)
-    def test_what_is_no_checkpoint(self, ranks: RankPool, tmp_path: Path, saved: SavedAt, case: str) -> None:
+    @pytest.mark.parametrize(
+        "case",
+        [pytest.param(one, marks=on_ranks("processes", "threads") if one in OF_RANK_ONE else []) for one in DAMAGE],
+    )
+    def test_what_is_no_checkpoint(self, ranks: Ranks, tmp_path: Path, saved: SavedAt, case: str) -> None:
         path = tmp_path / "checkpoint"
         saved("trainer", "sharded", path)
         damage, words = DAMAGE[case]
@@ -260,9 +263,15 @@ class BadCheckpointsSuite(Clauses):
                 assert_says(message, str(path), *words)
 
     @KINDS
-    @pytest.mark.parametrize("module_class", MISFITS)
+    @pytest.mark.parametrize(
+        "module_class",
+        [
+            pytest.param(one, marks=requires(Capability.MANUAL_OPTIMIZATION) if one is TwoOptimizers else [])
+            for one in MISFITS
+        ],
+    )
     def test_another_models_checkpoint_under_trainer(
-        self, ranks: RankPool, tmp_path: Path, saved: SavedAt, module_class: type[Lit], kind: str
+        self, ranks: Ranks, tmp_path: Path, saved: SavedAt, module_class: type[Lit], kind: str
     ) -> None:
         path = tmp_path / "checkpoint"
         saved("trainer", kind, path)
@@ -274,7 +283,7 @@ class BadCheckpointsSuite(Clauses):
     @KINDS
     @pytest.mark.parametrize("module_class", [Renamed, Resized, MoreTrained])
     def test_another_models_checkpoint_under_fabric(
-        self, ranks: RankPool, tmp_path: Path, saved: SavedAt, module_class: type[Lit], kind: str
+        self, ranks: Ranks, tmp_path: Path, saved: SavedAt, module_class: type[Lit], kind: str
     ) -> None:
         path = tmp_path / "checkpoint"
         saved("fabric", kind, path)
@@ -284,13 +293,13 @@ class BadCheckpointsSuite(Clauses):
                 assert_says(told, "strict=False")
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_fabric_checkpoint_without_a_key(self, ranks: RankPool, tmp_path: Path, saved: SavedAt) -> None:
+    def test_fabric_checkpoint_without_a_key(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:
         saved("fabric", "sharded", tmp_path / "checkpoint")
         for told in ranks.run(2, _load_absent_key, self.strategy, str(tmp_path / "checkpoint")):
             assert_says(told, "no 'scheduler'", "'model', 'optimizer', 'step'", "strict=False")
 
     @KINDS
-    def test_folder_of_something_else_is_not_replaced(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    def test_folder_of_something_else_is_not_replaced(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         mine = {"notes.txt": "mine", "manifest.json": json.dumps({"of": "another program"})}
         (tmp_path / "mine").mkdir()
         for name, text in mine.items():
@@ -302,7 +311,7 @@ class BadCheckpointsSuite(Clauses):
         assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_objects_are_refused_before_anything_is_trained_or_written(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_objects_are_refused_before_anything_is_trained_or_written(self, ranks: Ranks, tmp_path: Path) -> None:
         ((module, datamodule, fabric),) = ranks.run(1, _save_objects, self.strategy, str(tmp_path))
         found = f"{Tokenizer.__module__}.Tokenizer"
         assert_says(module, "hyper_parameters/tokenizer", found, "save_hyperparameters(ignore=['tokenizer'])")

@@ -12,10 +12,10 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
-from fsdp_core.lightning.forwarding import root_of
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import root_of
 from fsdp_core.testing.suite.bad_options import set_up
 from fsdp_core.testing.suite.clauses import Clauses, requires
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
@@ -60,7 +60,8 @@ def _two_dtypes(strategy: str) -> tuple[str, bool]:
     kept: dict[str, torch.dtype] = {}
 
     def set_up_and_look() -> None:
-        root = root_of(fabric.setup(net))
+        fabric.setup(net)
+        root = root_of(fabric.strategy)
         state = fabric.strategy.backend.model_state(root)  # type: ignore[attr-defined]
         kept.update((name, state[name].dtype) for name in written)
 
@@ -120,23 +121,23 @@ def refused_setup(strategy: str, case: str, path: str) -> str:
 class BadModulesSuite(Clauses):
     """Each message says what was asked, why it can't be, and what to type next."""
 
-    def test_module_without_parameters(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_module_without_parameters(self, ranks: Ranks, tmp_path: Path) -> None:
         (told,) = ranks.run(1, _without_parameters, self.strategy, str(tmp_path))
         for message, name in zip(told, ["NoParameters", "Tanh"], strict=True):
             assert_says(message, f"{name} has no parameters", "configure_model", "strategy='ddp'")
 
     @requires(Capability.CPU_OFFLOAD)
-    def test_module_sharded_on_other_terms(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_module_sharded_on_other_terms(self, ranks: Ranks, tmp_path: Path) -> None:
         (told,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path))
         assert_says(told, "cpu_offload False, now True", "Use the same options", "build the module anew")
 
-    def test_two_dtypes_in_a_unit(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_two_dtypes_in_a_unit(self, ranks: Ranks, tmp_path: Path) -> None:
         """Refused, or each parameter keeps its own dtype."""
         for told, kept in ranks.run(2, _two_dtypes, self.strategy):
             if not kept:
                 assert_says(told, "torch.bfloat16", "torch.float32", "one dtype")
 
     @pytest.mark.parametrize("case", [pytest.param(one, marks=_NEEDS.get(one, [])) for one in REFUSED])
-    def test_module_that_is_refused(self, ranks: RankPool, tmp_path: Path, case: str) -> None:
+    def test_module_that_is_refused(self, ranks: Ranks, tmp_path: Path, case: str) -> None:
         for told in ranks.run(2, refused_setup, self.strategy, case, str(tmp_path / "checkpoint")):
             assert_says(told, *REFUSED[case][1])

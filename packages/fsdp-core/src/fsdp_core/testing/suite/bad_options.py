@@ -26,7 +26,7 @@ from fsdp_core.errors import (
 from fsdp_core.lightning.devices import check_devices
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.strategy_info import FrontEnd
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.clauses import Clauses, with_options
@@ -146,7 +146,7 @@ class BadOptionsSuite(Clauses):
     @BOTH
     @pytest.mark.parametrize("case", [with_options(options, case) for case, (options, _) in MISUSED.items()])
     def test_option_that_does_not_fit_the_model(
-        self, ranks: RankPool, tmp_path: Path, front_end: FrontEnd, case: str
+        self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd, case: str
     ) -> None:
         ((told, as_it_was),) = ranks.run(1, _misused, self.strategy, str(tmp_path), front_end, case)
         assert_says(told, *MISUSED[case][1])

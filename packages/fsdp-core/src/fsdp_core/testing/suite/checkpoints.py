@@ -14,10 +14,10 @@ from torch.nn.functional import mse_loss
 
 import fsdp_core
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires, shares_of
 from fsdp_core.testing.suite.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_trainer
 
@@ -90,7 +90,7 @@ def assert_bit_equal(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
 
 
 def assert_continues(
-    ranks: RankPool,
+    ranks: Ranks,
     tmp_path: Path,
     *,
     saver: str,
@@ -183,7 +183,7 @@ class CheckpointsSuite(Clauses):
         ],
     )
     def test_saved_on_n_loaded_on_m(
-        self, ranks: RankPool, tmp_path: Path, saved_on: int, kind: str, optimizer: str
+        self, ranks: Ranks, tmp_path: Path, saved_on: int, kind: str, optimizer: str
     ) -> None:
         assert_continues(
             ranks,
@@ -197,7 +197,7 @@ class CheckpointsSuite(Clauses):
         )
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_same_layout_goes_on_bit_for_bit(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_same_layout_goes_on_bit_for_bit(self, ranks: Ranks, tmp_path: Path) -> None:
         tmp, path = str(tmp_path), str(tmp_path / "checkpoint")
         whole = ranks.run(2, two_epochs, self.strategy, tmp, 2, "adamw_groups")[0]
         first = ranks.run(2, two_epochs, self.strategy, tmp, 2, "adamw_groups", path, None, None, 1)[0]
@@ -206,19 +206,19 @@ class CheckpointsSuite(Clauses):
         assert_bit_equal(second, whole)
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_folder_holds_no_pickle_and_is_read_without_lightning(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_folder_holds_no_pickle_and_is_read_without_lightning(self, ranks: Ranks, tmp_path: Path) -> None:
         path = tmp_path / "checkpoint"
         run = (self.strategy, str(tmp_path), 2, "momentum", str(path), None, None, 1)
         saved = ranks.run(2, two_epochs, *run)[0]
         files = [p for p in path.rglob("*") if p.is_file()]
         assert {p.suffix for p in files} == {".json", ".safetensors"}
-        assert json.loads((path / "manifest.json").read_text())["world_size"] == 2
+        assert json.loads((path / "manifest.json").read_text())["world_size"] == shares_of(ranks, 2)
         state = fsdp_core.load_state_dict(path)
         assert state.keys() == saved["model"].keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in saved["model"].items())
 
     @requires(Capability.FULL_CHECKPOINT)
-    def test_full_file_is_a_plain_checkpoint(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_full_file_is_a_plain_checkpoint(self, ranks: Ranks, tmp_path: Path) -> None:
         """Read by plain torch, by load_from_checkpoint, and resumed by a Trainer without sharding."""
         path, tmp, options = tmp_path / "full.ckpt", str(tmp_path), {"state_dict_type": "full"}
         run = (self.strategy, tmp, 2, "adamw_groups", str(path), None, options, 1)
@@ -235,7 +235,7 @@ class CheckpointsSuite(Clauses):
         assert sharded["losses"] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
 
     @requires(Capability.FULL_CHECKPOINT)
-    def test_plain_checkpoint_goes_on_in_shards(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_plain_checkpoint_goes_on_in_shards(self, ranks: Ranks, tmp_path: Path) -> None:
         path, tmp = str(tmp_path / "plain.ckpt"), str(tmp_path)
         plain = Lit("adamw_groups")
         run = new_trainer(tmp, "auto")
@@ -247,7 +247,7 @@ class CheckpointsSuite(Clauses):
             assert got["losses"] == pytest.approx(losses_of(whole)[2:], abs=FP32_TOLERANCE)
 
     @KINDS
-    def test_model_checkpoint(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    def test_model_checkpoint(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         for got in ranks.run(2, _model_checkpoint, self.strategy, str(tmp_path), kind):
             assert len(got["names"]) == 3
             assert "last.ckpt" in got["names"]
@@ -255,10 +255,10 @@ class CheckpointsSuite(Clauses):
             assert got["epoch"] == 5
 
     @requires(Capability.SHARDED_CHECKPOINT, Capability.FULL_CHECKPOINT)
-    def test_either_kind_replaces_the_other(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_either_kind_replaces_the_other(self, ranks: Ranks, tmp_path: Path) -> None:
         kinds = ["sharded", "full", "full", "sharded", "sharded"]
         ranks.run(2, _overwritten, self.strategy, str(tmp_path), kinds)
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_weights_only(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_weights_only(self, ranks: Ranks, tmp_path: Path) -> None:
         assert ranks.run(2, _weights_only, self.strategy, str(tmp_path)) == [["model"], ["model"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,8 +13,20 @@ import fsdp_core
 from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.strategy_info import Capability, FrontEnd
+from fsdp_core.testing.ranks import RankKind, RankPool, Ranks
 
-__all__ = ["KINDS", "Clauses", "needs_of", "precisions", "requires", "undeclared", "with_options"]
+__all__ = [
+    "KINDS",
+    "Clauses",
+    "each_ranks",
+    "needs_of",
+    "on_ranks",
+    "precisions",
+    "requires",
+    "shares_of",
+    "undeclared",
+    "with_options",
+]
 
 
 def requires(*needs: Capability | str) -> pytest.MarkDecorator:
@@ -31,6 +43,25 @@ def requires(*needs: Capability | str) -> pytest.MarkDecorator:
         (<Capability.CLIP_BY_NORM: 'clip_by_norm'>, 'sync_each_batch')
     """
     return pytest.mark.fsdp_requires(*needs)
+
+
+def on_ranks(*kinds: RankKind) -> pytest.MarkDecorator:
+    """Say that a clause, or one set of its parameters, is about such ranks alone: elsewhere it has no meaning.
+
+    Args:
+        *kinds: What the ranks may be.
+    """
+    return pytest.mark.fsdp_ranks(*kinds)
+
+
+def each_ranks(ranks: Ranks, results: list[Any]) -> list[Any]:
+    """What each of Lightning's ranks has returned; there is one where one controller speaks for all devices."""
+    return results[:1] if ranks.kind == "one controller" else results
+
+
+def shares_of(ranks: Ranks, world_size: int) -> int:
+    """Into how many shares data are divided over so many ranks; see :meth:`fsdp_core.testing.here.Here.shares`."""
+    return 1 if ranks.kind == "one controller" else world_size
 
 
 def undeclared(capability: Capability) -> pytest.MarkDecorator:
@@ -89,6 +120,8 @@ class Clauses:
         strategy: The name that users type.
         expected_failures: By clause, ``"test_name"`` or ``"test_name[parameters]"``, why it fails. It must fail then.
         asks: By capability, the options that ask for it, where these are not the options of core's names.
+        rank_pool: What the clauses run on; see :class:`~fsdp_core.testing.ranks.Ranks`. Called without arguments, once
+            for all classes that choose the same.
         preset_of: The name of which ``strategy`` only fixes options, if it does: its class may name itself so.
 
     Raises:
@@ -110,10 +143,16 @@ class Clauses:
     strategy: ClassVar[str]
     expected_failures: ClassVar[Mapping[str, str]] = {}
     asks: ClassVar[Mapping[Capability, Mapping[str, Any]]] = {}
+    rank_pool: ClassVar[type[Ranks]] = RankPool
     preset_of: ClassVar[str | None] = None
 
     #: What each class of clauses has defined, and the marks of it: what runs must still be that.
     _defined: ClassVar[dict[str, tuple[Any, tuple[Any, ...]]]] = {}
+
+    @pytest.fixture(scope="class")
+    def ranks(self, request: pytest.FixtureRequest, _rank_pools: Callable[[type[Ranks]], Ranks]) -> Ranks:
+        """The class's ranks, which live through the session."""
+        return _rank_pools(request.cls.rank_pool)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_core.testing import RankPool
 
-__all__ = ["DAMAGE"]
+__all__ = ["DAMAGE", "OF_RANK_ONE"]
 
 
 def _replace_by_folder(**files: str) -> Callable[[Path], None]:
@@ -114,3 +114,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "text": (_replace_by_text, ["is a file", "a sharded checkpoint is a folder", "Check the path"]),
     "pickle": (_replace_by_pickle, ["can't be read", "RankPool", "add_safe_globals"]),
 }
+
+#: Those that befall a file of the second rank: a controller, which is one rank, writes none.
+OF_RANK_ONE = ("no part", "flipped weight", "cut part", "parts exchanged")

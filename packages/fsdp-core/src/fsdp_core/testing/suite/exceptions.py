@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import root_of
 from fsdp_core.testing.suite.clauses import Clauses
-from fsdp_core.testing.suite.parameters import Gains, own_share
+from fsdp_core.testing.suite.parameters import Gains, gains_of, own_share
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 __all__ = ["ExceptionsSuite"]
@@ -73,7 +73,8 @@ def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, 
     fabric = new_fabric(strategy)
     net = Gains()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    inputs: Any = Raises.apply(torch.ones(2, FEATURES, requires_grad=True))  # type: ignore[no-untyped-call]
+    ones = fabric.to_device(torch.ones(2, FEATURES)).requires_grad_()
+    inputs: Any = Raises.apply(ones)  # type: ignore[no-untyped-call]
     with pytest.raises(ZeroDivisionError):
         fabric.backward(model(inputs).sum())
     used: Any = fabric.strategy
@@ -86,7 +87,7 @@ def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, 
         fabric.backward(mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    return "", {"one": net.one.item(), "two": net.two.item()}
+    return "", gains_of(used)
 
 
 class RaisesWhenArmed(pl.Callback):
@@ -116,7 +117,7 @@ class ExceptionsSuite(Clauses):
 
     refused_with: ClassVar[str | None] = None
 
-    def test_a_new_trainer_goes_on_after_an_exception(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_a_new_trainer_goes_on_after_an_exception(self, ranks: Ranks, tmp_path: Path) -> None:
         """With the shards of the one before it."""
         net = oracle.new_net()
         if self.refused_with is not None:
@@ -130,11 +131,11 @@ class ExceptionsSuite(Clauses):
         for losses in ranks.run(2, _fit_after_forward, self.strategy, str(tmp_path)):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
-    def test_an_exception_between_stages_shows_itself(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_an_exception_between_stages_shows_itself(self, ranks: Ranks, tmp_path: Path) -> None:
         for told in ranks.run(2, _between_stages, self.strategy, str(tmp_path)):
             assert told == "between two stages"
 
-    def test_whole_parameters_stay_equal_after_an_exception(self, ranks: RankPool) -> None:
+    def test_whole_parameters_stay_equal_after_an_exception(self, ranks: Ranks) -> None:
         """0-dim parameters take no part of the interrupted backward pass into the next."""
         net = Gains()
         oracle.train_plain(3, lambda module: torch.optim.SGD(module.parameters(), lr=0.1), net=net)

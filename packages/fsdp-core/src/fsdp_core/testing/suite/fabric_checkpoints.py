@@ -13,12 +13,12 @@ from torch.nn.functional import mse_loss
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
-from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 
 __all__ = ["FabricCheckpointsSuite"]
 
@@ -41,8 +41,8 @@ class Tally:
 def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, Any]:
     """Train two models and save, or restore them."""
     fabric = new_fabric(strategy, 2, {"state_dict_type": save_kind} if save_kind else {})
-    torch.manual_seed(7 if save_kind is None else 1)
-    one, two = oracle.Net(), oracle.Net(blocks=2)
+    with oracle.seeded(7 if save_kind is None else 1):
+        one, two = oracle.Net(), oracle.Net(blocks=2)
     model, optimizer = fabric.setup(one, oracle.adamw_groups(one))
     other, other_optimizer = fabric.setup(two, oracle.momentum(two))
     tally = Tally()
@@ -56,7 +56,7 @@ def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, An
     }
     rest: dict[str, Any] = {}
     if save_kind:
-        for x, y in oracle.global_batches(2):
+        for x, y in whole_batches(fabric, 2):
             fabric.backward(mse_loss(model(x), y) + mse_loss(other(x), y))
             optimizer.step()
             other_optimizer.step()
@@ -109,7 +109,7 @@ def _partly(strategy: str, tmp: str) -> None:
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    x, y = oracle.global_batches(1)[0]
+    x, y = whole_batches(fabric, 1)[0]
     fabric.backward(mse_loss(model(x), y))
     optimizer.step()
     fabric.save(f"{tmp}/all", {"model": model, "optimizer": optimizer})
@@ -134,7 +134,7 @@ def _blocks_first_or_last(strategy: str, path: str, load: bool) -> dict[str, dic
     if load:
         fabric.load(path, {"model": model, "optimizer": optimizer})
     else:
-        x, y = oracle.global_batches(1)[0]
+        x, y = whole_batches(fabric, 1)[0]
         fabric.backward(mse_loss(model(x), y))
         optimizer.step()
         fabric.save(path, {"model": model, "optimizer": optimizer})
@@ -146,7 +146,7 @@ def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bo
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    x, y = oracle.global_batches(1)[0]
+    x, y = whole_batches(fabric, 1)[0]
     fabric.backward(mse_loss(model(x), y))
     optimizer.step()
     used: Any = fabric.strategy
@@ -177,7 +177,7 @@ class FabricCheckpointsSuite(Clauses):
     """What Fabric saves, with all that its users put beside a model, is restored bit for bit."""
 
     @KINDS
-    def test_fabric_save_and_load(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    def test_fabric_save_and_load(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         path = str(tmp_path / "checkpoint")
         saved = ranks.run(2, _round_trip, self.strategy, kind, path)[0]
         for got in ranks.run(2, _round_trip, self.strategy, None, path):
@@ -186,25 +186,23 @@ class FabricCheckpointsSuite(Clauses):
             assert got["rest"] == {"note": {"lr": (0.1, None)}}
 
     @KINDS
-    def test_state_dicts_are_saved_whole_or_refused(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    def test_state_dicts_are_saved_whole_or_refused(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         for refused, kept in ranks.run(2, _state_dicts, self.strategy, str(tmp_path), kind):
             assert all(kept)
             for message in refused:
                 assert_says(message, "a rank's own shard of", 'fabric.save(path, {"model": model')
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_fabric_filter(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_fabric_filter(self, ranks: Ranks, tmp_path: Path) -> None:
         for saved, expected in ranks.run(2, _filtered, self.strategy, str(tmp_path)):
             assert saved == expected
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_fabric_leaves_an_optimizer_that_nobody_asked_for_in_its_files(
-        self, ranks: RankPool, tmp_path: Path
-    ) -> None:
+    def test_fabric_leaves_an_optimizer_that_nobody_asked_for_in_its_files(self, ranks: Ranks, tmp_path: Path) -> None:
         ranks.run(2, _partly, self.strategy, str(tmp_path))
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_fabric_knows_an_optimizers_state_by_name(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_fabric_knows_an_optimizers_state_by_name(self, ranks: Ranks, tmp_path: Path) -> None:
         """And not by the order in which the optimizer was given its parameters."""
         path = str(tmp_path / "checkpoint")
         saved = ranks.run(2, _blocks_first_or_last, self.strategy, path, False)[0]
@@ -212,5 +210,5 @@ class FabricCheckpointsSuite(Clauses):
             assert_bit_equal({"model": {}, "optimizer": got}, {"model": {}, "optimizer": saved})
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_fabric_reads_the_trainers_folder(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_fabric_reads_the_trainers_folder(self, ranks: Ranks, tmp_path: Path) -> None:
         ranks.run(2, _trainer_to_fabric, self.strategy, str(tmp_path))

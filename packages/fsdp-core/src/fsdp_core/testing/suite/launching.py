@@ -22,7 +22,7 @@ from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks
 
 __all__ = ["COMMAND", "LaunchingSuite"]
 
@@ -68,7 +68,11 @@ def _interrupt(process: subprocess.Popen[bytes], output: Path) -> None:
 
 
 class LaunchingSuite(Clauses):
-    """However a script is started, its ranks find each other, train the same, and go away."""
+    """However a script is started, its ranks find each other, train the same, and go away.
+
+    Of ranks that are processes. Where the library starts threads, they are gone when ``fit`` returns, and there is
+    nobody to report; a controller starts nothing.
+    """
 
     def assert_trained(self, ended: Ended, *front_ends: str, passes: int = 2, **expected: Any) -> None:
         """Both ranks held half of the model, got the oracle's loss, and went away quietly."""
@@ -97,23 +101,28 @@ class LaunchingSuite(Clauses):
         """Whether the name itself stands for CPU offload."""
         return bool(fsdp_core.describe(self.strategy).presets.get("cpu_offload", False))
 
+    @on_ranks("processes")
     def test_plain_python_under_trainer_then_fabric(self, tmp_path: Path) -> None:
         """Started by the Trainer; ``fit`` twice, ``validate``, and Fabric in the same script."""
         ended = start(tmp_path, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "trainer", "fabric", cpu_offload=self.offloads)
 
+    @on_ranks("processes")
     def test_plain_python_under_fabric_as_a_module(self, tmp_path: Path) -> None:
         """Started by Fabric, as a module, which each rank's command line repeats."""
         ended = start(tmp_path, "-m", "train", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "fabric", cpu_offload=self.offloads)
 
+    @on_ranks("processes")
     def test_torchrun(self, tmp_path: Path) -> None:
         ended = start(tmp_path, *TORCHRUN, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "trainer", "fabric")
 
+    @on_ranks("processes")
     def test_spawned_workers(self, tmp_path: Path) -> None:
         self.assert_trained(start(tmp_path, "spawned.py", self.strategy), "trainer", "fabric")
 
+    @on_ranks("processes")
     def test_command_line_takes_the_name_and_the_class_with_options(self, tmp_path: Path) -> None:
         """Lightning's own, with jsonargparse; as a module."""
         pytest.importorskip("jsonargparse")
@@ -132,6 +141,7 @@ class LaunchingSuite(Clauses):
         capability = capability_of(option, value)
         return capability is None or capability in fsdp_core.describe(self.strategy).capabilities
 
+    @on_ranks("processes")
     def test_without_torchs_entry_points_an_import_does_it(self, tmp_path: Path) -> None:
         ended = start(tmp_path, "by_hand.py", self.strategy, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
         assert ended.status == 0, ended.output
@@ -144,6 +154,7 @@ class LaunchingSuite(Clauses):
             (report,) = ended.reports(front_end)
             assert (report["world_size"], report["held"]) == (1, FULL)
 
+    @on_ranks("processes")
     @pytest.mark.parametrize(("front_end", "rank"), [("trainer", 1), ("fabric", 0)])
     def test_exception_on_one_rank_ends_the_run(self, tmp_path: Path, front_end: str, rank: int) -> None:
         ended = start(tmp_path, "train.py", front_end, f"--fails-on={rank}", f"--strategy={self.strategy}")
@@ -152,6 +163,7 @@ class LaunchingSuite(Clauses):
         assert not ended.reports(front_end)
         assert ended.seconds < 60
 
+    @on_ranks("processes")
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups to send SIGINT to")
     def test_interrupt_ends_every_rank(self, tmp_path: Path) -> None:
         ended = start(tmp_path, "train.py", "trainer", "--forever", f"--strategy={self.strategy}", meanwhile=_interrupt)

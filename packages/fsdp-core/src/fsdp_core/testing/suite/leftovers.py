@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
+import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,10 @@ import pytest
 from torch.nn.functional import mse_loss
 
 from fsdp_core.strategy_info import Capability, FrontEnd
-from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.suite.clauses import Clauses, requires
-from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.here import here
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 from fsdp_core.torch_private import process_groups
 
 __all__ = ["LeftoversSuite"]
@@ -38,7 +42,7 @@ def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[
     fabric = new_fabric(strategy, 2, options)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
-    for x, y in oracle.global_batches(1):
+    for x, y in whole_batches(fabric, 1):
         fabric.backward(mse_loss(model(x), y))
         optimizer.step()
     if path is not None:
@@ -55,7 +59,7 @@ def _left(
 
     The first one opens the process group of the world, which Lightning keeps until the process ends.
     """
-    rank, folder = int(os.environ["RANK"]), Path(tmp)
+    rank, folder = here().rank, Path(tmp)
     places = [folder / f"cwd{rank}", folder / f"tmp{rank}"]
     for one in places:
         one.mkdir()
@@ -78,24 +82,62 @@ def _left(
         }
 
 
+def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
+    """What of a run is still there when nobody holds it. All parameters count: 0-dim ones are often kept otherwise."""
+
+    def run() -> dict[str, weakref.ref[Any]]:
+        if front_end == "trainer":
+            module: Any = Lit("momentum")
+            trainer = new_trainer(tmp, strategy, 2)
+            trainer.fit(module, loader(1, 2))
+            used: Any = trainer.strategy
+        else:
+            fabric, module = new_fabric(strategy), oracle.new_net()
+            model, optimizer = fabric.setup(module, oracle.momentum(module))
+            for x, y in whole_batches(fabric, 1):
+                fabric.backward(mse_loss(model(x), y))
+                optimizer.step()
+            used = fabric.strategy
+        parameters = {f"parameter {name}": weakref.ref(one) for name, one in module.named_parameters()}
+        return {"module": weakref.ref(module), "backend": weakref.ref(used.backend), **parameters}
+
+    known = run()
+    # more than once: what a weak dictionary holds is garbage only when its key has gone, and a collection that another
+    # rank's thread is at does nothing
+    for _ in range(50):
+        gc.collect()
+        if all(one() is None for one in known.values()):
+            break
+        time.sleep(0.1)
+    return sorted(name for name, one in known.items() if one() is not None)
+
+
 _NOTHING = {"environment variables": [], "threads": [], "process groups": 0, "files": []}
 
 
 class LeftoversSuite(Clauses):
     """A process may train as often as it likes, and is as it was before."""
 
+    @on_ranks("processes", "one controller")  # threads share what this looks at
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
-    def test_nothing_is_left_behind(self, ranks: RankPool, tmp_path: Path, front_end: FrontEnd) -> None:
+    def test_nothing_is_left_behind(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
         for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, False, None):
             assert left == _NOTHING
 
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_what_nobody_holds_is_gone(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
+        """A sweep of many runs in one process needs the memory of one, and the threads of one process group."""
+        for alive in ranks.run(2, _alive, self.strategy, str(tmp_path), front_end):
+            assert alive == []
+
     @requires(Capability.SHARDED_CHECKPOINT)
+    @on_ranks("processes", "one controller")  # threads share what this looks at
     @pytest.mark.parametrize(
         "options", [{}, pytest.param({"async_save": True}, marks=requires("async_save"))], ids=["at once", "async_save"]
     )
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_checkpoints_leave_nothing_else_behind(
-        self, ranks: RankPool, tmp_path: Path, front_end: FrontEnd, options: dict[str, Any]
+        self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd, options: dict[str, Any]
     ) -> None:
         for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, True, options):
             assert left == _NOTHING

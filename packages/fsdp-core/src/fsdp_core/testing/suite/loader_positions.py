@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool
+from fsdp_core.testing import Ranks
 from fsdp_core.testing.refusals import assert_says
-from fsdp_core.testing.suite.clauses import Clauses, requires
+from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks, requires, shares_of
 from fsdp_core.testing.suite.loader_runs import (
     FULL,
     Run,
@@ -33,8 +33,8 @@ __all__ = ["LoaderPositionsSuite"]
 class LoaderPositionsSuite(Clauses):
     """Whoever goes on from a checkpoint sees the samples that are left, each once."""
 
-    def _fit_of(self, ranks: RankPool, tmp_path: Path, world_size: int, run: Run) -> list[Seen]:
-        return ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, run)
+    def _fit_of(self, ranks: Ranks, tmp_path: Path, world_size: int, run: Run) -> list[Seen]:
+        return each_ranks(ranks, ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, run))
 
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
@@ -53,18 +53,19 @@ class LoaderPositionsSuite(Clauses):
         ],
     )
     def test_what_is_left_of_an_epoch_is_divided(
-        self, ranks: RankPool, tmp_path: Path, saved_on: int, loaded_on: int, run: Run, following: Mapping[str, Any]
+        self, ranks: Ranks, tmp_path: Path, saved_on: int, loaded_on: int, run: Run, following: Mapping[str, Any]
     ) -> None:
         path = str(tmp_path / "saved")
         first = self._fit_of(ranks, tmp_path, saved_on, replace(run, save=("batch end", 1, 1), path=path))
         assert_sees(first, 1, run.size)
         resumed = self._fit_of(ranks, tmp_path, loaded_on, replace(run, resume=path, **following))
         assert {step.epoch for step in resumed[0].steps} == {1, 2}
-        assert_sees(resumed, 1, run.size, begins=2 * saved_on * run.batch)
+        assert_sees(resumed, 1, run.size, begins=2 * shares_of(ranks, saved_on) * run.batch)
         assert_sees(resumed, 2, run.size)
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_divided_again(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_divided_again(self, ranks: Ranks, tmp_path: Path) -> None:
         run, one, two = Run(size=40), str(tmp_path / "one"), str(tmp_path / "two")
         self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 1), path=one))
         # of 40 samples, 8 are seen; 3 ranks with batches of 3 would have seen 1 batch of 5
@@ -74,6 +75,7 @@ class LoaderPositionsSuite(Clauses):
         assert_sees(last, 1, 40, begins=8 + 2 * 3 * 3)
         assert_sees(last, 2, 40)
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         ("data", "save", "trainer"),
@@ -92,7 +94,7 @@ class LoaderPositionsSuite(Clauses):
     )
     def test_every_moment(
         self,
-        ranks: RankPool,
+        ranks: Ranks,
         tmp_path: Path,
         data: str,
         save: tuple[str, int, int],
@@ -110,24 +112,27 @@ class LoaderPositionsSuite(Clauses):
             if data == "stateful":
                 assert_sees(others, 2, run.size)
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_saved_after_a_fit_that_stopped_amid_an_epoch(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_saved_after_a_fit_that_stopped_amid_an_epoch(self, ranks: Ranks, tmp_path: Path) -> None:
         path = str(tmp_path / "saved")
         self._fit_of(ranks, tmp_path, 2, Run(data="plain", path=path, trainer={"max_steps": 8}))
         resumed = self._fit_of(ranks, tmp_path, 3, Run(data="plain", resume=path))
         assert_sees(resumed, 1, 24, begins=2 * 2 * 2)
         assert_sees(resumed, 2, 24)
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_batch_of_a_step_that_failed_comes_again(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_batch_of_a_step_that_failed_comes_again(self, ranks: Ranks, tmp_path: Path) -> None:
         path = str(tmp_path / "saved")
         self._fit_of(ranks, tmp_path, 2, Run(fails=(1, 3), path=path))
         resumed = self._fit_of(ranks, tmp_path, 3, Run(resume=path))
         assert_sees(resumed, 1, 24, begins=3 * 2 * 2)
         assert_sees(resumed, 2, 24)
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_lightning_validates_at_its_count_of_batches(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_lightning_validates_at_its_count_of_batches(self, ranks: Ranks, tmp_path: Path) -> None:
         path, run = str(tmp_path / "saved"), Run(size=48, trainer={"val_check_interval": 4})
         self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 4), path=path))
         # 20 of 48 samples are seen: of 3 ranks' 8 batches, 5 are left
@@ -135,9 +140,10 @@ class LoaderPositionsSuite(Clauses):
         assert_sees(resumed, 1, 48, begins=20)
         assert resumed[0].validated == [(1, 3), (1, 7), (2, 3), (2, 7)]
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("loaded_on", [2, 3])
-    def test_limited_epochs_and_smaller_batches_left_out(self, ranks: RankPool, tmp_path: Path, loaded_on: int) -> None:
+    def test_limited_epochs_and_smaller_batches_left_out(self, ranks: Ranks, tmp_path: Path, loaded_on: int) -> None:
         path, run = str(tmp_path / "saved"), Run(size=50, drop_last=True, trainer={"limit_train_batches": 6})
         self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 2), path=path))
         resumed = self._fit_of(ranks, tmp_path, loaded_on, replace(run, resume=path))
@@ -148,9 +154,10 @@ class LoaderPositionsSuite(Clauses):
         whole = in_turns([[step.samples for step in rank.steps if step.epoch == 2] for rank in resumed])
         assert whole == order_of(2, 50)[: 6 * 2 * loaded_on]
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("loaded_on", [2, 3])
-    def test_each_of_two_loaders_has_its_own(self, ranks: RankPool, tmp_path: Path, loaded_on: int) -> None:
+    def test_each_of_two_loaders_has_its_own(self, ranks: Ranks, tmp_path: Path, loaded_on: int) -> None:
         """The shorter one has begun anew when the checkpoint is saved."""
         path, run = str(tmp_path / "saved"), Run(data="two")
         self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 3), path=path))
@@ -160,13 +167,14 @@ class LoaderPositionsSuite(Clauses):
         order = order_of(1, 12)
         assert short == {2: order[4:12], 3: order[4:12] + order[:1]}[loaded_on]
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         "run",
         [Run(data="stream"), Run(data="stream", workers=2), Run(data="counting"), Run(data="own sampler")],
         ids=["stream", "stream with workers", "counting", "own sampler"],
     )
-    def test_state_of_each_rank(self, ranks: RankPool, tmp_path: Path, run: Run) -> None:
+    def test_state_of_each_rank(self, ranks: Ranks, tmp_path: Path, run: Run) -> None:
         """Each rank goes on where it was, and no other number of ranks can."""
         path, save = str(tmp_path / "saved"), ("batch end", 1, 1)
         first = self._fit_of(ranks, tmp_path, 2, replace(run, save=save, path=path))
@@ -177,8 +185,9 @@ class LoaderPositionsSuite(Clauses):
         for message in ranks.run(*other):
             assert_says(message, "over 3 ranks", "StatefulDataLoader over", "on 2", "Resume on 2", "end of an epoch")
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_another_dataset(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_another_dataset(self, ranks: Ranks, tmp_path: Path) -> None:
         path = str(tmp_path / "saved")
         self._fit_of(ranks, tmp_path, 2, Run(save=("batch end", 1, 1), path=path))
         run = Run(size=30, resume=path)
@@ -187,8 +196,9 @@ class LoaderPositionsSuite(Clauses):
         self._fit_of(ranks, tmp_path, 2, Run(save=("epoch end", 0, 5), path=path))
         assert_sees(self._fit_of(ranks, tmp_path, 2, run), 1, 30)
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.FULL_CHECKPOINT)
-    def test_checkpoint_of_a_plain_trainer(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_checkpoint_of_a_plain_trainer(self, ranks: Ranks, tmp_path: Path) -> None:
         """It says nothing of a plain loader's position, and of a stateful loader's, nothing that could be divided."""
         path = str(tmp_path / "plain.ckpt")
         fit("auto", str(tmp_path), 1, Run(data="plain", save=("batch end", 1, 1), path=path))
@@ -209,20 +219,22 @@ class LoaderPositionsSuite(Clauses):
         ],
     )
     def test_what_is_left_of_an_epoch_under_fabric(
-        self, ranks: RankPool, tmp_path: Path, saved_on: int, loaded_on: int, run: Run
+        self, ranks: Ranks, tmp_path: Path, saved_on: int, loaded_on: int, run: Run
     ) -> None:
         path, size = str(tmp_path / "saved"), run.size
         kwargs = (self.strategy, saved_on, replace(run, path=path), [0, 1], 2)
-        first = ranks.run(saved_on, fabric_epochs, *kwargs)
-        begins = 2 * saved_on * run.batch
+        first = each_ranks(ranks, ranks.run(saved_on, fabric_epochs, *kwargs))
+        begins = 2 * shares_of(ranks, saved_on) * run.batch
         assert in_turns([rank[1] for rank in first]) == order_of(1, size)[:begins]
-        resumed = ranks.run(loaded_on, fabric_epochs, self.strategy, loaded_on, replace(run, resume=path), [1, 2])
+        run = replace(run, resume=path)
+        resumed = each_ranks(ranks, ranks.run(loaded_on, fabric_epochs, self.strategy, loaded_on, run, [1, 2]))
         for epoch, begin in ((1, begins), (2, 0)):
-            order, repeated = order_of(epoch, size), -(size - begin) % loaded_on
+            order, repeated = order_of(epoch, size), -(size - begin) % len(resumed)
             assert in_turns([rank[epoch - 1] for rank in resumed]) == order[begin:] + order[:repeated]
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_fabric_at_the_end_of_an_epoch(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_fabric_at_the_end_of_an_epoch(self, ranks: Ranks, tmp_path: Path) -> None:
         path = str(tmp_path / "saved")
         ranks.run(2, fabric_epochs, self.strategy, 2, Run(path=path), [0, 1])
         resumed = ranks.run(3, fabric_epochs, self.strategy, 3, Run(resume=path), [2])
@@ -231,9 +243,10 @@ class LoaderPositionsSuite(Clauses):
         fresh = ranks.run(3, fabric_epochs, self.strategy, 3, Run(data="stream"), [0])
         assert ranks.run(3, fabric_epochs, self.strategy, 3, Run(data="stream", resume=path), [0]) == fresh
 
+    @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_fabric_state_of_each_rank(self, ranks: RankPool, tmp_path: Path, workers: int) -> None:
+    def test_fabric_state_of_each_rank(self, ranks: Ranks, tmp_path: Path, workers: int) -> None:
         path, run = str(tmp_path / "saved"), Run(data="stream", workers=workers)
         whole = ranks.run(2, fabric_epochs, self.strategy, 2, run, [0, 1])
         ranks.run(2, fabric_epochs, self.strategy, 2, replace(run, path=path), [0, 1], 2)
@@ -243,7 +256,7 @@ class LoaderPositionsSuite(Clauses):
             assert_says(message, "over 3 ranks", "StatefulDataLoader over Stream", "Resume on 2")
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_fabric_needs_a_loader_that_tells(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_fabric_needs_a_loader_that_tells(self, ranks: Ranks, tmp_path: Path) -> None:
         run = Run(data="plain", path=str(tmp_path / "saved"))
         for message in ranks.run(2, fabric_refused, self.strategy, 2, run):
             assert_says(message, "'loader'", "DataLoader", "StatefulDataLoader")

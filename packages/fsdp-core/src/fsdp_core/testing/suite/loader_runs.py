@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn.functional import mse_loss
@@ -21,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
 from fsdp_core.testing import oracle
+from fsdp_core.testing.here import here
 from fsdp_core.testing.refusals import refusal
 from fsdp_core.testing.training import Lit, new_fabric, new_trainer
 
@@ -78,12 +78,13 @@ class Counting(Numbered):
 class Stream(IterableDataset[Sample]):
     """Samples without a length. Each rank and each worker goes through the rows by steps of its own."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rank: int, ranks: int) -> None:
         self.rows = oracle.dataset(size)
+        self.rank, self.ranks = rank, ranks
         self.at = self.given = 0
 
     def __iter__(self) -> Iterator[Sample]:
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank, ranks = self.rank, self.ranks
         worker = get_worker_info()
         part, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
         while self.given < len(self.rows) // (ranks * parts):
@@ -152,7 +153,7 @@ class Run:
     options: Mapping[str, Any] | None = None
     asks_steps: bool = False
 
-    def loader(self) -> Any:
+    def loader(self, world_size: int) -> Any:
         """The loader, as its user writes it."""
         kwargs: dict[str, Any] = {
             "batch_size": self.batch,
@@ -177,7 +178,7 @@ class Run:
             case "counting":
                 return StatefulDataLoader(counting, shuffle=True, **kwargs)
             case "stream":
-                return StatefulDataLoader(Stream(self.size), **kwargs)
+                return StatefulDataLoader(Stream(self.size, here().rank, here().shares(world_size)), **kwargs)
             case "own sampler":
                 return StatefulDataLoader(numbered, sampler=OddsFirst(self.size), **kwargs)
             case other:
@@ -280,7 +281,7 @@ def fit(strategy: str, tmp: str, world_size: int, run: Run) -> Seen:
         patch.setenv("PL_GLOBAL_SEED", str(run.seed))
         warnings.simplefilter("always")
         with pytest.raises(ArithmeticError) if run.fails else nullcontext():
-            trainer.fit(module, run.loader(), validation, ckpt_path=run.resume)
+            trainer.fit(module, run.loader(world_size), validation, ckpt_path=run.resume)
     if run.path is not None and run.save is None and run.fails is None:
         trainer.save_checkpoint(run.path)
     return Seen(
@@ -343,7 +344,7 @@ def fabric_epochs(
     model = fabric.setup(net)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PL_GLOBAL_SEED", str(run.seed))
-        loader: Any = fabric.setup_dataloaders(run.loader())
+        loader: Any = fabric.setup_dataloaders(run.loader(world_size))
     if run.resume:
         fabric.load(run.resume, {"model": model, "loader": loader})
     seen: list[list[list[int]]] = []

@@ -12,11 +12,11 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "losses_of", "root_used_twice"]
 
@@ -32,8 +32,8 @@ class Gan(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        torch.manual_seed(3)
-        self.critic = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
+        with oracle.seeded(3):
+            self.critic = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch
@@ -109,7 +109,7 @@ def root_used_twice(strategy: str, tmp: str, options: dict[str, Any]) -> list[fl
     return means(module.losses)
 
 
-def assert_root_stays_gathered(ranks: RankPool, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
+def assert_root_stays_gathered(ranks: Ranks, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
     """A step method may call the root and then use a parameter of it; for a backend's own options too."""
     plain = UsesRootTwice()
     new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
@@ -190,7 +190,7 @@ def _fabric_step_method(strategy: str) -> list[float]:
     wrapped = Wrapped()
     model, optimizer = fabric.setup(wrapped, oracle.sgd(wrapped))
     losses = []
-    for x, y in oracle.global_batches(3):
+    for x, y in whole_batches(fabric, 3):
         loss = model.training_step(x, y)
         losses.append(loss.item())
         fabric.backward(loss)
@@ -202,7 +202,7 @@ def _fabric_step_method(strategy: str) -> list[float]:
 def _collectives(strategy: str) -> dict[str, Any]:
     fabric = new_fabric(strategy)
     rank = fabric.global_rank
-    source = torch.full((2,), float(rank), requires_grad=True)
+    source = fabric.to_device(torch.full((2,), float(rank))).requires_grad_()
     gathered: Any = fabric.all_gather(source, sync_grads=True)
     gathered.sum().backward()
     assert source.grad is not None
@@ -215,7 +215,7 @@ def _collectives(strategy: str) -> dict[str, Any]:
         "text": fabric.strategy.all_reduce("unchanged"),
         "gathered": ranks.tolist(),
         "grad": source.grad.tolist(),
-        "object": fabric.broadcast({"from": rank, "path": Path("x")}, src=1),
+        "object": fabric.broadcast({"from": rank, "path": Path("x")}, src=fabric.world_size - 1),
     }
 
 
@@ -224,7 +224,7 @@ class LoopsSuite(Clauses):
 
     @requires(Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("world_size", [1, 2, 3])
-    def test_manual_optimization(self, ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    def test_manual_optimization(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
         plain = Gan()
         new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
         for losses, state in ranks.run(world_size, _gan, self.strategy, str(tmp_path), world_size):
@@ -235,16 +235,16 @@ class LoopsSuite(Clauses):
     @requires(
         Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM, Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING
     )
-    def test_clipping_by_hand_sees_unscaled_gradients(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_clipping_by_hand_sees_unscaled_gradients(self, ranks: Ranks, tmp_path: Path) -> None:
         want, _ = oracle.train_plain(4, oracle.sgd, clip_norm=0.2)
         for losses in ranks.run(2, _manual_clip, self.strategy, str(tmp_path)):
             assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
 
-    def test_root_stays_gathered_through_a_step(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_root_stays_gathered_through_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
         assert_root_stays_gathered(ranks, tmp_path, self.strategy, {})
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_scheduler_and_its_resumption(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_scheduler_and_its_resumption(self, ranks: Ranks, tmp_path: Path) -> None:
         plain = Scheduled()
         new_trainer(tmp_path, "auto", max_epochs=3).fit(plain, loader(2, 1))
         path = str(tmp_path / "half")
@@ -253,7 +253,7 @@ class LoopsSuite(Clauses):
         assert first + second == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_tensor_learning_rate_and_file_url(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_tensor_learning_rate_and_file_url(self, ranks: Ranks, tmp_path: Path) -> None:
         plain = TensorRate()
         new_trainer(tmp_path, "auto", max_epochs=2).fit(plain, loader(2, 1))
         url = f"file://{tmp_path}/checkpoint"
@@ -262,21 +262,22 @@ class LoopsSuite(Clauses):
             assert rate == pytest.approx(0.01)
 
     @precisions("bf16-mixed", "16-mixed")
-    def test_mixed_precision_leaves_targets_alone(self, ranks: RankPool, tmp_path: Path, precision: str) -> None:
+    def test_mixed_precision_leaves_targets_alone(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
         assert ranks.run(2, _targets, self.strategy, str(tmp_path), precision) == [(100001.0, "torch.float32")] * 2
 
-    def test_fabric_step_method_runs_through_the_root(self, ranks: RankPool) -> None:
+    def test_fabric_step_method_runs_through_the_root(self, ranks: Ranks) -> None:
         want, _ = oracle.train_plain(3, oracle.sgd)
         for losses in ranks.run(2, _fabric_step_method, self.strategy):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
-    def test_collectives(self, ranks: RankPool) -> None:
+    def test_collectives(self, ranks: Ranks) -> None:
+        count = 1 if ranks.kind == "one controller" else 2
         want = {
-            "mean": 0.5,
-            "sum": 3,
+            "mean": (count - 1) / 2,
+            "sum": count * (count + 1) / 2,
             "text": "unchanged",
-            "gathered": [[0], [1]],
-            "grad": [2.0, 2.0],
-            "object": {"from": 1, "path": Path("x")},
+            "gathered": [[rank] for rank in range(count)],
+            "grad": [float(count)] * 2,
+            "object": {"from": count - 1, "path": Path("x")},
         }
         assert ranks.run(2, _collectives, self.strategy) == [want, want]

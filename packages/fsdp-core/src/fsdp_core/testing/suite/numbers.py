@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained, train_plain
 from fsdp_core.testing.suite.clauses import Clauses, requires, with_options
 from fsdp_core.testing.training import fabric_fit, fit
@@ -29,7 +29,7 @@ def assert_same(got: list[Trained], want: Trained) -> None:
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
 
-def assert_numbers_alone(ranks: RankPool, tmp_path: Path, strategy: str, options: Mapping[str, Any]) -> None:
+def assert_numbers_alone(ranks: Ranks, tmp_path: Path, strategy: str, options: Mapping[str, Any]) -> None:
     """Options change nothing of losses and weights; for a backend's own options too."""
     got = ranks.run(2, fit, strategy, str(tmp_path), 2, 3, "momentum", options)
     assert_same(got, train_plain(3, oracle.momentum))
@@ -46,7 +46,7 @@ class NumbersSuite(Clauses):
     @pytest.mark.parametrize(
         ("world_size", "optimizer"), [(1, "adamw_groups"), (2, "sgd"), (3, "adamw_groups"), (4, "momentum")]
     )
-    def test_fabric_equals_plain(self, ranks: RankPool, world_size: int, optimizer: str) -> None:
+    def test_fabric_equals_plain(self, ranks: Ranks, world_size: int, optimizer: str) -> None:
         got = ranks.run(world_size, fabric_fit, self.strategy, world_size, 4, optimizer)
         assert_same(got, train_plain(4, getattr(oracle, optimizer)))
 
@@ -54,7 +54,7 @@ class NumbersSuite(Clauses):
         ("world_size", "optimizer"),
         [(1, "adamw_groups"), (2, "sgd"), (2, "adamw_groups"), (3, "sgd"), (4, "momentum")],
     )
-    def test_trainer_equals_plain(self, ranks: RankPool, tmp_path: Path, world_size: int, optimizer: str) -> None:
+    def test_trainer_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int, optimizer: str) -> None:
         got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, optimizer)
         assert_same(got, train_plain(4, getattr(oracle, optimizer)))
 
@@ -65,7 +65,7 @@ class NumbersSuite(Clauses):
         ids=["2", "3", "sync_each_batch"],
     )
     def test_accumulation_equals_plain(
-        self, ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
+        self, ranks: Ranks, tmp_path: Path, world_size: int, options: dict[str, Any]
     ) -> None:
         threefold = {"accumulate_grad_batches": 3}
         got = ranks.run(
@@ -75,7 +75,7 @@ class NumbersSuite(Clauses):
 
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("world_size", [2, 3])
-    def test_clipping_by_norm_equals_plain(self, ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    def test_clipping_by_norm_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
         clip = {"gradient_clip_val": 0.2}
         got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, "momentum", {}, clip) + ranks.run(
             world_size, fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, 0.2
@@ -84,7 +84,7 @@ class NumbersSuite(Clauses):
 
     @requires(Capability.CLIP_BY_VALUE)
     @pytest.mark.parametrize("world_size", [2, 3])
-    def test_clipping_by_value_equals_plain(self, ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    def test_clipping_by_value_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
         clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
         got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, "momentum", {}, clip) + ranks.run(
             world_size, fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, None, 0.01
@@ -108,5 +108,5 @@ class NumbersSuite(Clauses):
             )
         ],
     )
-    def test_options_leave_numbers_alone(self, ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    def test_options_leave_numbers_alone(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
         assert_numbers_alone(ranks, tmp_path, self.strategy, options)

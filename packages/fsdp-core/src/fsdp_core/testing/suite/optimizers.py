@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, root_of, trained_by
 from fsdp_core.testing.suite.clauses import Clauses
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["OptimizersSuite", "assert_all_trained", "built_after_evaluation", "built_before_sharding"]
 
@@ -113,7 +113,7 @@ def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
         What :func:`assert_all_trained` checks, and how many elements this rank's optimizer holds.
     """
     fabric = new_fabric(strategy)
-    net = oracle.new_net()
+    net = oracle.new_net(width=WIDE)
     optimizer: Any = oracle.adamw_groups(net)
     if joint:
         model, optimizer = fabric.setup(net, optimizer)
@@ -132,20 +132,20 @@ def built_after_evaluation(strategy: str, optimizer: str) -> Trained:
     fabric = new_fabric(strategy)
     model = fabric.setup_module(oracle.new_net())
     with torch.no_grad():
-        model(oracle.global_batches(1)[0][0])
+        model(whole_batches(fabric, 1)[0][0])
     return _two_steps(fabric, model, fabric.setup_optimizers(getattr(oracle, optimizer)(model)))
 
 
-def assert_all_trained(got: Trained, optimizer: str = "adamw_groups") -> None:
+def assert_all_trained(got: Trained, optimizer: str = "adamw_groups", **net: Any) -> None:
     """The losses are the oracle's, and every parameter has moved that moves there."""
     losses, state = got
-    want_losses, want = oracle.train_plain(2, getattr(oracle, optimizer))
+    want_losses, want = oracle.train_plain(2, getattr(oracle, optimizer), net=oracle.new_net(**net))
     assert losses[:2] == pytest.approx(want_losses, abs=FP32_TOLERANCE)
     if len(losses) == 2:
         assert state.keys() == want.keys()
         for name, tensor in want.items():
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
-    start = oracle.new_net().state_dict()
+    start = oracle.new_net(**net).state_dict()
     moved = [name for name in want if not torch.allclose(want[name], start[name], atol=2e-4)]
     assert len(moved) > 15
     for name in moved:
@@ -187,25 +187,25 @@ class OptimizersSuite(Clauses):
         ("module_class", "epochs"), [(ListsInInit, 1), (ListsInInit, 2), (OptimizerInInit, 1), (OfTrainersModel, 2)]
     )
     def test_parameters_from_before_sharding_are_trained(
-        self, ranks: RankPool, tmp_path: Path, module_class: type[Lit], epochs: int
+        self, ranks: Ranks, tmp_path: Path, module_class: type[Lit], epochs: int
     ) -> None:
         for got in ranks.run(2, _fit_epochs, self.strategy, str(tmp_path), module_class, epochs):
             assert_all_trained(got)
             assert len(got[0]) == 2 * epochs
 
     @pytest.mark.parametrize("joint", [True, False])
-    def test_fabrics_optimizer_from_before_sharding_is_repointed(self, ranks: RankPool, joint: bool) -> None:
+    def test_fabrics_optimizer_from_before_sharding_is_repointed(self, ranks: Ranks, joint: bool) -> None:
         got = ranks.run(2, built_before_sharding, self.strategy, joint)
         for trained, _ in got:
-            assert_all_trained(trained)
-        total = sum(p.numel() for p in trained_by(oracle.adamw_groups(oracle.new_net())))
+            assert_all_trained(trained, width=WIDE)
+        total = sum(p.numel() for p in trained_by(oracle.adamw_groups(oracle.new_net(width=WIDE))))
         assert_sharded([held for _, held in got], total)
 
-    def test_optimizer_built_after_evaluation_trains_the_shards(self, ranks: RankPool) -> None:
+    def test_optimizer_built_after_evaluation_trains_the_shards(self, ranks: Ranks) -> None:
         for got in ranks.run(2, built_after_evaluation, self.strategy, "momentum"):
             assert_all_trained(got, "momentum")
 
-    def test_optimizers_over_other_parameters_are_refused(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_optimizers_over_other_parameters_are_refused(self, ranks: Ranks, tmp_path: Path) -> None:
         (told,) = ranks.run(1, _refusals, self.strategy, str(tmp_path))
         for message in told["foreign"]:
             assert_says(message, "param group 0 of SGD", "the sharded model's, so training would leave it stale")

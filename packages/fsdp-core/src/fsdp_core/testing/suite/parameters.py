@@ -13,13 +13,13 @@ from torch.nn.functional import mse_loss
 from torchmetrics import SumMetric
 
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.training import new_fabric, whole_batches
 
-__all__ = ["Gains", "ParametersSuite", "own_share"]
+__all__ = ["Gains", "ParametersSuite", "gains_of", "own_share"]
 
 
 UNFROZEN, UNUSED = "unfrozen later", "unused in the last micro-batch"
@@ -30,8 +30,8 @@ class Gains(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(FEATURES, FEATURES)
+        with oracle.seeded(1):
+            self.layer = nn.Linear(FEATURES, FEATURES)
         self.one, self.two = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor, use_two: bool = True) -> Tensor:
@@ -61,8 +61,17 @@ def _gains_oracle(scenario: str) -> dict[str, float]:
 
 
 def own_share(fabric: Fabric, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The rows of a batch that are this rank's, of two."""
-    return batch[0][fabric.global_rank :: 2], batch[1][fabric.global_rank :: 2]
+    """The rows of a batch that are this rank's."""
+    x, y = batch
+    mine = slice(fabric.global_rank, None, fabric.world_size)
+    share: tuple[Tensor, Tensor] = fabric.to_device((x[mine], y[mine]))
+    return share
+
+
+def gains_of(strategy: Any) -> dict[str, float]:
+    """The two 0-dim parameters of the one root, as they are now. All ranks must call it."""
+    state = full_state(strategy)
+    return {name: state[name].item() for name in ("one", "two")}
 
 
 def _gains(strategy: str, scenario: str) -> dict[str, float]:
@@ -78,7 +87,7 @@ def _gains(strategy: str, scenario: str) -> dict[str, float]:
             with fabric.no_backward_sync(model, enabled=i < 2):
                 fabric.backward(mse_loss(model(x, use_two=i < 2), y))
         optimizer.step()
-        return {"one": net.one.item(), "two": net.two.item()}
+        return gains_of(fabric.strategy)
     for i, (x, y) in enumerate(batches):
         if i == 1:
             net.one.requires_grad_(True)
@@ -86,7 +95,7 @@ def _gains(strategy: str, scenario: str) -> dict[str, float]:
         fabric.backward(mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    return {"one": net.one.item(), "two": net.two.item()}
+    return gains_of(fabric.strategy)
 
 
 def _unfrozen(strategy: str, precision: Any) -> list[float]:
@@ -95,7 +104,7 @@ def _unfrozen(strategy: str, precision: Any) -> list[float]:
     net.blocks[1].requires_grad_(False)
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     losses = []
-    for i, (x, y) in enumerate(oracle.global_batches(3)):
+    for i, (x, y) in enumerate(whole_batches(fabric, 3)):
         if i == 1:
             net.blocks[1].requires_grad_(True)
         loss = mse_loss(model(x), y)
@@ -111,8 +120,8 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.inp, self.norm, self.out = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, FEATURES)
+        with oracle.seeded(1):
+            self.inp, self.norm, self.out = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, FEATURES)
 
     def forward(self, x: Tensor) -> Any:
         return self.out(torch.relu(self.norm(self.inp(x))))
@@ -123,7 +132,7 @@ def _batch_norm(strategy: str, precision: Any) -> tuple[list[float], dict[str, T
     net = Normed()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
     losses = []
-    for x, y in oracle.global_batches(3):  # the same batch on both ranks, so that statistics are the oracle's
+    for x, y in whole_batches(fabric, 3):  # the same batch on both ranks, so that statistics are the oracle's
         loss = mse_loss(model(x), y)
         losses.append(loss.item())
         fabric.backward(loss)
@@ -160,7 +169,7 @@ def _extra_state(strategy: str, path: str) -> tuple[int, float]:
     fabric = new_fabric(strategy)
     net = Stateful()
     model = fabric.setup(net)
-    model(torch.ones(2, FEATURES))
+    model(fabric.to_device(torch.ones(2, FEATURES)))
     net.total.update(12.0)
     fabric.save(path, {"model": model})
     other = Stateful()
@@ -174,14 +183,14 @@ class ParametersSuite(Clauses):
     @pytest.mark.parametrize(
         "scenario", [UNFROZEN, pytest.param(UNUSED, marks=requires(Capability.GRADIENT_ACCUMULATION))]
     )
-    def test_whole_parameters_stay_equal(self, ranks: RankPool, scenario: str) -> None:
+    def test_whole_parameters_stay_equal(self, ranks: Ranks, scenario: str) -> None:
         """0-dim parameters are the same on every rank."""
         first, second = ranks.run(2, _gains, self.strategy, scenario)
         assert first == second
         assert first == pytest.approx(_gains_oracle(scenario), abs=FP32_TOLERANCE)
 
     @precisions("32-true", "bf16-mixed")
-    def test_a_block_unfrozen_later(self, ranks: RankPool, precision: str) -> None:
+    def test_a_block_unfrozen_later(self, ranks: Ranks, precision: str) -> None:
         net = oracle.new_net()
         net.blocks[1].requires_grad_(False)
         optimizer = oracle.sgd(net)
@@ -199,7 +208,7 @@ class ParametersSuite(Clauses):
 
     @requires(Capability.CLIP_BY_NORM)
     @precisions("32-true", "bf16-mixed", "16-mixed", "bf16-true")
-    def test_batch_norm(self, ranks: RankPool, precision: str) -> None:
+    def test_batch_norm(self, ranks: Ranks, precision: str) -> None:
         want, _ = oracle.train_plain(3, oracle.momentum, net=Normed())
         (losses, state), (others, other_state) = ranks.run(2, _batch_norm, self.strategy, precision)
         tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
@@ -208,5 +217,5 @@ class ParametersSuite(Clauses):
         assert torch.equal(state["norm.weight"], other_state["norm.weight"])
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_extra_state_and_persistent_metrics_are_restored(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_extra_state_and_persistent_metrics_are_restored(self, ranks: Ranks, tmp_path: Path) -> None:
         assert ranks.run(2, _extra_state, self.strategy, str(tmp_path / "checkpoint")) == [(1, 12.0)] * 2

@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import mse_loss
 
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import HALF_TOLERANCE
-from fsdp_core.testing.state import full_state, local, poison_own_gradient, trained_by
+from fsdp_core.testing.state import full_state, local, poison_gradient, trained_by
 from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["PrecisionSuite", "seen_by_a_block"]
 
@@ -35,20 +35,25 @@ class Spying(Lit):
         super().__init__(*args, **kwargs)
         self.seen: dict[str, Any] = {}
         self.net.blocks[1].register_forward_pre_hook(self.look)
+        self.net.blocks[1].up.register_forward_hook(self.look_at_output)
 
     def look(self, block: Any, args: Any) -> None:
         """Called before a forward pass of the block."""
         self.seen |= {"weight": block.up.weight.dtype, "input": args[0].dtype}
 
+    def look_at_output(self, layer: Any, args: Any, output: Any) -> None:
+        """Called after a forward pass of a layer of the block."""
+        self.seen["output"] = output.dtype
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameters = trained_by(optimizer)
         grads = [local(p.grad) for p in parameters if p.grad is not None]
-        assert all(torch.isfinite(grad).all() for grad in grads)
+        assert all(torch.isfinite(grad.cpu()).all() for grad in grads)  # looked at on a device, each is a program
         self.seen |= {"shards": {p.dtype for p in parameters}, "grads": {grad.dtype for grad in grads}}
 
 
 def seen_by_a_block(strategy: str, tmp: str, precision: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Fit on two ranks; the losses, and the dtypes of a block's shards, gradients, gathered weight and input."""
+    """Fit on two ranks; the losses, and the dtypes that a block's shards, gradients, weight, input and output have."""
     module = Spying("sgd")
     run = new_trainer(tmp, strategy, 2, options, precision=precision, gradient_clip_val=10.0)
     run.fit(module, loader(3, 2))
@@ -60,9 +65,10 @@ def _under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     losses = []
-    for x, y in oracle.global_batches(3):
+    for x, y in whole_batches(fabric, 3):
         with fabric.autocast():
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is COMPUTE.get(precision, torch.float32)
+            ones = fabric.to_device(torch.ones(2, 2))
+            assert (ones @ ones).dtype is COMPUTE.get(precision, torch.float32)
         output = model(x)
         assert output.dtype is torch.float32
         loss = mse_loss(output, y)
@@ -80,9 +86,9 @@ class Overflowing(Spying):
     def on_after_backward(self) -> None:
         if self.trainer.global_step == 0 and not hasattr(self, "poisoned"):
             self.poisoned = True
-            if self.global_rank == 1:
-                block = self.net.blocks[1]
-                poison_own_gradient([*block.up.parameters(), *block.down.parameters()], float("inf"))
+            block = self.net.blocks[1]
+            linear = [*block.up.parameters(), *block.down.parameters()]
+            poison_gradient(linear, float("inf"), here_too=self.global_rank == self.trainer.world_size - 1)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
@@ -112,24 +118,32 @@ class PrecisionSuite(Clauses):
 
     @requires(Capability.CLIP_BY_NORM)
     @precisions(*PRECISIONS)
-    def test_dtypes_under_trainer(self, ranks: RankPool, tmp_path: Path, precision: str) -> None:
+    def test_dtypes_under_trainer(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
         want, _ = oracle.train_plain(3, oracle.sgd)
         storage, compute = STORAGE.get(precision, torch.float32), COMPUTE.get(precision, torch.float32)
         for got in ranks.run(2, seen_by_a_block, self.strategy, str(tmp_path), precision, {}):
             assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
             assert (got["shards"], got["grads"]) == ({storage}, {storage})
-            assert (got["weight"], got["input"]) == (compute, compute)
+            assert got["output"] is compute
+
+    @requires(Capability.CLIP_BY_NORM)
+    @precisions("bf16-mixed", "16-mixed")
+    def test_weights_and_inputs_are_cast_before_a_block_sees_them(
+        self, ranks: Ranks, tmp_path: Path, precision: str
+    ) -> None:
+        for got in ranks.run(2, seen_by_a_block, self.strategy, str(tmp_path), precision, {}):
+            assert (got["weight"], got["input"]) == (COMPUTE[precision], COMPUTE[precision])
 
     @requires(Capability.CLIP_BY_NORM)
     @precisions(*PRECISIONS)
-    def test_dtypes_under_fabric(self, ranks: RankPool, precision: str) -> None:
+    def test_dtypes_under_fabric(self, ranks: Ranks, precision: str) -> None:
         want, _ = oracle.train_plain(3, oracle.sgd)
         for got in ranks.run(2, _under_fabric, self.strategy, precision):
             assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
             assert got["shards"] == {STORAGE.get(precision, torch.float32)}
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
-    def test_overflow_in_one_shard_skips_the_step_everywhere(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_overflow_in_one_shard_skips_the_step_everywhere(self, ranks: Ranks, tmp_path: Path) -> None:
         (losses, weights, scale), other = ranks.run(2, _overflow, self.strategy, str(tmp_path))
         assert (losses, weights, scale) == other
         assert scale == 2.0**15  # halved once from torch's initial 2**16
@@ -140,5 +154,5 @@ class PrecisionSuite(Clauses):
         assert losses[1] == pytest.approx(mse_loss(net(x), y).item(), rel=HALF_TOLERANCE)
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING, Capability.SHARDED_CHECKPOINT)
-    def test_scaler_state_is_restored(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_scaler_state_is_restored(self, ranks: Ranks, tmp_path: Path) -> None:
         assert ranks.run(2, _scaler_state, self.strategy, str(tmp_path)) == [(2.0**15, 2.0**15)] * 2

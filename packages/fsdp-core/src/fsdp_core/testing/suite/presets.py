@@ -8,7 +8,7 @@ from typing import ClassVar
 import fsdp_core
 from fsdp_core import registry
 from fsdp_core.strategy_info import Capability, FrontEnd
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import train_plain
 from fsdp_core.testing.suite.checkpoints import assert_continues
 from fsdp_core.testing.suite.clauses import Clauses, requires
@@ -40,12 +40,12 @@ class PresetClauses(Clauses):
             for one in made.__mro__[: made.__mro__.index(base)]:
                 assert [name for name, value in vars(one).items() if callable(value)] in ([], ["__init__"])
 
-    def test_it_trains_as_the_oracle_does(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_it_trains_as_the_oracle_does(self, ranks: Ranks, tmp_path: Path) -> None:
         got = ranks.run(2, fit, self.strategy, str(tmp_path), 2, 4, "adamw_groups")
         got += ranks.run(3, fabric_fit, self.strategy, 3, 4, "adamw_groups")
         assert_same(got, train_plain(4, oracle.adamw_groups))
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_it_goes_on_from_a_checkpoint(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_it_goes_on_from_a_checkpoint(self, ranks: Ranks, tmp_path: Path) -> None:
         names = {"saver": self.strategy, "reader": self.strategy}
         assert_continues(ranks, tmp_path, **names, saved_on=2, loaded_on=(3,), optimizer="adamw_groups")

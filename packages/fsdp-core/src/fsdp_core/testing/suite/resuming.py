@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import warnings
 from collections.abc import Mapping
@@ -19,12 +18,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fsdp_core
 from fsdp_core.strategy_info import Capability
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.clauses import KINDS, Clauses, needs_of, requires, with_options
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, each_ranks, needs_of, on_ranks, requires, with_options
+from fsdp_core.testing.suite.parameters import own_share
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["MOMENTS", "ExactResumeSuite", "assert_goes_on_between_micro_batches"]
 
@@ -108,7 +109,8 @@ class Scheduled(Lit):
         torch.rand(1)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.drawn.append(random.random())
+        if here().own_generators:
+            self.drawn.append(random.random())
 
     def configure_optimizers(self) -> Any:
         optimizer = oracle.adamw_groups(self)
@@ -163,8 +165,8 @@ class Saving(pl.Callback):
 def _batches(world_size: int, seeded: bool) -> DataLoader[Any]:
     """Shuffled by Lightning's sampler, or by numbers that the loader draws itself."""
     kind = SeedingLoader if seeded else DataLoader
-    size = BATCH // world_size if not seeded else BATCH
-    return kind(Noisy(noise=True), batch_size=size, shuffle=True)
+    size = BATCH // here().shares(world_size) if not seeded else BATCH
+    return kind(Noisy(noise=here().own_generators), batch_size=size, shuffle=True)
 
 
 def _fit(
@@ -178,7 +180,7 @@ def _fit(
     options: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> tuple[dict[str, Any], pl.Trainer]:
-    rank = int(os.environ.get("RANK", 0))  # every rank draws numbers of its own
+    rank = here().rank  # every rank draws numbers of its own
     torch.manual_seed(seed + rank)
     random.seed(seed + rank)
     numpy.random.seed(seed + rank)
@@ -230,8 +232,9 @@ def _saved_or_not(strategy: str, tmp: str) -> list[dict[str, Any]]:
 def _plain_data(world_size: int) -> DataLoader[Any]:
     """The same global batches on any number of ranks, without noise."""
     data: Any = Noisy(noise=False)
-    sampler: Any = DistributedSampler(data, world_size, int(os.environ.get("RANK", 0)), seed=3)
-    return DataLoader(data, batch_size=BATCH // world_size, sampler=sampler)
+    shares = here().shares(world_size)
+    sampler: Any = DistributedSampler(data, shares, here().rank, seed=3)
+    return DataLoader(data, batch_size=BATCH // shares, sampler=sampler)
 
 
 def _elsewhere(
@@ -269,11 +272,10 @@ def _fabric_run(strategy: str, tmp: str, kind: str, load: bool) -> dict[str, Any
         assert fabric.load(f"{tmp}/fabric", state) == {}
     losses = []
     while state["batch"] < 8:
-        x, y = oracle.global_batches(8)[state["batch"]]
-        half = BATCH // 2 * fabric.global_rank
+        x, y = own_share(fabric, oracle.global_batches(8)[state["batch"]])
         stepping = state["batch"] % 2 == 1
         with fabric.no_backward_sync(model, enabled=not stepping):
-            loss = mse_loss(model(x[half : half + BATCH // 2]), y[half : half + BATCH // 2])
+            loss = mse_loss(model(x), y)
             fabric.backward(loss / 2)
         losses.append(loss.item())
         if stepping:
@@ -296,7 +298,7 @@ def _warnings(strategy: str, tmp: str) -> list[str]:
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.sgd(net))
-    x, y = oracle.global_batches(1)[0]
+    x, y = whole_batches(fabric, 1)[0]
     with fabric.no_backward_sync(model):
         fabric.backward(mse_loss(model(x), y))
     with warnings.catch_warnings(record=True) as told:
@@ -316,9 +318,7 @@ def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
     assert_bit_equal(got, want)
 
 
-def assert_goes_on_between_micro_batches(
-    ranks: RankPool, tmp_path: Path, strategy: str, how: Mapping[str, Any]
-) -> None:
+def assert_goes_on_between_micro_batches(ranks: Ranks, tmp_path: Path, strategy: str, how: Mapping[str, Any]) -> None:
     """Gradients that wait for their step are restored bit for bit; for a backend's own options too."""
     moment = "between the micro-batches of a step"
     for whole, resumed in ranks.run(2, _continued, strategy, str(tmp_path), moment, how):
@@ -340,29 +340,30 @@ class ExactResumeSuite(Clauses):
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("moment", MOMENTS)
-    def test_resume_is_exact(self, ranks: RankPool, tmp_path: Path, moment: str) -> None:
+    def test_resume_is_exact(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}):
             assert_same(resumed, whole)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
+    @on_ranks("processes", "one controller")  # threads draw from one generator, in any order
     @pytest.mark.parametrize("moment", BETWEEN_EPOCHS)
-    def test_order_and_seeds_that_loaders_draw(self, ranks: RankPool, tmp_path: Path, moment: str) -> None:
+    def test_order_and_seeds_that_loaders_draw(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
             assert_same(resumed, whole)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("how", [_accumulating(how) for how in ACCUMULATIONS])
-    def test_accumulated_gradients(self, ranks: RankPool, tmp_path: Path, how: dict[str, Any]) -> None:
+    def test_accumulated_gradients(self, ranks: Ranks, tmp_path: Path, how: dict[str, Any]) -> None:
         assert_goes_on_between_micro_batches(ranks, tmp_path, self.strategy, how)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.MANUAL_OPTIMIZATION, Capability.SHARDED_CHECKPOINT)
-    def test_gradients_accumulated_by_hand(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_gradients_accumulated_by_hand(self, ranks: Ranks, tmp_path: Path) -> None:
         moment = "between the micro-batches of a step"
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, False, True):
             assert_same(resumed, whole)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
-    def test_saving_and_validating_change_nothing(self, ranks: RankPool, tmp_path: Path) -> None:
+    def test_saving_and_validating_change_nothing(self, ranks: Ranks, tmp_path: Path) -> None:
         for never, amid_step, amid_epoch in ranks.run(2, _saved_or_not, self.strategy, str(tmp_path)):
             assert_same(amid_step, never)  # validates after an epoch alone
             assert_same(amid_epoch, never)
@@ -374,7 +375,7 @@ class ExactResumeSuite(Clauses):
         ids=["2 to 1", "1 to 2", "2 to 3", "2 to 3, sync_each_batch"],
     )
     def test_on_another_number_of_ranks(
-        self, ranks: RankPool, tmp_path: Path, saved_on: int, resumed_on: int, options: dict[str, Any]
+        self, ranks: Ranks, tmp_path: Path, saved_on: int, resumed_on: int, options: dict[str, Any]
     ) -> None:
         """Nothing random, and gradients of half a step: what goes on differs by rounding alone."""
         tmp, path, moment = str(tmp_path), str(tmp_path / "checkpoint"), "between the micro-batches of a step"
@@ -385,12 +386,13 @@ class ExactResumeSuite(Clauses):
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
     @KINDS
-    def test_resume_is_exact_under_fabric(self, ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    def test_resume_is_exact_under_fabric(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         for whole, resumed in ranks.run(2, _fabric, self.strategy, str(tmp_path), kind):
             assert_same(resumed, whole)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
-    def test_fabric_says_what_a_save_leaves_out(self, ranks: RankPool, tmp_path: Path) -> None:
-        on_first, on_second = ranks.run(2, _warnings, self.strategy, str(tmp_path))
+    @on_ranks("processes", "one controller")  # threads have one list of warnings
+    def test_fabric_says_what_a_save_leaves_out(self, ranks: Ranks, tmp_path: Path) -> None:
+        on_first, *on_others = each_ranks(ranks, ranks.run(2, _warnings, self.strategy, str(tmp_path)))
         assert len(on_first) == 1
-        assert on_second == []
+        assert not any(on_others)

@@ -1,0 +1,182 @@
+"""Ranks that live in one process, for libraries whose ranks are threads, or whose one process drives all devices."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from fsdp_core.testing.ranks import Failure, RankKind, import_function, raise_failures
+
+__all__ = ["Answer", "OneProcessRanks", "answered"]
+
+#: What a call came to on one rank: whether it returned, and what, or why not.
+Answer = tuple[bool, Any]
+
+
+def answered(call: Callable[[], Any]) -> Answer:
+    """Call, and say what came of it."""
+    try:
+        return True, call()
+    except BaseException as error:
+        return False, Failure.of(error)
+
+
+class OneProcessRanks(ABC):
+    """Runs functions on ranks of one process, which is started anew for each number of ranks, and kept between calls.
+
+    Such libraries read environment variables when they are imported, and can be started once in a process, with one
+    number of devices. So each number has a process of its own, which gets its variables before it imports anything. A
+    process in which a rank has failed is ended: nobody knows where it has left the others.
+
+    A subclass says what the ranks are, which variables they need, and what calls a function on them.
+
+    Attributes:
+        kind: What the ranks are.
+        caller: Who calls, as ``"module:function"``; called in the ranks' process as ``caller(world_size, function,
+            arguments)``, it returns an :data:`Answer` of each rank, with nothing in it that the other process can't
+            unpickle. The first call of it comes before anything else that uses the library.
+        keeps: Variables that the library itself sets for as long as the process lives; others are taken back after each
+            call.
+        patience: How many times as long as processes over gloo these ranks may take.
+    """
+
+    kind: ClassVar[RankKind]
+    caller: ClassVar[str]
+    keeps: ClassVar[tuple[str, ...]] = ()
+    patience: ClassVar[float] = 1.0
+
+    def __init__(self) -> None:
+        self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
+
+    @abstractmethod
+    def environment(self, world_size: int) -> Mapping[str, str]:
+        """The variables that the process of so many ranks needs before it imports anything."""
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call ``function(*args)`` on every rank.
+
+        Args:
+            world_size: The number of ranks.
+            function: A function that the process can import by module and name.
+            *args: Picklable arguments, of which every rank gets copies.
+            timeout: Seconds that processes over gloo would be given; see :attr:`patience`.
+
+        Returns:
+            What each rank returned, by rank; of one controller, what it returned, once for each device.
+
+        Raises:
+            RankError: A rank raised, or the process died, or took too long.
+        """
+        __tracebackhide__ = True
+        if world_size not in self._workers:
+            self._start(world_size)
+        process, connection = self._workers[world_size]
+        connection.send((function.__module__, function.__qualname__, sys.path, world_size))
+        try:
+            connection.send(args)  # which the process can take only when it knows where to import from
+        except Exception:
+            self._end(world_size)  # it waits for them
+            raise
+        answers: list[Answer]
+        limit = self.patience * timeout
+        try:
+            if connection.poll(limit):
+                answers = connection.recv()
+            else:
+                answers = [(False, Failure(f"no answer within {limit:g} s"))]
+        except EOFError:
+            process.join(timeout=2.0)
+            answers = [(False, Failure(f"the process died with exit code {process.exitcode}"))]
+        failures = {rank: value for rank, (ok, value) in enumerate(answers) if not ok}
+        if failures:
+            self._end(world_size)
+            # where a rank waited for one that has failed, what it says of that is not the cause
+            first = sorted(failures, key=lambda rank: self.follows_from_another(failures[rank]))
+            raise_failures(function, {rank: failures[rank] for rank in first}, world_size)
+        return [value for _, value in answers]
+
+    def follows_from_another(self, failure: Failure) -> bool:
+        """Whether a rank has failed because another one has."""
+        return False
+
+    def close(self) -> None:
+        """End the processes."""
+        for world_size in list(self._workers):
+            self._end(world_size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = (theirs, dict(self.environment(world_size)), self.caller, self.keeps)
+        process = context.Process(target=_work, args=arguments)
+        process.daemon = True
+        process.start()
+        theirs.close()
+        self._workers[world_size] = (process, ours)
+
+    def _end(self, world_size: int) -> None:
+        process, connection = self._workers.pop(world_size)
+        with contextlib.suppress(OSError):
+            connection.send(None)
+        process.join(timeout=2.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        connection.close()
+
+
+def _work(connection: Connection, environment: dict[str, str], caller: str, keeps: tuple[str, ...]) -> None:
+    """The life of the process: take a call, answer, until told to end."""
+    os.environ.update({"OMP_NUM_THREADS": "1", **environment})
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        if job is None:
+            return
+        before = dict(os.environ)
+        answers = _call(caller, connection.recv, *job)
+        kept = {name: os.environ[name] for name in keeps if name in os.environ}
+        for variable in set(os.environ) - set(before) - set(kept):
+            del os.environ[variable]
+        os.environ.update(before | kept)
+        try:
+            connection.send(answers)
+        except Exception as error:  # what a rank returned can't be pickled
+            connection.send([(False, Failure.of(error))])
+
+
+def _call(
+    caller: str, receive: Callable[[], Any], module: str, name: str, path: list[str], world_size: int
+) -> list[Answer]:
+    sys.path[:] = path
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        call = import_function(*caller.split(":"))
+        answers: list[Answer] = call(world_size, import_function(module, name), receive())
+        return answers
+    except BaseException as error:
+        return [(False, Failure.of(error))]
+    finally:
+        gc.collect()

@@ -1,0 +1,161 @@
+"""Ranks that live in one process: what the kit does for libraries whose ranks are threads, or one controller."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from fsdp_core.testing import RankError
+from fsdp_core.testing.here import Here, here, stand_on
+from fsdp_core.testing.one_process import Answer, OneProcessRanks, answered
+from fsdp_core.testing.ranks import Failure, RankKind
+
+if TYPE_CHECKING:
+    from test_conformance_kit import Site
+
+_rank = threading.local()
+
+
+class OnThreads(Here):
+    @property
+    def rank(self) -> int:
+        return int(_rank.index)
+
+
+def on_threads(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
+    os.environ.setdefault("SET_BY_THE_LIBRARY", "once")
+    stand_on(OnThreads())
+    answers: dict[int, Answer] = {}
+
+    def rank(index: int) -> None:
+        _rank.index = index
+        answers[index] = answered(lambda: function(*arguments))
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[index] for index in range(world_size)]
+
+
+class ThreadRanks(OneProcessRanks):
+    kind: ClassVar[RankKind] = "threads"
+    caller: ClassVar[str] = "test_one_process_ranks:on_threads"
+    keeps: ClassVar[tuple[str, ...]] = ("SET_BY_THE_LIBRARY",)
+
+    def environment(self, world_size: int) -> dict[str, str]:
+        return {"LIBRARY_DEVICES": str(world_size)}
+
+    def follows_from_another(self, failure: Failure) -> bool:
+        return "LostError" in failure.summary
+
+
+class LostError(Exception):
+    """Another rank has failed."""
+
+
+@dataclass
+class Seen:
+    rank: int
+    pid: int
+    devices: str
+    left_behind: str | None
+    kept: str | None
+
+
+def look() -> Seen:
+    variables = [os.environ.get(name) for name in ("LEFT_BEHIND", "SET_BY_THE_LIBRARY")]
+    seen = Seen(here().rank, os.getpid(), os.environ["LIBRARY_DEVICES"], *variables)
+    os.environ["LEFT_BEHIND"] = "1"
+    return seen
+
+
+def fail_on(rank: int) -> None:
+    if here().rank == rank:
+        raise ValueError("weight differs")
+    raise LostError("see the other rank's error")
+
+
+def test_every_rank_calls_in_a_process_that_lives_on_and_knows_its_number_of_devices() -> None:
+    with ThreadRanks() as ranks:
+        two, again, three = ranks.run(2, look), ranks.run(2, look), ranks.run(3, look)
+    assert [[one.rank for one in call] for call in (two, again, three)] == [[0, 1], [0, 1], [0, 1, 2]]
+    assert [{one.devices for one in call} for call in (two, again, three)] == [{"2"}, {"2"}, {"3"}]
+    assert two[0].pid == again[0].pid != three[0].pid
+    assert os.getpid() not in (two[0].pid, three[0].pid)
+    assert all(one.kept == "once" for one in (*two, *again, *three))
+
+
+def test_variables_are_taken_back_but_for_the_librarys_own() -> None:
+    with ThreadRanks() as ranks:
+        ranks.run(1, look)
+        (again,) = ranks.run(1, look)
+    assert (again.left_behind, again.kept) == (None, "once")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_begins_with_the_cause_and_ends_the_process(rank: int) -> None:
+    with ThreadRanks() as ranks:
+        before = ranks.run(2, look)[0].pid
+        with pytest.raises(RankError) as raised:
+            ranks.run(2, fail_on, rank)
+        first, where, *rest = str(raised.value).splitlines()
+        assert (first, where) == ("ValueError: weight differs", f"on rank {rank} of 2, in fail_on:")
+        assert [line for line in rest if line.startswith("---")] == ["--- rank 0 of 2", "--- rank 1 of 2"]
+        assert ranks.run(2, look)[0].pid != before
+
+
+def answer_with(value: object) -> object:
+    return lambda: value
+
+
+def leave(status: int) -> None:
+    os._exit(status)
+
+
+def test_what_becomes_of_a_process_that_answers_nothing() -> None:
+    with ThreadRanks() as ranks:
+        with pytest.raises(RankError, match=r"^the process died with exit code 3\n"):
+            ranks.run(1, leave, 3)
+        with pytest.raises(RankError, match=r"^no answer within 0.5 s\n"):
+            ranks.run(1, time.sleep, 60, timeout=0.5)
+        with pytest.raises(RankError, match=r"^(\w+\.)*(AttributeError|PicklingError): Can't pickle"):
+            ranks.run(1, answer_with, 1)
+
+
+SUITE = """
+    from fsdp_core.testing.suite.clauses import Clauses, on_ranks
+    from test_one_process_ranks import ThreadRanks, look
+
+
+    class Suite(Clauses):
+        def test_runs(self, ranks):
+            assert [one.devices for one in ranks.run(2, look)] == ["2", "2"]
+
+        @on_ranks("processes", "one controller")
+        def test_of_processes(self, ranks):
+            raise AssertionError("must not run")
+
+        @on_ranks("threads")
+        def test_of_threads(self, ranks):
+            assert ranks.kind == "threads"
+"""
+
+
+def test_a_class_chooses_its_ranks_and_what_is_about_others_does_not_apply(site: Site) -> None:
+    from test_conformance_kit import TINY, pytest_on
+
+    site.provide("tiny-plugin", TINY)
+    (site.path / "suite_of_tests.py").write_text("\n".join(line[4:] for line in SUITE.splitlines()))
+    source = "class TestTiny(Suite):\n    strategy = 'tiny'\n    rank_pool = ThreadRanks\n"
+    path = f"--rootdir={site.path}", f"-opythonpath={os.path.dirname(__file__)}"
+    done = pytest_on(site, source, *path)
+    assert "2 passed, 1 skipped" in done.stdout, done.stdout
+    assert "about ranks that are processes or one controller, and those of 'tiny' are threads here" in done.stdout

@@ -1,0 +1,49 @@
+"""``torch.manual_seed``, and so ``seed_everything``, for XLA's random numbers too.
+
+torch seeds the generators of all devices that it knows, and XLA's, which are their own, are none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+__all__ = ["follow_manual_seed"]
+
+#: By thread, what seeds the device of the rank that runs in it, and in which process: a loader's workers are forked.
+_here = threading.local()
+_installing = threading.Lock()
+_installed = False
+
+
+def follow_manual_seed(seed_device: Callable[[int], None]) -> None:
+    """Let ``torch.manual_seed``, called in this thread from now on, seed the device of its rank too.
+
+    torch has no hook for it: its function is replaced, once, for as long as the process lives. In other threads and in
+    forked processes it does what it did.
+
+    Args:
+        seed_device: Called with the seed, which is not negative.
+    """
+    global _installed
+    _here.process, _here.seed_device = os.getpid(), seed_device
+    with _installing:
+        if not _installed:
+            torch.manual_seed = torch.random.manual_seed = _seeding_xla(torch.manual_seed)
+            _installed = True
+
+
+def _seeding_xla(manual_seed: Callable[[Any], torch.Generator]) -> Any:
+    @wraps(manual_seed)
+    def manual_seed_of_xla_too(seed: Any) -> torch.Generator:
+        generator = manual_seed(seed)
+        if getattr(_here, "process", None) == os.getpid():
+            _here.seed_device(int(seed) % 2**63)
+        return generator
+
+    return manual_seed_of_xla_too

@@ -1,0 +1,40 @@
+"""Layer norms that XLA's partitioner can cut along the batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["cut_layer_norms"]
+
+
+def cut_layer_norms() -> None:
+    """Let layer norms on XLA devices be recorded as the arithmetic that they are, from now on in this process.
+
+    torch records them for XLA as a batch norm of one row per example, which the partitioner doesn't cut: every device
+    gathers the activations of all, forward and backward, and computes each norm whole.
+    """
+    if not _library:
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("native_layer_norm", _layer_norm, "AutogradXLA", allow_override=True)
+        _library.append(library)
+
+
+#: While it is held, it is in force.
+_library: list[torch.library.Library] = []
+
+
+def _layer_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = tuple(range(-len(shape), 0))
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's own, which rounds once, at the end
+    mean = exact.mean(dims, keepdim=True)
+    centred = exact - mean
+    scale = torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
+    normal = centred * scale
+    if weight is not None:
+        normal = normal * weight
+    if bias is not None:
+        normal = normal + bias
+    return normal.to(x.dtype), mean, scale

@@ -1,0 +1,98 @@
+"""Calls functions of the conformance suite on XLA's CPU devices, in the process of their ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch_xla.runtime as xr
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from fsdp_core.testing.here import Here, stand_on
+from fsdp_core.testing.one_process import Answer, answered
+from fsdp_xla import torch_xla_private as xla
+from fsdp_xla.spmd.sharded_tensors import is_marked, local_boxes
+from fsdp_xla.starting import run_ranks
+
+__all__ = ["OnAllDevices", "OnThreads", "on_all_devices", "on_threads"]
+
+
+class OnThreads(Here):
+    """Each rank is a thread of this process, or the process where there is one rank."""
+
+    own_generators: ClassVar[bool] = False
+
+    @property
+    def rank(self) -> int:
+        found = xla.rank_here()
+        return 0 if found is None else found.rank
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        meeting = getattr(xla.meetings, "here", None)
+        return tensor if meeting is None else torch.stack(meeting.exchange(self.rank, tensor)).mean(0)
+
+    def memory(self, tensor: Tensor) -> int:
+        return _memory(tensor, math.prod(tensor.shape))  # numel() of one that was freed is what it was
+
+
+class OnAllDevices(Here):
+    """This process drives all devices and is the one rank; what is said of a rank is said of each device."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def shares(self, world_size: int) -> int:
+        return 1
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def memory(self, tensor: Tensor) -> int:
+        return _memory(tensor, self.held(tensor))
+
+    def held(self, tensor: Tensor) -> int:
+        if tensor.device.type != "xla" or not is_marked(tensor):
+            return tensor.numel()
+        return max(math.prod(max(0, length) for length in lengths) for _, _, lengths in local_boxes(tensor))
+
+
+def on_threads(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
+    """Call a function on a thread for each device, all in lockstep."""
+    stand_on(OnThreads())
+    if world_size == 1:
+        return [answered(lambda: _on_host(function(*arguments)))]
+    answers: dict[int, Answer] = {}
+
+    def rank(own: tuple[Any, ...]) -> None:
+        here = xla.rank_here()
+        assert here is not None
+        answer = answers[here.rank] = answered(lambda: _on_host(function(*own)))
+        if not answer[0]:
+            raise RuntimeError("this rank has failed")  # so that no other waits for it
+
+    outcome = answered(partial(run_ranks, world_size, rank, arguments))
+    return [answers.get(rank, outcome) for rank in range(world_size)]
+
+
+def on_all_devices(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
+    """Call a function once; its answer is each device's."""
+    stand_on(OnAllDevices())
+    if not xr.is_spmd():
+        xr.use_spmd()  # it lasts as long as the process, so that no clause finds it left behind
+    return [answered(lambda: _on_host(function(*copy.deepcopy(arguments))))] * world_size
+
+
+def _memory(tensor: Tensor, on_device: int) -> int:
+    """XLA's tensors have no storage that tells its size."""
+    is_there = tensor.device.type == "xla"
+    return on_device * tensor.element_size() if is_there else tensor.untyped_storage().nbytes()
+
+
+def _on_host(value: Any) -> Any:
+    return apply_to_collection(value, Tensor, xla.on_host)

@@ -1,0 +1,60 @@
+"""Operators whose result XLA has to see on the host, for ranks that are threads on its CPU client.
+
+``.item()``, an index that is a boolean mask, ``torch.unique`` and the like fetch their input from within torch, where
+each rank would compile and run by itself what it has recorded so far. Here they fetch it as ``Tensor.cpu`` does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+__all__ = ["operators_on_the_host"]
+
+_OPERATORS = (
+    "_local_scalar_dense",
+    "_unique2",
+    "bincount",
+    "equal",
+    "histc",
+    "masked_select",
+    "median",
+    "median.dim",
+    "multinomial",
+    "nonzero",
+    "repeat_interleave.Tensor",
+    "unique_consecutive",
+    "unique_dim",
+)
+
+
+@contextmanager
+def operators_on_the_host() -> Iterator[None]:
+    """A context in which these operators get their input through ``Tensor.cpu``, on every thread."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is such an operator already
+        for name in _OPERATORS:
+            library.impl(name, _on_the_host(name), "XLA", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _on_the_host(name: str) -> Callable[..., Any]:
+    name, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, name), overload or "default")
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        device = next(one.device for one in args if isinstance(one, Tensor) and one.device.type == "xla")
+        args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda tensor: tensor.cpu())
+        return apply_to_collection(operator(*args, **kwargs), Tensor, lambda tensor: tensor.to(device))
+
+    return compute

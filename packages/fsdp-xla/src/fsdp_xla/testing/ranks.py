@@ -1,0 +1,60 @@
+"""Ranks on XLA's CPU devices, for the conformance suite: threads in lockstep, or SPMD's one process.
+
+Example:
+    .. code-block:: python
+
+        from fsdp_core.testing.suite import StrategySuite
+        from fsdp_xla.testing import SPMDRanks, ThreadRanks
+
+
+        class TestXLA(StrategySuite):
+            strategy = "xla_fsdp"
+            rank_pool = ThreadRanks
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fsdp_core.testing.one_process import OneProcessRanks
+from fsdp_core.testing.ranks import Failure, RankKind
+
+__all__ = ["SPMDRanks", "ThreadRanks"]
+
+#: Compiles in a third of the time; what is compiled computes the same.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+class _XLARanks(OneProcessRanks):
+    patience: ClassVar[float] = 2.5  # most of the time goes into compiling
+
+    def environment(self, world_size: int) -> dict[str, str]:
+        threads = str(max(8, 2 * world_size))
+        return {
+            "PJRT_DEVICE": "CPU",
+            "CPU_NUM_DEVICES": str(world_size),
+            "PJRT_CPU_ASYNC_CLIENT": "0",
+            "XLA_THREAD_POOL_SIZE": threads,
+            "NPROC": threads,
+            "XLA_FLAGS": _QUICK,
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
+
+
+class ThreadRanks(_XLARanks):
+    """One rank per XLA device, each a thread: for ``xla_fsdp``."""
+
+    kind: ClassVar[RankKind] = "threads"
+    caller: ClassVar[str] = "fsdp_xla.testing.calling:on_threads"
+
+    def follows_from_another(self, failure: Failure) -> bool:
+        """Whether the rank has lost another one."""
+        return "RankLostError" in failure.summary
+
+
+class SPMDRanks(_XLARanks):
+    """One process for all XLA devices: for ``xla_fsdp_spmd``."""
+
+    kind: ClassVar[RankKind] = "one controller"
+    keeps: ClassVar[tuple[str, ...]] = ("XLA_USE_SPMD",)
+    caller: ClassVar[str] = "fsdp_xla.testing.calling:on_all_devices"

@@ -1,0 +1,46 @@
+"""What of the suite is known to fail on XLA, and why: what torch_xla does not do."""
+
+from __future__ import annotations
+
+__all__ = ["CLASSIC", "SPMD"]
+
+_FP32_SHARDS = "XlaFullyShardedDataParallel keeps its shards in fp32; the precision is refused by name"
+
+#: Of ``xla_fsdp``.
+CLASSIC = {
+    **{
+        f"{clause}[{precision}]": _FP32_SHARDS
+        for precision, clauses in {
+            "bf16-true": (
+                "test_a_sharded_module_keeps_its_precision",
+                "test_meta_init",
+                "test_batch_norm",
+                "test_dtypes_under_trainer",
+                "test_dtypes_under_fabric",
+            ),
+            "16-true": ("test_dtypes_under_trainer", "test_dtypes_under_fabric"),
+        }.items()
+        for clause in clauses
+    },
+    "test_batch_norm[bf16-mixed]": (
+        "XlaFullyShardedDataParallel casts a batch norm's weights to bf16 and leaves its statistics in fp32, which "
+        "XLA's CPU compiler refuses"
+    ),
+    "test_weights_and_inputs_are_cast_before_a_block_sees_them[bf16-mixed]": (
+        "a parameter that torch_xla has gathered in bf16 goes on telling the dtype of its shard"
+    ),
+    "test_fabric_step_method_runs_through_the_root": (
+        "XlaFullyShardedDataParallel gathers for forward(), and a module without one is refused"
+    ),
+}
+
+_NO_FP16 = "XLA devices compute in bf16, and not in fp16; the precision is refused by name"
+
+#: Of ``xla_fsdp_spmd``.
+SPMD = {
+    "test_dtypes_under_trainer[16-true]": _NO_FP16,
+    "test_dtypes_under_fabric[16-true]": _NO_FP16,
+    "test_weights_and_inputs_are_cast_before_a_block_sees_them[bf16-mixed]": (
+        "mixed precision is torch's autocast here, which casts inside of each operation"
+    ),
+}

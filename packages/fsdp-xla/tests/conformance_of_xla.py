@@ -1,0 +1,27 @@
+"""The whole suite on XLA's CPU devices: ``nox -s conformance``."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance_expected import CLASSIC, SPMD
+from fsdp_core.testing.suite import StrategySuite
+from fsdp_xla.testing import SPMDRanks, ThreadRanks
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests' own process asks is asked where the strategies can run."""
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+
+
+class TestXLA(StrategySuite):
+    strategy = "xla_fsdp"
+    rank_pool = ThreadRanks
+    expected_failures = CLASSIC
+
+
+class TestXLASPMD(StrategySuite):
+    strategy = "xla_fsdp_spmd"
+    rank_pool = SPMDRanks
+    expected_failures = SPMD
