@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
+
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
 from fsdp_core.testing.loopback.trainer import LoopbackTrainerStrategy
@@ -33,13 +35,9 @@ class SavesWhatChanges(LoopbackTrainerStrategy):
 class DoesAll(LoopbackTrainerStrategy):
     """Lets nothing be refused that it does not declare."""
 
-    @property
-    def strategy_name(self) -> str:
-        return "of no plugin"
-
-    @strategy_name.setter
-    def strategy_name(self, name: str) -> None:
-        pass
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.strategy_name = "of no plugin"
+        super().setup(trainer)
 
 
 class TakesPolicy(LoopbackTrainerStrategy):
