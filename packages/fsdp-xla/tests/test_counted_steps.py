@@ -1,4 +1,4 @@
-"""A run under Fabric or Trainer has XLA do what a loop by hand has it do: as many programs, as many executions."""
+"""A run under Fabric or Trainer has XLA do what a loop by hand has it do, and compile a program less."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def by_hand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("contender", ["fabric", "trainer"])
-def test_as_many_programs_and_executions_as_by_hand(by_hand: Any, contender: str, tmp_path: Any) -> None:
+def test_a_program_less_and_as_many_executions_as_by_hand(by_hand: Any, contender: str, tmp_path: Any) -> None:
     way, expected = by_hand
     result = counted(tmp_path, way, contender)
     assert result["loss"] == pytest.approx(expected["loss"], abs=FP32_TOLERANCE)
-    assert result["programs"] == expected["programs"]
+    # by hand, a first step with the zeros of AdamW's state is another program than the second, where they are data
+    assert result["programs"] == expected["programs"] - 1
     assert result["steps"] == expected["steps"]
 
 

@@ -26,14 +26,13 @@ def test_nothing_is_compiled_after_the_second_epochs_first_step(results: dict[st
     assert results[case]["last"] == batches[BATCHES], f"programs compiled by the end of each batch: {batches}"
 
 
-@pytest.mark.parametrize(("case", "cycle"), [("plain", 2), ("accumulating", 4), ("often", 2)])
+@pytest.mark.parametrize(("case", "cycle"), [("plain", 1), ("accumulating", 2), ("often", 2)])
 def test_the_first_epoch_compiles_one_cycle_of_steps(results: dict[str, Any], case: str, cycle: int) -> None:
-    """A step with new state of the optimizer is one program, a step with what is there another."""
+    """With momentum of SGD they are two: its first step copies gradients, and the others add to what is there."""
     batches = results[case]["batches"]
     # half of an epoch lies before the first validation
     assert batches[BATCHES // 2 - 1] == batches[cycle - 1], f"programs compiled by the end of each batch: {batches}"
-    validated = results[case]["epochs"][1]
-    assert validated - batches[BATCHES // 2 - 1] <= 1, "a second batch of a validation, which adds to a mean"
+    assert results[case]["epochs"][1] == batches[cycle - 1], "after a validation of one batch, one of two"
 
 
 def test_it_counts(results: dict[str, Any]) -> None:

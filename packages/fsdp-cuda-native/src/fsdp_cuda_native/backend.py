@@ -43,6 +43,7 @@ from fsdp_cuda_native.inputs import cast_inputs_of
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
+from fsdp_cuda_native.unit_gradients import drop_gradients
 from fsdp_cuda_native.wrappers import called_for, put_in_place, renew_parameters
 from fsdp_cuda_native.written import layout_of, local_parts, named_members, note_order, stand_ins, unwrapped
 
@@ -245,6 +246,8 @@ class NativeBackend(Backend):
 
     def reset(self, module: nn.Module) -> None:
         root = _root_of(module)
+        for unit in self._units[root]:
+            drop_gradients(unit)
         torch_private.reset(root)
         _forget_pending(root, None, None)
 

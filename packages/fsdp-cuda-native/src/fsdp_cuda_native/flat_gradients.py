@@ -10,13 +10,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdp_core.checkpoint import SavedTensor, fill
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.runtime import Runtime
-from fsdp_cuda_native.torch_private import (
+from fsdp_cuda_native.torch_private import units_of
+from fsdp_cuda_native.unit_gradients import (
     drop_gradients,
     no_gradient,
     reduced_gradient,
     set_reduced_gradient,
     set_unreduced_gradients,
-    units_of,
     unreduced_gradients,
 )
 from fsdp_cuda_native.written import local_part, named_members

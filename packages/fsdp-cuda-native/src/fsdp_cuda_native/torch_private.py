@@ -5,7 +5,7 @@ FSDP1 shows nothing of its flat parameters, and nothing of the state of a forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,25 +29,20 @@ __all__ = [
     "FlatMember",
     "Pending",
     "cast_inputs",
-    "drop_gradients",
     "flat_members",
     "follow_requires_grad",
     "forget_pending",
     "forget_views",
+    "handle_of",
     "leave_gradients",
-    "no_gradient",
     "no_reduction",
-    "reduced_gradient",
     "reset",
     "reshard",
     "resume_forward",
-    "set_reduced_gradient",
-    "set_unreduced_gradients",
     "shard_group",
     "suspend_forward",
     "tied_members",
     "units_of",
-    "unreduced_gradients",
 ]
 
 
@@ -106,10 +101,11 @@ def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParalle
     """The units of a root that hold parameters, itself among them."""
     # as FSDP1's own fsdp_modules() finds them, but that takes several times as long
     units = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
-    return (unit for unit in units if _handle(unit) is not None)
+    return (unit for unit in units if handle_of(unit) is not None)
 
 
-def _handle(unit: FullyShardedDataParallel) -> Any:
+def handle_of(unit: FullyShardedDataParallel) -> Any:
+    """What holds a unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle
 
 
@@ -124,7 +120,7 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
     Yields:
         Tied parameters once, under the first of their names.
     """
-    handle = _handle(unit)
+    handle = handle_of(unit)
     flat = handle.flat_param
     between = getattr(unit, "_inter_node_pg", None)
     if not handle.uses_sharded_strategy:
@@ -151,7 +147,7 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
 
 def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
     """The further places of tied parameters of a unit: module and name, and those of the first place."""
-    for info in _handle(unit).flat_param._shared_param_infos:
+    for info in handle_of(unit).flat_param._shared_param_infos:
         yield info.module, info.param_name, info.prim_module, info.prim_param_name
 
 
@@ -160,7 +156,7 @@ def reshard(unit: FullyShardedDataParallel) -> None:
 
     After a forward pass without a backward pass the root keeps them, and would use them again after a step.
     """
-    handle = _handle(unit)
+    handle = handle_of(unit)
     flat = handle.flat_param
     place = flat._param_infos[0]
     at_rest = (
@@ -182,7 +178,7 @@ def forget_views(unit: FullyShardedDataParallel) -> None:
 
     They hold it through autograd, where Python's garbage collector doesn't look: no model would ever be freed.
     """
-    handle = _handle(unit)
+    handle = handle_of(unit)
     if handle._needs_pre_backward_unshard:
         return
     flat = handle.flat_param
@@ -205,7 +201,7 @@ def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending
         pending: The units that wait for a backward pass; those that do now are added.
     """
     for unit in units_of(root):
-        handle = _handle(unit)
+        handle = handle_of(unit)
         handle._reset_flat_param_grad_info_if_needed()
         _forget_unfit_hooks(handle.flat_param)
         hooks: tuple[Any, ...] = getattr(handle.flat_param, "_post_backward_hook_state", ())
@@ -215,7 +211,7 @@ def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending
             pending.append(Pending(unit=unit, node=node))
     if root.training_state == TrainingState.FORWARD_BACKWARD:
         leave_gradients(root)
-        _post_forward(root, _handle(root), _post_forward_reshard, root, None, loss)
+        _post_forward(root, handle_of(root), _post_forward_reshard, root, None, loss)
 
 
 def _forget_unfit_hooks(flat: Any) -> None:
@@ -239,26 +235,26 @@ def resume_forward(root: FullyShardedDataParallel, pending: list[Pending]) -> No
     """
     for unit in units_of(root):
         reshard(unit)  # a unit gathered ahead of a backward pass that did without it would be taken for changed
-        flat = _handle(unit).flat_param
+        flat = handle_of(unit).flat_param
         if not flat.requires_grad and hasattr(flat, "_saved_grad_shard"):
             # set aside for the backward pass, and not taken back by a unit that was frozen meanwhile
             flat.grad = flat._saved_grad_shard
             del flat._saved_grad_shard
-    if _handle(root) is not None:
-        _forget_hooks(_handle(root).flat_param)
+    if handle_of(root) is not None:
+        _forget_hooks(handle_of(root).flat_param)
     _root_pre_forward(root, root, (), {})
-    _pre_forward(root, _handle(root), _pre_forward_unshard, root, (), {})
+    _pre_forward(root, handle_of(root), _pre_forward_unshard, root, (), {})
     for one in pending:
         if one.unit is not root:
-            _handle(one.unit)._needs_pre_backward_unshard = True
+            handle_of(one.unit)._needs_pre_backward_unshard = True
         if one.node is not None and one.hook is None:
-            one.hook = one.node.register_hook(partial(_post_backward_hook, one.unit, _handle(one.unit)))
+            one.hook = one.node.register_hook(partial(_post_backward_hook, one.unit, handle_of(one.unit)))
 
 
 def leave_gradients(root: FullyShardedDataParallel) -> None:
     """Let the end of a forward pass leave gradients alone, which it would show again after ``zero_grad()`` in it."""
-    if _handle(root) is not None:
-        _handle(root)._training_state = HandleTrainingState.IDLE
+    if handle_of(root) is not None:
+        handle_of(root)._training_state = HandleTrainingState.IDLE
 
 
 @contextmanager
@@ -281,8 +277,8 @@ def forget_pending(root: FullyShardedDataParallel, pending: list[Pending]) -> No
     The next forward pass would take what they wait at for its own, and under mixed precision it is something else.
     """
     for unit in units_of(root):
-        _forget_hooks(_handle(unit).flat_param)
-        _handle(unit)._needs_pre_backward_unshard = False
+        _forget_hooks(handle_of(unit).flat_param)
+        handle_of(unit)._needs_pre_backward_unshard = False
     for one in pending:
         if one.hook is not None:
             one.hook.remove()
@@ -295,109 +291,18 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
         Whether the root's gathered parameters, which follow their flat one when they are gathered, have to be again.
     """
     for unit in units_of(root):
-        _handle(unit)._reset_flat_param_grad_info_if_needed()
-        _forget_unfit_hooks(_handle(unit).flat_param)
-    if _handle(root) is None:
+        handle_of(unit)._reset_flat_param_grad_info_if_needed()
+        _forget_unfit_hooks(handle_of(unit).flat_param)
+    if handle_of(root) is None:
         return False
-    flat = _handle(root).flat_param
+    flat = handle_of(root).flat_param
     place = flat._param_infos[0]
     gathered: bool = getattr(place.module, place.param_name).requires_grad
     return gathered != bool(flat.requires_grad)
 
 
-def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:
-    """The gradients that a unit has accumulated without reducing them, by the module and the name of the parameter.
-
-    Without sharding nothing tells them from reduced ones, and nothing has to: reduced again, those stay what they are.
-    """
-    handle = _handle(unit)
-    handle._reset_flat_param_grad_info_if_needed()
-    flat = handle.flat_param
-    if flat.grad is None or flat.grad.shape != flat._unpadded_unsharded_size:
-        return {}
-    views = handle._get_unflat_views(flat.grad)
-    return {(info.module, info.param_name): view for info, view in zip(flat._param_infos, views, strict=True)}
-
-
-def set_unreduced_gradients(
-    unit: FullyShardedDataParallel, gradients: Mapping[tuple[nn.Module, str], Callable[[], Tensor]]
-) -> None:
-    """Let a unit go on from gradients that :func:`unreduced_gradients` has found.
-
-    Args:
-        unit: The unit. What :func:`set_reduced_gradient` has set is added to by the next reduction.
-        gradients: Functions that read a gradient, by the module and the name of the parameter; of others it is zero.
-    """
-    handle = _handle(unit)
-    flat = handle.flat_param
-    dtype = handle._fwd_bwd_param_dtype
-    grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
-    for info, view in zip(flat._param_infos, handle._get_unflat_views(grad), strict=True):
-        read = gradients.get((info.module, info.param_name))
-        if read is not None:
-            view.copy_(read())
-    if not handle.uses_sharded_strategy:
-        if flat.grad is not None:
-            grad += flat.grad
-    elif flat.grad is not None:
-        flat._saved_grad_shard = flat.grad.data
-    data = flat.data
-    flat.data = grad  # the size that a gradient may have
-    flat.grad = grad
-    flat.data = data
-    if handle._use_orig_params:
-        handle._use_unsharded_grad_views()
-
-
-def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
-    """This rank's elements of the gradient that a unit has accumulated by reductions, laid out as its shard.
-
-    Returns:
-        ``None`` if there is none, and on a rank that holds no element of a trainable parameter of the unit.
-    """
-    handle = _handle(unit)
-    handle._reset_flat_param_grad_info_if_needed()
-    flat = handle.flat_param
-    if not handle.uses_sharded_strategy:
-        return None
-    if hasattr(flat, "_saved_grad_shard"):
-        return flat._saved_grad_shard  # type: ignore[no-any-return]
-    if flat.grad is not None and flat.grad.shape == flat._sharded_size:
-        return flat.grad  # type: ignore[no-any-return]
-    return None
-
-
-def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
-    """Let a unit go on from what :func:`reduced_gradient` has found."""
-    handle = _handle(unit)
-    flat = handle.flat_param
-    flat.grad = grad
-    if not handle._use_orig_params:
-        return
-    if handle.uses_sharded_strategy:
-        flat._is_grad_none_mask = [False] * len(flat._params)
-        handle._use_sharded_grad_views()
-    else:
-        handle._use_unsharded_grad_views()
-
-
-def no_gradient(unit: FullyShardedDataParallel) -> Tensor:
-    """A gradient of zeros, laid out as a unit's shard."""
-    return torch.zeros_like(_handle(unit).flat_param._local_shard)
-
-
-def drop_gradients(unit: FullyShardedDataParallel) -> None:
-    """Forget every gradient of a unit."""
-    flat = _handle(unit).flat_param
-    flat.grad = None
-    if hasattr(flat, "_saved_grad_shard"):
-        del flat._saved_grad_shard
-    for parameter in flat._params or ():
-        parameter.grad = None
-
-
 def reset(root: FullyShardedDataParallel) -> None:
-    """Make every unit idle and sharded, whatever an exception has interrupted; half-computed gradients are dropped."""
+    """Make every unit idle and sharded, whatever an exception has interrupted. Gradients must have been dropped."""
     state: Any = root
     state._post_backward_callback_queued = False
     if state._is_root:
@@ -406,13 +311,12 @@ def reset(root: FullyShardedDataParallel) -> None:
     for unit in units:
         unit.training_state = TrainingState.IDLE
         unit._sync_gradients = True
-        handle = _handle(unit)
+        handle = handle_of(unit)
         if handle is None:
             continue
         flat = handle.flat_param
         _forget_hooks(flat)
         flat._post_backward_called = False
-        drop_gradients(unit)
         handle._ran_pre_backward_hook = False
         handle._needs_pre_backward_unshard = False
         handle._post_forward_index = None

@@ -6,7 +6,7 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import aliases, clean_name
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.marking import when_marked
-from fsdp_core.materialize import materialize
 from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
 from fsdp_core.parts import Layout, Part
 from fsdp_core.precision import ShardPrecision
@@ -32,15 +31,18 @@ from fsdp_core.wrapping import (
     select_units,
 )
 from fsdp_xla import torch_xla_private as xla
+from fsdp_xla import units
 from fsdp_xla.built_in_parts import BuiltInParts
+from fsdp_xla.first_values import FirstSteps
 from fsdp_xla.on_host import HostOptimizer, flat_on_host
 from fsdp_xla.options import check_options
+from fsdp_xla.placing import place
 from fsdp_xla.read_late import DeviceFlat, gathered_in_turn, read_late
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.runtime import XLARuntime
-from fsdp_xla.torch_xla_private import XlaFullyShardedDataParallel, is_shard
+from fsdp_xla.units import XlaFullyShardedDataParallel, is_shard
 from fsdp_xla.waiting_gradients import held_by_units, restore_to_units
-from fsdp_xla.written import layout_of, named_members, note_order, put_in_place, user_module, written
+from fsdp_xla.written import in_written_order, layout_of, named_members, note_order, put_in_place, user_module, written
 
 __all__ = ["XLABackend"]
 
@@ -78,6 +80,7 @@ class XLABackend(Backend):
         self._built = BuiltInParts()
         #: Roots with backward passes or steps inside their forward pass.
         self._by_hand: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.first_steps = FirstSteps(lambda like: xla.as_data(torch.zeros(like.shape, dtype=like.dtype), like.device))
         self.options = options
 
     def terms(self) -> dict[str, Any]:
@@ -112,7 +115,7 @@ class XLABackend(Backend):
             return known
         self._check(module)
         self.remember(module)
-        units = select_units(module, _as_torch_policy(self.auto_wrap_policy))
+        chosen = select_units(module, _as_torch_policy(self.auto_wrap_policy))
         checkpoint_activations(module, self.activation_checkpointing_policy, recompute)
         for submodule in module.modules():
             forward = submodule.__dict__.get("forward")
@@ -122,32 +125,33 @@ class XLABackend(Backend):
         sharded: set[nn.Module] = set()
         buffers: list[tuple[nn.Module, str, Tensor]] = []
         root: nn.Module | None = None
-        for unit in (*units, module):
+        for unit in (*chosen, module):
             own = [
                 m
                 for m in unit.modules()
                 if m not in sharded and not isinstance(m, XlaFullyShardedDataParallel) and not _is_flattener(m)
             ]
             sharded.update(own)
-            self._place(own)
+            place(own, self._built, self.runtime)
             buffers += [(m, name, buffer) for m in own for name, buffer in m.named_buffers(recurse=False)]
             root = self._wrapped(unit)
-            xla.let_go_of_wholes(root)
+            units.let_go_of_wholes(root)
             if unit is not module:
                 put_in_place(module, unit, root)
         assert root is not None
         if "buffer_dtype" not in self.options:
             for owner, name, buffer in buffers:
                 owner._buffers[name] = buffer  # at the dtype that it has; torch_xla casts all to one
-        for shard in xla.shards_of(root):
+        for shard in units.shards_of(root):
             # the root's own, or an optimizer over module.parameters() would leave them as they are
             module.register_parameter(shard._name, shard)
-        xla.reduce_what_waits(root)
-        xla.follow_freezing(root)
-        root.register_forward_pre_hook(lambda root, _: xla.follow_freezing(root))
+        units.reduce_what_waits(root)
+        units.follow_freezing(root)
+        root.register_forward_pre_hook(lambda root, _: units.follow_freezing(root))
         gc.collect()
-        xla.settle()
         module.__dict__[_ROOT] = (root,)  # in a tuple, so that it becomes no submodule
+        xla.put_in_order(in_written_order(root))
+        xla.settle()
         self.mark_sharded(module)
         self.mark_sharded(root)
         return root
@@ -178,27 +182,6 @@ class XLABackend(Backend):
                     "XlaFullyShardedDataParallel.\nRemove it, and give the strategy auto_wrap_policy={MyBlock} instead."
                 )
 
-    def _place(self, modules: list[nn.Module]) -> None:
-        """Bring what ``modules`` own to the device, with rank 0's values; tied parameters stay tied."""
-        with self.runtime.building():
-            materialize(modules, torch.device("cpu"))
-        device = self.runtime.device
-        moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        for module in modules:
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if id(parameter) not in moved:
-                    data = self._built.whole(parameter, self.runtime)
-                    if data is None:
-                        data = self.runtime.broadcast_object(parameter.data.cpu())
-                    new = xla.parameter_of(data.to(device), parameter.requires_grad)
-                    new.__dict__.update(parameter.__dict__)
-                    moved[id(parameter)] = (new, parameter)
-                    # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
-                    parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-                module._parameters[name] = moved[id(parameter)][0]
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                module._buffers[name] = self.runtime.broadcast_object(buffer.cpu()).to(device)
-
     def _wrapped(self, unit: nn.Module) -> XlaFullyShardedDataParallel:
         return XlaFullyShardedDataParallel(
             unit,
@@ -224,16 +207,23 @@ class XLABackend(Backend):
     def layout(self, module: nn.Module) -> Layout:
         return layout_of(_root_of(module))
 
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:
+        optimizers = list(optimizers)
+        super().repoint(optimizers, modules)
+        held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        if xla.put_in_order([parameter for parameter in held if is_shard(parameter)]):
+            xla.settle()
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        return xla.no_reduction(_root_of(module))
+        return units.no_reduction(_root_of(module))
 
     def reshard(self, module: nn.Module) -> None:
         if _root_of(module) in self._by_hand:
             self._by_hand.discard(_root_of(module))
-            xla.end_step(_root_of(module))
-        for unit in xla.units_of(_root_of(module)):
+            units.end_step(_root_of(module))
+        for unit in units.units_of(_root_of(module)):
             if unit.has_full_params:
                 unit._free_full_params()
 
@@ -241,19 +231,19 @@ class XLABackend(Backend):
         root = _root_of(module)
         self._by_hand.add(root)
         if loss is not None:  # an optimizer's step needs nothing
-            xla.suspend_forward(root)
+            units.suspend_forward(root)
 
     def resume_forward(self, module: nn.Module) -> None:
         self._by_hand.add(_root_of(module))
-        xla.resume_forward(_root_of(module))
+        units.resume_forward(_root_of(module))
 
     def follow_requires_grad(self, module: nn.Module) -> None:
         self._by_hand.add(_root_of(module))
-        xla.follow_requires_grad(_root_of(module))
+        units.follow_requires_grad(_root_of(module))
 
     def reset(self, module: nn.Module) -> None:
         self._by_hand.discard(_root_of(module))
-        xla.reset(_root_of(module))
+        units.reset(_root_of(module))
 
     def holds_part(self, parameter: Tensor) -> bool:
         return is_shard(parameter)
@@ -317,8 +307,8 @@ class XLABackend(Backend):
                 for chunk in state[name].chunks:
                     flats[member.shard][at : at + chunk.data.numel()] = chunk.data.reshape(-1)
                     at += chunk.data.numel()
-        for shard, flat in flats.items():
-            xla.replace(shard, flat.view(shard.shape))
+        for shard in xla.in_order(flats):  # which they are to stay in
+            xla.replace(shard, flats[shard].view(shard.shape))
         for name, buffer in user_module(root).named_buffers():
             loaded = state.get(clean_name(name))
             if isinstance(loaded, Tensor):

@@ -94,6 +94,7 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
         )
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, **kwargs)
+        with self.backend.first_steps.of(optimizer):
+            output = super().optimizer_step(optimizer, **kwargs)
         sync()
         return output

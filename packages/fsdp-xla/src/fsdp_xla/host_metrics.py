@@ -5,7 +5,7 @@ What ``self.log`` is given on the device belongs to the step's program. The rest
 - Lightning computes with it between steps: the mean of an epoch, and in callbacks whether it is better than the best.
   On XLA each of these is a program of its own, compiled in the midst of a run.
 - Numbers are put on the device. XLA takes 0 and 1 for constants, so a step that logs a 1.0 would be another program
-  than one that logs a 0.5.
+  than one that logs a 0.5, and the first step that adds to a sum another than the second.
 - Counts, such as the lengths of loaders, are put on the device to be reduced. Each look at one would be a program.
 """
 
@@ -19,8 +19,8 @@ import torch
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
-from fsdp_xla.lightning_private import LoggerConnector
-from fsdp_xla.torch_xla_private import on_host
+from fsdp_xla.lightning_private import LoggerConnector, ResultCollection, ResultMetric
+from fsdp_xla.torch_xla_private import as_data, on_host
 
 __all__ = ["compute_metrics_on_host", "count_on_host", "log_numbers_on_host"]
 
@@ -48,11 +48,39 @@ class _HostMetrics(LoggerConnector):
         return metrics
 
 
+class _DataMetric(ResultMetric):
+    """Brings its sums to the device as data.
+
+    A sum of 0 would be a constant, and the first step of an epoch another program than the second.
+    """
+
+    def to(self, *args: Any, **kwargs: Any) -> _DataMetric:
+        before = {name: (getattr(self, name), default) for name, default in self._defaults.items()}
+        super().to(*args, **kwargs)
+        for name, (value, default) in before.items():
+            device = getattr(self, name).device
+            if device.type == "xla" and value.device.type == "cpu":
+                setattr(self, name, as_data(value, device))
+                self._defaults[name] = as_data(default, device)
+        return self
+
+
+class _Results(ResultCollection):
+    def __setitem__(self, key: str, metric: Any) -> None:
+        if type(metric) is ResultMetric:
+            metric.__class__ = _DataMetric
+        super().__setitem__(key, metric)
+
+
 def compute_metrics_on_host(trainer: pl.Trainer) -> None:
     """Let what a Trainer logs be brought to the host before anything is computed with it."""
     connector: Any = trainer._logger_connector
     if type(connector) is LoggerConnector:
         connector.__class__ = _HostMetrics
+    fitting = trainer.fit_loop.epoch_loop
+    for loop in (fitting, fitting.val_loop, trainer.validate_loop, trainer.test_loop):
+        if type(loop._results) is ResultCollection:
+            loop._results.__class__ = _Results
 
 
 def log_numbers_on_host(module: pl.LightningModule) -> None:

@@ -25,6 +25,10 @@ from lightning.pytorch.trainer import call
 # Keeps what is logged; no public hook of a strategy sees the values before something is computed with them.
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector as LoggerConnector
 
+# What it keeps of each value, and where.
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
+
 # How a tuner ends the fit in which it tries its values; no error.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
@@ -34,6 +38,8 @@ __all__ = [
     "LaunchesXLA",
     "LoggerConnector",
     "Loop",
+    "ResultCollection",
+    "ResultMetric",
     "TunerExit",
     "interrupt",
     "mark_as_told",

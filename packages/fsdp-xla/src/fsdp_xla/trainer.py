@@ -149,7 +149,8 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
         return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self.backend.first_steps.of(optimizer):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         sync()
         return output
 

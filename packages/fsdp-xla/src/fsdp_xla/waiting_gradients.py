@@ -13,7 +13,8 @@ from fsdp_core.gradients import HeldGradients
 from fsdp_core.parts import Layout
 from fsdp_core.runtime import Runtime
 from fsdp_xla.on_host import flat_on_host
-from fsdp_xla.torch_xla_private import on_host, set_unreduced_gradients, units_of, unreduced_gradients
+from fsdp_xla.torch_xla_private import on_host
+from fsdp_xla.units import set_unreduced_gradients, units_of, unreduced_gradients
 from fsdp_xla.written import named_members
 
 __all__ = ["held_by_units", "restore_to_units"]

@@ -27,6 +27,7 @@ from fsdp_core.wrapping import (
     describe_policy,
     select_units,
 )
+from fsdp_xla.first_values import FirstSteps
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.spmd.boundaries import Boundaries
 from fsdp_xla.spmd.partitioning import PartitionSpec, batch_spec, parameter_spec, planned_dims, replicated_spec
@@ -68,6 +69,7 @@ class XLASPMDBackend(Backend):
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.tensor_plan = dict(tensor_plan or {})
+        self.first_steps = FirstSteps(lambda like: HostShards(like).tensor())
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @property

@@ -104,6 +104,10 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
             # Fabric itself keeps the one that it chose, and would have it set up a device of ours
             accelerator.setup_device = self._accelerator.setup_device
 
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        with self.backend.first_steps.of(optimizer):
+            return super().optimizer_step(optimizer, **kwargs)
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let a loader give batches on the devices. Fabric's own wrapper would put all of each tensor on each."""
         dataloader = super().process_dataloader(dataloader)

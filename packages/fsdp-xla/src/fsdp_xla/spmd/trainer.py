@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
 
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
@@ -111,3 +112,7 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self._batch_shapes.note(stage_of(self.lightning_module), batch)
         return self._shard_batch(super().batch_to_device(batch, device, dataloader_idx))
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        with self.backend.first_steps.of(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -150,9 +150,10 @@ class Clauses:
     _defined: ClassVar[dict[str, tuple[Any, tuple[Any, ...]]]] = {}
 
     @pytest.fixture(scope="class")
-    def ranks(self, request: pytest.FixtureRequest, _rank_pools: Callable[[type[Ranks]], Ranks]) -> Ranks:
+    @classmethod
+    def ranks(cls, _rank_pools: Callable[[type[Ranks]], Ranks]) -> Ranks:
         """The class's ranks, which live through the session."""
-        return _rank_pools(request.cls.rank_pool)
+        return _rank_pools(cls.rank_pool)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
