@@ -64,9 +64,9 @@ def clip_grads_by_norm(
     is_inf = math.isinf(norm_type)
     rest = _power_sum(replicated, norm_type, runtime.device)
     if is_inf:
-        # gloo's maximum leaves a NaN of another rank out
+        # gloo's maximum leaves a NaN of another rank out, and XLA's any
         largest, is_nan = runtime.all_reduce(torch.stack([total, total.isnan().to(total.dtype)]), "max", group)
-        total = torch.maximum(largest.where(is_nan == 0, torch.nan), rest)
+        total = torch.maximum(largest, rest).where((is_nan == 0) & ~rest.isnan(), torch.nan)
     else:
         total = (runtime.all_reduce(total, "sum", group) + rest) ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -105,10 +105,12 @@ def _by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], li
 def _power_sum(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of |x|^p over all elements (their largest |x| for an infinite p), in fp32 or wider, on ``device``."""
     total = torch.zeros((), device=device)
+    is_nan = torch.zeros((), dtype=torch.bool, device=device)
     for grads in _by_kind(tensors).values():
         norms = torch.stack(foreach_norm(grads, norm_type)).to(device)
         if math.isinf(norm_type):
             total = torch.maximum(total, norms.max())
+            is_nan = is_nan | torch.stack([grad.isnan().any() for grad in grads]).any().to(device)
         else:
             total = total + (norms**norm_type).sum()
-    return total
+    return total.where(~is_nan, torch.nan) if math.isinf(norm_type) else total

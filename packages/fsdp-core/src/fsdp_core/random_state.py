@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
-__all__ = ["RandomState", "random_state", "set_random_state", "state_of_rank"]
+__all__ = ["RandomState", "of_ranks", "random_state", "set_random_state", "state_of_rank"]
 
 
 def random_state(runtime: Runtime) -> dict[str, Any]:
@@ -97,7 +97,8 @@ class RandomState:
     step. On another number of ranks it leaves them as they are, and warns.
 
     Args:
-        runtime: The ranks; those of torch's default process group, if there is one, when ``None``.
+        runtime: The ranks. When ``None``, those of the strategy by which Fabric saves and loads it; elsewhere those of
+            torch's default process group, if there is one.
 
     Example:
         >>> saved = RandomState().state_dict()
@@ -131,3 +132,8 @@ class RandomState:
         if torch.cuda.is_initialized():  # asking for it would make a context on a GPU that nothing uses
             runtime.device = torch.device("cuda", torch.cuda.current_device())
         return runtime
+
+
+def of_ranks(state: RandomState, runtime: Runtime) -> RandomState:
+    """The random-number state of a strategy's ranks, unless it is that of ranks which the user has given."""
+    return state if state._given is not None else RandomState(runtime)

@@ -55,7 +55,7 @@ class _DataMetric(ResultMetric):
     """
 
     def to(self, *args: Any, **kwargs: Any) -> _DataMetric:
-        before = {name: (getattr(self, name), default) for name, default in self._defaults.items()}
+        before: dict[str, Any] = {name: (getattr(self, name), default) for name, default in self._defaults.items()}
         super().to(*args, **kwargs)
         for name, (value, default) in before.items():
             device = getattr(self, name).device

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ __all__ = [
     "meetings",
     "on_host",
     "put_in_order",
+    "random_numbers_kept",
     "random_state",
     "rank_here",
     "reduce_scatter",
@@ -204,19 +206,32 @@ def runtime_is_started() -> bool:
     return bool(torch_xla._XLAC._xla_runtime_is_initialized())
 
 
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """A context in which running programs leave random numbers where they are.
+
+    To XLA, running something is a step, and the next one has a seed that is made from the one that the last began with.
+    So what is run to be looked at or saved would change what dropout draws after it, and so would recomputation, which
+    sets the seed back and forth.
+    """
+    seed = xm.get_rng_state()
+    yield
+    xm.set_rng_state(seed)
+
+
 def sync(wait: bool = False) -> None:
-    """Run what has been recorded. By attribute, since ranks that are threads put another in its place."""
-    torch_xla.sync(wait=wait)
+    """Run what has been recorded. By attribute, since ranks that are threads put another in its place.
+
+    Args:
+        wait: Whether to return only when it is done: only then can state be read or replaced.
+    """
+    with random_numbers_kept():
+        torch_xla.sync(wait=wait)
 
 
 def settle() -> None:
-    """Run what is pending, and return when nothing is: only then can state be read or replaced.
-
-    Random numbers go on as they would have without: to XLA, running something is a step, with a seed of its own.
-    """
-    seed = xm.get_rng_state()
+    """Run what is pending, and return when nothing is."""
     sync(wait=True)
-    xm.set_rng_state(seed)
 
 
 def on_host(tensor: Tensor) -> Tensor:

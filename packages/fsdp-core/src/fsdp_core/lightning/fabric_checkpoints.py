@@ -25,6 +25,7 @@ from fsdp_core.lightning.forwarding import root_of
 from fsdp_core.lightning.full_file import gathered, numbered, write_full
 from fsdp_core.lightning.local_shards import refuse_local_shards
 from fsdp_core.lightning.reading import read_checkpoint
+from fsdp_core.random_state import RandomState, of_ranks
 from fsdp_core.runtime import Runtime
 
 __all__ = ["load_checkpoint", "owner_of", "save_checkpoint"]
@@ -112,7 +113,8 @@ def save_checkpoint(
         elif is_loader(obj):
             converted[key] = loader_state(key, obj, strategy.runtime)
         else:
-            converted[key] = obj.state_dict() if callable(getattr(obj, "state_dict", None)) else obj
+            held = of_ranks(obj, strategy.runtime) if isinstance(obj, RandomState) else obj
+            converted[key] = held.state_dict() if callable(getattr(held, "state_dict", None)) else held
         if key in filters and isinstance(converted[key], dict):
             converted[key] = {k: v for k, v in converted[key].items() if filters[key](k, v)}
     plain = {key: value for key, value in converted.items() if join_path(key) not in kinds}
@@ -213,6 +215,8 @@ def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_o
         load_loader(obj, _whole(value), strategy.runtime, check_only=check_only)
     elif callable(getattr(obj, "load_state_dict", None)):
         if not check_only:
+            if isinstance(obj, RandomState):
+                obj = of_ranks(obj, strategy.runtime)
             # each rank reads its own of all ranks' gradients
             obj.load_state_dict(value if isinstance(obj, AccumulatedGradients) else _whole(value))
     else:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
@@ -21,6 +20,7 @@ from fsdp_xla.autograd_engine import check_autograd
 from fsdp_xla.seeding import follow_manual_seed
 from fsdp_xla.spmd.layer_norms import cut_layer_norms
 from fsdp_xla.spmd.sharded_tensors import is_started, used_without_spmd
+from fsdp_xla.torch_xla_private import settle, sync
 
 __all__ = ["FSDP_AXIS", "MODEL_AXIS", "XLASPMDRuntime"]
 
@@ -155,16 +155,11 @@ class XLASPMDRuntime(Runtime):
 
     def run_pending(self) -> None:
         """Run what XLA has recorded, as one program."""
-        torch_xla.sync()
+        sync()
 
     def settle(self) -> None:
-        """Run what is pending, and return when nothing is: only then can shards be read or replaced.
-
-        Random numbers go on as they would have without: to XLA, running something is a step, with a seed of its own.
-        """
-        seed = xm.get_rng_state()
-        torch_xla.sync(wait=True)
-        xm.set_rng_state(seed)
+        """Run what is pending, and return when nothing is: only then can shards be read or replaced."""
+        settle()
 
     def device_random_state(self) -> int:
         return int(xm.get_rng_state())

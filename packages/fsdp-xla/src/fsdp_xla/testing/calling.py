@@ -95,4 +95,4 @@ def _memory(tensor: Tensor, on_device: int) -> int:
 
 
 def _on_host(value: Any) -> Any:
-    return apply_to_collection(value, Tensor, xla.on_host)
+    return apply_to_collection(value, Tensor, xla.on_host, allow_frozen=True)

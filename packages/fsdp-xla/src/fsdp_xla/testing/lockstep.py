@@ -34,7 +34,7 @@ from fsdp_core.errors import StrategyUnavailableError
 from fsdp_xla.rendezvous import Rendezvous
 from fsdp_xla.testing.host_operators import operators_on_the_host
 from fsdp_xla.torch_xla_private import compiled as _XLAC
-from fsdp_xla.torch_xla_private import runtime_is_started
+from fsdp_xla.torch_xla_private import random_numbers_kept, runtime_is_started
 
 __all__ = ["Lockstep", "lockstep"]
 
@@ -199,7 +199,8 @@ def _fetching(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any]:
         if self.device.type == "xla" and not (fetch.__name__ == "to" and _stays(*args, **kwargs)):
             text = _XLAC._get_xla_tensors_text([self])
             if any(one in text for one in _COLLECTIVES):
-                steps.sync(doing=_FETCHING)
+                with random_numbers_kept():
+                    steps.sync(doing=_FETCHING)
         return fetch(self, *args, **kwargs)
 
     return fetch_when_run

@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, root_of, trained_by
@@ -85,6 +86,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
         is options.get("auto_wrap_policy", "auto"),
         "held": held_by(root_of(used).parameters()),
         "predicted": torch.cat(predicted),
+        "rows": 2 * BATCH // here().shares(2),
     }
 
 
@@ -279,7 +281,7 @@ class BrokenElsewhereSuite(Clauses):
             assert one["losses"][:3] == pytest.approx(first, abs=FP32_TOLERANCE)
             assert len(one["losses"]) == 9
             assert one["policy"]
-            assert one["predicted"].shape == (BATCH, FEATURES)
+            assert one["predicted"].shape == (one["rows"], FEATURES)
         assert_sharded([one["held"] for one in got], sum(p.numel() for p in oracle.new_net(width=WIDE).parameters()))
 
     @requires(Capability.SHARDED_CHECKPOINT)
