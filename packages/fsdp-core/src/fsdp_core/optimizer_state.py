@@ -18,7 +18,7 @@ from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
 from fsdp_core.parts import Layout, Part
 from fsdp_core.runtime import Runtime
 
-__all__ = ["load_optimizer_state", "optimizer_state"]
+__all__ = ["load_optimizer_state", "optimizer_state", "state_by_name"]
 
 NamedState = dict[str, Any]
 #: Called with a parameter, its parts, its param group, a key of its state, and the parts' values under that key.
@@ -81,7 +81,7 @@ def load_optimizer_state(
         CheckpointMismatchError: A parameter is not in the saved groups, a shape differs, or parameters of one group
             were saved in groups of different settings.
     """
-    saved = _by_name(optimizer, layout, saved)
+    saved = state_by_name(optimizer, layout, saved)
     saved = {**saved, "param_groups": [_plain(group) for group in saved["param_groups"]]}
     held = {name for group in optimizer.param_groups for name in _names(layout, group["params"])}
     dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in held]
@@ -192,8 +192,17 @@ def _names(layout: Layout, parameters: Iterable[Tensor]) -> list[str]:
     return [part.name for p in parameters for part in _parts(layout, p)]
 
 
-def _by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Turn the numbers of a plain torch ``state_dict()`` into names, by the groups' order as torch itself does."""
+def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Turn the numbers of a plain torch ``state_dict()`` into names, by the groups' order as torch itself does.
+
+    Args:
+        optimizer: Whose groups tell the order, where the saved ones tell no names.
+        layout: What each of its parameters has of the user's.
+        saved: As for :func:`load_optimizer_state`; where its parameters are named already it is returned as it is.
+
+    Raises:
+        CheckpointMismatchError: The groups have other numbers of parameters.
+    """
     numbered = any(isinstance(p, int) for group in saved["param_groups"] for p in group["params"])
     if not numbered:
         return saved

@@ -20,7 +20,7 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import aliases, clean_name
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.marking import when_marked
-from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
+from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state, state_by_name
 from fsdp_core.parts import Layout, Part
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.wrapping import (
@@ -351,7 +351,7 @@ class XLABackend(Backend):
         load_optimizer_state(host, host.layout, state, check_only=check_only)
         if check_only:
             return
-        host.complete(state["state"])
+        host.complete(state_by_name(host, host.layout, state)["state"])
         host.give_back()
         xla.settle()
 

@@ -121,9 +121,6 @@ class XLADeviceRanks(OnXLADevices):
         super()._join_world()  # type: ignore[misc]  # of core's adapter, which comes after this class
         if self.is_in_a_rank:
             meet_at_infinite_barriers(self.runtime.barrier)
-        seed = os.environ.get("PL_GLOBAL_SEED")
-        if seed is not None:  # seed_everything() was called where no rank ran
-            self.runtime.set_device_random_state(int(seed))
         self.runtime.barrier()  # ranks may share one generator of the host's, which each has now seeded
 
     def _sharded(self, module: nn.Module) -> nn.Module:

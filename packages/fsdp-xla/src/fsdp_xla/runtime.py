@@ -14,7 +14,7 @@ from fsdp_core.runtime import ReduceOp, Runtime
 from fsdp_xla import torch_xla_private as xla
 from fsdp_xla.autograd_engine import check_autograd
 from fsdp_xla.meeting import Meeting
-from fsdp_xla.seeding import follow_manual_seed
+from fsdp_xla.seeding import follow_manual_seed, follow_seed_from_before
 
 __all__ = ["XLARuntime"]
 
@@ -57,6 +57,8 @@ class XLARuntime(Runtime):
         )
         if world_size > 1 and self._meeting is None:
             self._meeting = xla.meeting_of_ranks(rank, world_size, address, port, timeout)
+        if world_size == 1:
+            follow_seed_from_before(self.set_device_random_state)
         follow_manual_seed(self.set_device_random_state)
 
     def stop(self) -> None:

@@ -13,12 +13,27 @@ from typing import Any
 
 import torch
 
-__all__ = ["follow_manual_seed"]
+__all__ = ["follow_manual_seed", "follow_seed_from_before"]
 
 #: By thread, what seeds the device of the rank that runs in it, and in which process: a loader's workers are forked.
 _here = threading.local()
 _installing = threading.Lock()
 _installed = False
+#: The seed of torch's that the device of this process's only rank has followed last.
+_seeded_with: int | None = None
+
+
+def follow_seed_from_before(seed_device: Callable[[int], None]) -> None:
+    """Let the seed from before the start count for the device of this process, which else draws the same in every one.
+
+    Args:
+        seed_device: Called with the seed, unless it was before.
+    """
+    global _seeded_with
+    seed = torch.initial_seed()
+    if seed != _seeded_with:
+        _seeded_with = seed
+        seed_device(seed % 2**63)
 
 
 def follow_manual_seed(seed_device: Callable[[int], None]) -> None:
@@ -41,8 +56,10 @@ def follow_manual_seed(seed_device: Callable[[int], None]) -> None:
 def _seeding_xla(manual_seed: Callable[[Any], torch.Generator]) -> Any:
     @wraps(manual_seed)
     def manual_seed_of_xla_too(seed: Any) -> torch.Generator:
+        global _seeded_with
         generator = manual_seed(seed)
         if getattr(_here, "process", None) == os.getpid():
+            _seeded_with = torch.initial_seed()
             _here.seed_device(int(seed) % 2**63)
         return generator
 

@@ -8,8 +8,11 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fsdp_core.errors import StrategyUnavailableError
 from fsdp_xla import torch_xla_private as xla
@@ -17,6 +20,7 @@ from fsdp_xla.accelerator import uses_cpu_devices
 from fsdp_xla.meeting import ThreadMeeting
 from fsdp_xla.messages import from_bytes, to_bytes
 from fsdp_xla.rendezvous import RankLostError
+from fsdp_xla.seeding import follow_manual_seed
 
 __all__ = ["check_cpu_devices", "run_ranks"]
 
@@ -87,6 +91,7 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
     failures: list[BaseException] = []
     interrupted = False
     ended = [threading.Event() for _ in range(world_size)]
+    seed = torch.initial_seed()
     copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # here: copying moves on random generators
     with lockstep(world_size, meeting.rendezvous) if world_size > 1 else nullcontext() as steps:
 
@@ -97,6 +102,7 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
             try:
                 if steps is not None:
                     steps.begin(after_failure=bool(_failed))
+                _seed_device(seed)
                 results[here.rank] = function(copies[here.rank])
                 meeting.rendezvous.leave(here.rank)
             except BaseException as error:
@@ -121,6 +127,13 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
     if failures:
         raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
     return results[0]
+
+
+def _seed_device(seed: int) -> None:
+    """Let this rank's device be seeded as torch was where the ranks are started, and as it is in the rank."""
+    device = xla.default_device()
+    xla.set_random_state(device, seed % 2**63)
+    follow_manual_seed(partial(xla.set_random_state, device))
 
 
 #: How long a rank that has failed waits for others that are about to.
@@ -152,6 +165,7 @@ def _on_processes(function: Callable[..., Any], arguments: Any) -> Any:
         answer = Path(folder) / "answer"
 
         def rank() -> None:
+            _seed_device(torch.initial_seed())
             result = function(copy.deepcopy(arguments))
             here = xla.rank_here()
             if here is not None and here.local_rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityErro
 from fsdp_core.runtime import ReduceOp, Runtime
 from fsdp_xla.accelerator import uses_cpu_devices
 from fsdp_xla.autograd_engine import check_autograd
-from fsdp_xla.seeding import follow_manual_seed
+from fsdp_xla.seeding import follow_manual_seed, follow_seed_from_before
 from fsdp_xla.spmd.layer_norms import cut_layer_norms
 from fsdp_xla.spmd.sharded_tensors import is_started, used_without_spmd
 from fsdp_xla.torch_xla_private import settle, sync
@@ -38,9 +38,6 @@ class XLASPMDRuntime(Runtime):
     """
 
     device = torch.device("xla", 0)
-
-    #: The seed of torch's that XLA's random numbers have followed from last; they are the process's own.
-    _seeded_with: ClassVar[int | None] = None
 
     def __init__(self, tensor_parallel_size: int = 1) -> None:
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
@@ -120,17 +117,9 @@ class XLASPMDRuntime(Runtime):
             "xla_fsdp_spmd",
             "Write `torch_xla.runtime.use_spmd(); torch_xla.sync()` at the top of the script.",
         )
-        self._follow_seed()
+        follow_seed_from_before(self.set_device_random_state)
         cut_layer_norms()
         follow_manual_seed(self.set_device_random_state)
-
-    @classmethod
-    def _follow_seed(cls) -> None:
-        """Let the seed from before the start count for XLA, which otherwise draws the same in every process."""
-        seed = torch.initial_seed()
-        if seed != cls._seeded_with:
-            cls._seeded_with = seed
-            xm.set_rng_state(seed)
 
     def stop(self) -> None:
         """Nothing to do: SPMD lasts as long as the process."""
