@@ -119,8 +119,8 @@ class XLABackend(Backend):
         checkpoint_activations(module, self.activation_checkpointing_policy, recompute)
         for submodule in module.modules():
             forward = submodule.__dict__.get("forward")
-            if isinstance(forward, functools.partial):
-                forward.__func__ = type(submodule).forward  # type: ignore[attr-defined]  # torch_xla looks for it
+            if forward is not None and not hasattr(forward, "__func__"):  # of activation checkpointing, or compiled
+                forward.__func__ = type(submodule).forward  # torch_xla looks for it
         note_order(module.modules())
         sharded: set[nn.Module] = set()
         buffers: list[tuple[nn.Module, str, Tensor]] = []

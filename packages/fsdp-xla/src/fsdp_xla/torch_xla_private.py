@@ -169,8 +169,11 @@ def start_alone() -> torch.device:
 
 
 def replace(tensor: Tensor, value: Tensor) -> None:
-    """Let a tensor of the device have a value of the host's. A copy into it would be a graph to compile."""
-    torch_xla._XLAC._replace_xla_tensor(tensor, value.to(tensor.device))
+    """Let a tensor of the device have a value of the host's. A copy into it would be a graph to compile.
+
+    Nor does torch_xla's own way to replace a tensor do: what an operation has changed in place comes back.
+    """
+    tensor.data = value.to(tensor.device)
 
 
 def in_order(tensors: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -190,7 +193,7 @@ def put_in_order(tensors: Sequence[nn.Parameter]) -> bool:
     if all(one is other for one, other in zip(tensors, in_order(tensors), strict=True)):
         return False
     for tensor in tensors:
-        compiled._replace_xla_tensor(tensor, tensor.detach().clone())
+        tensor.data = tensor.detach().clone()
     return True
 
 

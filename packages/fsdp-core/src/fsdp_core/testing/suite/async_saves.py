@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -222,7 +223,8 @@ def _interrupts_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the Trainer leaves interrupts ignored
+        if threading.current_thread() is threading.main_thread():  # no other can be interrupted
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the Trainer leaves interrupts ignored
 
 
 def _exception(strategy: str, tmp: str, exception: type[BaseException], room: int | None) -> str:
@@ -340,7 +342,11 @@ class AsyncSavesSuite(Clauses):
             assert 3 <= first["losses"] < 400
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    @pytest.mark.parametrize("exception", [ZeroDivisionError, KeyboardInterrupt])
+    @pytest.mark.parametrize(
+        "exception",
+        # Lightning answers an interrupt in the main thread alone
+        [ZeroDivisionError, pytest.param(KeyboardInterrupt, marks=on_ranks("processes", "one controller"))],
+    )
     def test_an_exception_lets_the_pending_save_finish(
         self, ranks: Ranks, tmp_path: Path, exception: type[BaseException]
     ) -> None:

@@ -34,6 +34,22 @@ __all__ = ["BadCheckpointsSuite"]
 SavedAt = Callable[[str, str, Path], None]
 
 
+#: So that every rank has elements of some parameter, also where shards are padded to multiples of some size.
+_WIDTH = 50
+
+
+def _lit(**net: Any) -> Lit:
+    return Lit("adamw_groups", width=_WIDTH, **net)
+
+
+def _linear(*features: int) -> nn.Linear:
+    """One with the same values on every rank, also where ranks draw from one generator."""
+    linear = nn.Linear(*features)
+    nn.init.constant_(linear.weight, 0.5)
+    nn.init.constant_(linear.bias, 0.25)
+    return linear
+
+
 class Keeper(Callback):
     """Has state, and notes whether any was given to it."""
 
@@ -49,13 +65,13 @@ class Keeper(Callback):
 
 def _save_with_trainer(strategy: str, tmp: str, path: str, kind: str) -> None:
     run = new_trainer(tmp, strategy, 2, {"state_dict_type": kind}, callbacks=[Keeper()])
-    run.fit(Lit("adamw_groups"), loader(1, 2))
+    run.fit(_lit(), loader(1, 2))
     run.save_checkpoint(path)
 
 
 def _save_with_fabric(strategy: str, path: str, kind: str) -> None:
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
-    lit = Lit("adamw_groups")
+    lit = _lit()
     model, optimizer = fabric.setup(lit, lit.configure_optimizers())
     x, y = whole_batches(fabric, 1)[0]
     fabric.backward(mse_loss(model(x), y))
@@ -96,9 +112,9 @@ def _refused_by_fabric(strategy: str, path: str, module: Lit, error: type[Except
 
 def _load_damaged(strategy: str, tmp: str, path: str) -> list[str]:
     return [
-        _refused_by_trainer(strategy, tmp, path, Lit("adamw_groups"), CheckpointFormatError),
-        _refused_by_trainer(strategy, tmp, path, Lit("adamw_groups"), CheckpointFormatError, "validate"),
-        _refused_by_fabric(strategy, path, Lit("adamw_groups"), CheckpointFormatError),
+        _refused_by_trainer(strategy, tmp, path, _lit(), CheckpointFormatError),
+        _refused_by_trainer(strategy, tmp, path, _lit(), CheckpointFormatError, "validate"),
+        _refused_by_fabric(strategy, path, _lit(), CheckpointFormatError),
     ]
 
 
@@ -109,23 +125,23 @@ class Renamed(Lit):
     """A block less than the checkpoint has, and a layer more."""
 
     def __init__(self) -> None:
-        super().__init__("adamw_groups", blocks=2)
-        self.extra = nn.Linear(3, 3)
+        super().__init__("adamw_groups", width=_WIDTH, blocks=2)
+        self.extra = _linear(3, 3)
 
 
 class Resized(Lit):
     """Another head."""
 
     def __init__(self) -> None:
-        super().__init__("adamw_groups")
-        self.net.frozen = nn.Linear(oracle.FEATURES, oracle.FEATURES + 1)
+        super().__init__("adamw_groups", width=_WIDTH)
+        self.net.frozen = _linear(oracle.FEATURES, oracle.FEATURES + 1)
 
 
 class TwoOptimizers(Lit):
     """Trains two parts by hand."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(width=_WIDTH)
         self.automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
@@ -136,7 +152,7 @@ class MoreTrained(Lit):
     """Trains a layer more than the checkpoint's optimizer did, from other weights."""
 
     def __init__(self) -> None:
-        super().__init__("adamw_groups")
+        super().__init__("adamw_groups", width=_WIDTH)
         self.net.frozen.requires_grad_(True)
         nn.init.ones_(self.net.inp.weight)
 

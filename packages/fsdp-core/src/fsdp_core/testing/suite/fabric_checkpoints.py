@@ -173,6 +173,36 @@ def _whole(state: Any) -> Any:
     return apply_to_collection(state, SavedTensor, SavedTensor.full)
 
 
+def _goes_back(strategy: str, kind: str, path: str) -> list[dict[str, Any]]:
+    """Save after two steps and take two more, twice: the second time from what was saved, in the same objects."""
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    batches = whole_batches(fabric, 4)
+
+    def steps(some: Any) -> list[float]:
+        losses = []
+        for x, y in some:
+            loss = mse_loss(model(x), y)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def outcome() -> dict[str, Any]:
+        losses = steps(batches[2:])
+        used: Any = fabric.strategy
+        return {"losses": losses, "model": full_state(used), "optimizer": full_optimizer_state(used, optimizer)}
+
+    steps(batches[:2])
+    fabric.save(path, state)
+    first = outcome()
+    fabric.load(path, state)
+    return [first, outcome()]
+
+
 class FabricCheckpointsSuite(Clauses):
     """What Fabric saves, with all that its users put beside a model, is restored bit for bit."""
 
@@ -184,6 +214,13 @@ class FabricCheckpointsSuite(Clauses):
             assert_bit_equal(got, saved)
             assert got["plain"] == (2, 2)
             assert got["rest"] == {"note": {"lr": (0.1, None)}}
+
+    @KINDS
+    def test_fabric_goes_back(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """What is loaded wins over what was trained since, and training from there is the same again."""
+        for first, again in ranks.run(2, _goes_back, self.strategy, kind, str(tmp_path / "checkpoint")):
+            assert again["losses"] == first["losses"]
+            assert_bit_equal(again, first)
 
     @KINDS
     def test_state_dicts_are_saved_whole_or_refused(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:

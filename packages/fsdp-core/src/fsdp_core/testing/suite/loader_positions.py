@@ -203,7 +203,9 @@ class LoaderPositionsSuite(Clauses):
         path = str(tmp_path / "plain.ckpt")
         fit("auto", str(tmp_path), 1, Run(data="plain", save=("batch end", 1, 1), path=path))
         resumed = self._fit_of(ranks, tmp_path, 2, Run(data="plain", resume=path))
-        assert any("does not hold the position of the data loader" in text for text in resumed[0].warnings)
+        telling = resumed if ranks.kind == "threads" else resumed[:1]  # threads have one list of warnings
+        texts = [text for rank in telling for text in rank.warnings]
+        assert any("does not hold the position of the data loader" in text for text in texts)
         fit("auto", str(tmp_path), 1, Run(save=("batch end", 1, 1), path=path))
         for world_size, words in ((1, "can't be told"), (2, "over 2 ranks")):
             run = (world_size, refused, self.strategy, str(tmp_path), world_size, Run(resume=path))
