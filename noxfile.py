@@ -37,6 +37,8 @@ TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "pytest", "pytes
 # what takes long to make; most of a backend's tests are clauses of one suite in one file, which share nothing.
 SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile")
 CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
+# Where the ranks of a class live in processes that keep what they have compiled.
+CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +186,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session(python=False)
 def conformance(session: nox.Session) -> None:
-    """The whole suite over what `tests` runs a part of it over. Half an hour, and two more for XLA.
+    """The whole suite over what `tests` runs a part of it over. Half an hour, and as much for XLA.
 
     `-- -k xla` and the like choose. Words after `--` go to pytest.
     """
@@ -200,7 +202,7 @@ def conformance(session: nox.Session) -> None:
     run(shared_python(session), *CLAUSES_SIDE_BY_SIDE, *files_of(SHARING))
     for package in PACKAGES.values():
         if package not in SHARING and (files := files_of([package])):
-            run(own_python(session, package), *files)
+            run(own_python(session, package), *CLASSES_SIDE_BY_SIDE, *files)
 
 
 @nox.session
