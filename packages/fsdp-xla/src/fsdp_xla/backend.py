@@ -42,7 +42,7 @@ from fsdp_xla.recomputation import recompute
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.units import XlaFullyShardedDataParallel, is_shard
 from fsdp_xla.waiting_gradients import held_by_units, restore_to_units
-from fsdp_xla.written import in_written_order, layout_of, named_members, note_order, put_in_place, user_module, written
+from fsdp_xla.written import layout_of, named_members, note_order, put_in_place, user_module, written
 
 __all__ = ["XLABackend"]
 
@@ -149,9 +149,8 @@ class XLABackend(Backend):
         units.follow_freezing(root)
         root.register_forward_pre_hook(lambda root, _: units.follow_freezing(root))
         gc.collect()
-        module.__dict__[_ROOT] = (root,)  # in a tuple, so that it becomes no submodule
-        xla.put_in_order(in_written_order(root))
         xla.settle()
+        module.__dict__[_ROOT] = (root,)  # in a tuple, so that it becomes no submodule
         self.mark_sharded(module)
         self.mark_sharded(root)
         return root

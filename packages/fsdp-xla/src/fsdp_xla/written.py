@@ -20,7 +20,7 @@ from fsdp_xla.units import (
     units_of,
 )
 
-__all__ = ["in_written_order", "layout_of", "named_members", "note_order", "put_in_place", "user_module", "written"]
+__all__ = ["layout_of", "named_members", "note_order", "put_in_place", "user_module", "written"]
 
 #: In which order modules were written to hold their parameters; sharding takes them away.
 _ORDERS: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
@@ -69,14 +69,6 @@ def layout_of(root: nn.Module) -> Layout:
         part = Part(name=name, shape=member.shape, range=run)
         parts[member.shard] = (*parts.get(member.shard, ()), part)
     return parts
-
-
-def in_written_order(root: nn.Module) -> list[nn.Parameter]:
-    """The sharded parameters, each once, in the order in which the user's module names its own."""
-    shards = {name: member.shard for name, member in named_members(root)}
-    with written(root):
-        names = [clean_name(name) for name, _ in user_module(root).named_parameters()]
-    return list(dict.fromkeys(shards[name] for name in names if name in shards))
 
 
 @contextmanager
