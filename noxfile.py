@@ -177,7 +177,8 @@ def tests(session: nox.Session, package: str) -> None:
     places = (str(chosen.modules), str(chosen.path / "tests"))
     if chosen not in SHARING:
         # its environment is large and `integration` needs it too
-        run_pytest(session, "--doctest-modules", *places, side_by_side=(), python=own_python(session, chosen))
+        python = own_python(session, chosen)
+        run_pytest(session, "--doctest-modules", *places, side_by_side=CLASSES_SIDE_BY_SIDE, python=python)
         return
     install(session, *chosen.tests_need, *editable(with_dependencies(chosen)), pins=chosen.pins)
     side_by_side = CLAUSES_SIDE_BY_SIDE if chosen.strategies else SIDE_BY_SIDE
@@ -202,7 +203,7 @@ def conformance(session: nox.Session) -> None:
     run(shared_python(session), *CLAUSES_SIDE_BY_SIDE, *files_of(SHARING))
     for package in PACKAGES.values():
         if package not in SHARING and (files := files_of([package])):
-            run(own_python(session, package), *CLASSES_SIDE_BY_SIDE, *files)
+            run(own_python(session, package), *CLAUSES_SIDE_BY_SIDE, *files)
 
 
 @nox.session

@@ -1,12 +1,12 @@
-"""The whole suite on XLA's CPU devices: ``nox -s conformance``."""
+"""The whole suite on ranks that are XLA's CPU devices: ``nox -s conformance``."""
 
 from __future__ import annotations
 
 import pytest
 
-from conformance_expected import CLASSIC, SPMD
+from conformance_expected import CLASSIC
 from fsdp_core.testing.suite import StrategySuite
-from fsdp_xla.testing import SPMDRanks, ThreadRanks
+from fsdp_xla.testing import ThreadRanks
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,3 @@ class TestXLA(StrategySuite):
     strategy = "xla_fsdp"
     rank_pool = ThreadRanks
     expected_failures = CLASSIC
-
-
-class TestXLASPMD(StrategySuite):
-    strategy = "xla_fsdp_spmd"
-    rank_pool = SPMDRanks
-    expected_failures = SPMD

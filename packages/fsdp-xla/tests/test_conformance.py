@@ -1,4 +1,4 @@
-"""A part of the suite of fsdp-core on XLA's CPU devices; ``conformance_of_xla.py`` is the whole of it."""
+"""The suite of fsdp-core on XLA's CPU devices; of that on ranks a part, and ``conformance_of_xla.py`` is the whole."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import ClassVar
 import pytest
 
 from conformance_expected import CLASSIC, SPMD
-from fsdp_core.testing.suite import PresetSuite
+from fsdp_core.testing.suite import PresetSuite, StrategySuite
 from fsdp_core.testing.suite.bad_modules import BadModulesSuite
+from fsdp_core.testing.suite.checkpoints import CheckpointsSuite
 from fsdp_core.testing.suite.contract import ContractSuite
 from fsdp_core.testing.suite.exceptions import ExceptionsSuite
+from fsdp_core.testing.suite.fabric_checkpoints import FabricCheckpointsSuite
 from fsdp_core.testing.suite.listing import ListingSuite
-from fsdp_core.testing.suite.loops import LoopsSuite
 from fsdp_core.testing.suite.numbers import NumbersSuite
 from fsdp_core.testing.suite.optimizers import OptimizersSuite
 from fsdp_core.testing.suite.parameters import ParametersSuite
-from fsdp_core.testing.suite.precision import PrecisionSuite
+from fsdp_core.testing.suite.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.shards import ShardsSuite
 from fsdp_xla.testing import SPMDRanks, ThreadRanks
 
@@ -36,8 +37,11 @@ class TrainsAsWritten(
     OptimizersSuite,
     ExceptionsSuite,
     BadModulesSuite,
+    CheckpointsSuite,
+    FabricCheckpointsSuite,
+    ExactResumeSuite,
 ):
-    """What takes the least time to compile, and shows the most of training."""
+    """What shows the most of training and checkpoints, and takes the least time to compile."""
 
 
 _CLAUSES = [name for base in TrainsAsWritten.__mro__ for name in vars(base)]
@@ -49,7 +53,7 @@ class TestXLA(TrainsAsWritten):
     expected_failures: ClassVar = {name: why for name, why in CLASSIC.items() if name.split("[")[0] in _CLAUSES}
 
 
-class TestXLASPMD(TrainsAsWritten, PrecisionSuite, LoopsSuite):
+class TestXLASPMD(StrategySuite):
     strategy = "xla_fsdp_spmd"
     rank_pool = SPMDRanks
     expected_failures = SPMD

@@ -42,9 +42,9 @@ def _lit(**net: Any) -> Lit:
     return Lit("adamw_groups", width=_WIDTH, **net)
 
 
-def _linear(*features: int) -> nn.Linear:
+def _linear(inputs: int, outputs: int) -> nn.Linear:
     """One with the same values on every rank, also where ranks draw from one generator."""
-    linear = nn.Linear(*features)
+    linear = nn.Linear(inputs, outputs)
     nn.init.constant_(linear.weight, 0.5)
     nn.init.constant_(linear.bias, 0.25)
     return linear
