@@ -11,12 +11,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning as L
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from fsdp_xla import torch_xla_private as xla
 from xla_process import save_cases
 
 DEVICES, FOLDER = (int(sys.argv[1]), Path(sys.argv[2])) if __name__ == "__main__" else (2, Path())
@@ -348,6 +351,33 @@ def in_turn() -> Any:
     return seen["order"]
 
 
+class HostDisk(LocalFileSystem):
+    """A disk of each host's own, where every rank is a host."""
+
+    protocol = "host"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        here = xla.rank_here()
+        disk = FOLDER / f"host{0 if here is None else here.rank}"
+        disk.mkdir(exist_ok=True)
+        return super()._strip_protocol(str(path).replace("host://", f"{disk}/", 1))
+
+
+def own_disks(kind: Any) -> Any:
+    """Saves and loads where ranks do not see each other's files."""
+
+    def train(fabric: L.Fabric) -> None:
+        net = nn.Linear(64, 64)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        state = {"model": model, "optimizer": optimizer}
+        fabric.save(f"host://{kind}", state)
+        fabric.load(f"host://{kind}", state)
+
+    fsspec.register_implementation("host", HostDisk, clobber=True)
+    return launch(train, state_dict_type=kind)
+
+
 CASES: dict[str, Any] = {
     "raises everywhere": raises_everywhere,
     "control-c": control_c,
@@ -358,6 +388,8 @@ CASES: dict[str, Any] = {
     "barrier amid building": barrier_amid_building,
     "shared model": shared_model,
     "passed model": passed_model,
+    "full on own disks": lambda: own_disks("full"),
+    "sharded on own disks": lambda: own_disks("sharded"),
     "after a fit": after_a_fit,
     "tuner": tuner,
     "another number": another_number,

@@ -63,6 +63,8 @@ def test_ranks_that_can_not_meet_are_told_why(case: str, tmp_path: Path) -> None
 REFUSED: dict[str, tuple[str, ...]] = {
     "several hosts": ("num_nodes=2", "threads of one process", "devices="),
     "tuner": ("LearningRateFinder", "xla_fsdp_spmd"),
+    "full on own disks": ("there is no checkpoint at host://full", "it is read on every host", "(on rank 1 of 2"),
+    "sharded on own disks": ("-rank-00001.safetensors", "save to a file system that all ranks share"),
     "shared model": ("ShardingError: Module is set up by rank", "fabric.launch(train, model)"),
 }
 

@@ -63,7 +63,7 @@ def write_full(
         CheckpointError: It can't be written; or, if that is done later, can't be copied.
     """
     if background is None:
-        write_on_rank_zero(Path(path), lambda: write(whole), runtime)
+        write_on_rank_zero(path, lambda: write(whole), runtime)
         return
     copy: dict[str, Any] = {}
 
@@ -72,7 +72,7 @@ def write_full(
             copy.update(_copied(whole, _host_memory(live), {}))
 
     together(runtime, f"preparing to save {path}", stage)
-    background.run(f"saving {path}", lambda ranks: write_on_rank_zero(Path(path), lambda: write(copy), ranks))
+    background.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks))
 
 
 def _host_memory(value: Any) -> set[int]:
@@ -98,7 +98,7 @@ def _copied(value: Any, live: set[int], memo: dict[int, Any]) -> Any:
     return deepcopy(value, memo)
 
 
-def write_on_rank_zero(path: Path, write: Callable[[], None], runtime: Runtime) -> None:
+def write_on_rank_zero(path: str | Path, write: Callable[[], None], runtime: Runtime) -> None:
     """Let rank 0 write a file, and every rank know how it went.
 
     A sharded checkpoint in the file's place is set aside first, and removed only when the file is there.
@@ -110,7 +110,7 @@ def write_on_rank_zero(path: Path, write: Callable[[], None], runtime: Runtime) 
     failure: Exception | None = None
     if runtime.rank == 0:
         try:
-            replace_by(path, write)
+            replace_by(Path(path), write)
         except Exception as error:
             failure = error
     problem = runtime.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
