@@ -168,6 +168,26 @@ def built(name: str) -> Any:
     return {"peak": peak, **first_rows(FOLDER / name)}
 
 
+def built_by_one_process(name: str) -> Any:
+    """The same under SPMD."""
+    context, mark = BUILDS[name]
+    fabric = L.Fabric(strategy="xla_fsdp_spmd", devices=DEVICES)
+    fabric.launch()
+
+    def build(layers: int) -> Any:
+        torch.manual_seed(1)
+        with fabric.init_module(**context):
+            net = Deep(layers, mark)
+        return fabric.setup_module(net)
+
+    warm, found = build(2), {}
+    runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
+    peak = peak_of(runtime, lambda: found.update(model=build(DEEP)))
+    fabric.save(FOLDER / name, {"model": found["model"]})
+    assert warm is not found["model"]
+    return {"peak": peak, **first_rows(FOLDER / name)}
+
+
 class Configured(Module):
     """Builds in ``configure_model``, in parts or not."""
 
@@ -274,6 +294,8 @@ def cases(of: str) -> dict[str, Callable[[], Any]]:
             **both(),
             "failing in turn": failing_in_turn,
         }
+    if of == "spmd builds":
+        return {f"built {name}": partial(built_by_one_process, name) for name in BUILDS}
     return {
         **{f"built {name}": partial(built, name) for name in BUILDS},
         **{f"configured {name}": partial(configured, name) for name in ("at once", "in parts")},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memory_runs import DEEP, LAYERS, WEIGHTS, WIDTH
+from memory_runs import BUILDS, DEEP, LAYERS, WEIGHTS, WIDTH
 from xla_process import error, ok, run_script
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets a process's peak")
@@ -38,6 +38,16 @@ def test_a_model_sharded_as_it_is_built_is_never_there_as_a_whole(builds: dict[s
 def test_a_whole_model_is_freed_unit_by_unit_as_it_is_sharded(builds: dict[str, Any], case: str) -> None:
     """Each rank's on the host, and never those on the devices too, which torch_xla by itself keeps."""
     assert ok(builds, case)["peak"] < 2.5 * MODEL
+
+
+def test_spmd_frees_a_model_parameter_by_parameter_as_it_is_sharded(tmp_path: Path) -> None:
+    """Its one process has the model once: the shards, and what is on its way to them."""
+    builds = run_script("memory_runs.py", 2, tmp_path, "spmd builds")
+    for case in BUILDS:
+        result = ok(builds, f"built {case}")
+        assert result["peak"] < 1.3 * MODEL, case
+        for name, value in ok(builds, "built at once")["rows"].items():
+            assert torch.equal(result["rows"][name], value), (case, name)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ class _Zeros(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # what a model makes in a closure is like activations, and not like what the optimizer holds
-        if func is torch.zeros_like and id(args[0]) in self._parameters and kwargs.keys() <= {"memory_format"}:
+        is_state = func is torch.zeros_like and len(args) == 1 and id(args[0]) in self._parameters
+        if is_state and kwargs.keys() <= {"memory_format"}:
             return self._zeros(args[0])
         return func(*args, **kwargs)
