@@ -26,7 +26,8 @@ from fsdp_xla.starting import run_ranks
 from xla_process import save_cases
 
 STEPS, WARM = 12, 4
-DEVICES, FOLDER, WAY, CONTENDER = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+RUN = sys.argv[1:] if __name__ == "__main__" else ["1", "", "classic", "by hand"]
+DEVICES, FOLDER, WAY, CONTENDER = int(RUN[0]), Path(RUN[1]), RUN[2], RUN[3]
 STRATEGY = {"classic": "xla_fsdp", "spmd": "xla_fsdp_spmd"}[WAY]
 building = threading.Lock()
 #: What is counted is of all ranks: none may fetch its loss before all have looked.

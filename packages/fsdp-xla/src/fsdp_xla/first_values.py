@@ -22,10 +22,11 @@ class FirstSteps:
     """Lets the first step of each optimizer take the zeros of its state from a function.
 
     Args:
-        zeros: Gives zeros as data of the devices, laid out as the parameter that it is called with.
+        zeros: Gives zeros as data of the devices, laid out as the parameter that it is called with; ``None`` to let the
+            optimizer make them.
     """
 
-    def __init__(self, zeros: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, zeros: Callable[[Tensor], Tensor | None]) -> None:
         self._zeros = zeros
         self._taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -42,7 +43,7 @@ class FirstSteps:
 
 
 class _Zeros(TorchFunctionMode):
-    def __init__(self, parameters: set[int], zeros: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, parameters: set[int], zeros: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
         self._parameters, self._zeros = parameters, zeros
 
@@ -52,6 +53,5 @@ class _Zeros(TorchFunctionMode):
         kwargs = kwargs or {}
         # what a model makes in a closure is like activations, and not like what the optimizer holds
         is_state = func is torch.zeros_like and len(args) == 1 and id(args[0]) in self._parameters
-        if is_state and kwargs.keys() <= {"memory_format"}:
-            return self._zeros(args[0])
-        return func(*args, **kwargs)
+        made = self._zeros(args[0]) if is_state and kwargs.keys() <= {"memory_format"} else None
+        return func(*args, **kwargs) if made is None else made

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint import ChunkedTensor, SavedTensor, fill, fill_all
@@ -33,7 +34,7 @@ from fsdp_xla.spmd.boundaries import Boundaries
 from fsdp_xla.spmd.partitioning import PartitionSpec, batch_spec, parameter_spec, planned_dims, replicated_spec
 from fsdp_xla.spmd.runtime import FSDP_AXIS, XLASPMDRuntime
 from fsdp_xla.spmd.sharded_tensors import is_marked, mark, mark_as, sharding_of
-from fsdp_xla.spmd.shards import HostShards, held_by_devices
+from fsdp_xla.spmd.shards import HostShards, held_by_devices, layout_on_devices
 
 __all__ = ["XLASPMDBackend"]
 
@@ -69,7 +70,7 @@ class XLASPMDBackend(Backend):
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.tensor_plan = dict(tensor_plan or {})
-        self.first_steps = FirstSteps(lambda like: HostShards(like).tensor())
+        self.first_steps = FirstSteps(_zeros_like)
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @property
@@ -183,6 +184,10 @@ class XLASPMDBackend(Backend):
             if optimizer not in self._followed:
                 self._followed.add(optimizer)
                 optimizer.register_step_post_hook(self._lay_out_state)
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        # in a step it may be what recomputation has put a barrier before, of which XLA knows no layout
+                        _layouts[parameter] = layout_on_devices(parameter)
 
     def _lay_out_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Shard state that a step has made as its parameter, rather than as the partitioner would find best."""
@@ -348,6 +353,9 @@ class XLASPMDBackend(Backend):
         return super().full_tensor(value)
 
 
+#: What each device holds of parameters that optimizers hold.
+_layouts = WeakTensorKeyDictionary()
+
 _TENSORS = (Tensor, ChunkedTensor, SavedTensor)
 _EVERY: dict[str, Any] = {"remove_duplicate": False}
 
@@ -357,6 +365,11 @@ def _materialize(modules: Sequence[nn.Module], dims: Mapping[int, int | None]) -
     places = [(one, name, dims.get(id(p))) for one in modules for name, p in one.named_parameters(recurse=False)]
     materialize(modules, torch.device("cpu"))
     return {id(one._parameters[name]): dim for one, name, dim in places}
+
+
+def _zeros_like(parameter: Tensor) -> Tensor | None:
+    layout = _layouts.get(parameter)
+    return None if layout is None else HostShards(layout).tensor()
 
 
 def _add(chunks: ChunkedTensor, whole: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from fsdp_xla.spmd.sharded_tensors import (
     sharding_of,
 )
 
-__all__ = ["HostShards", "held_by_devices"]
+__all__ = ["DeviceLayout", "HostShards", "held_by_devices", "layout_on_devices"]
 
 
 def held_by_devices(tensor: Tensor) -> ChunkedTensor:
@@ -32,19 +34,41 @@ def held_by_devices(tensor: Tensor) -> ChunkedTensor:
     return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=chunks)
 
 
+class DeviceLayout(NamedTuple):
+    """What each device holds of a tensor.
+
+    Attributes:
+        shape: The tensor's.
+        dtype: The tensor's.
+        boxes: As :func:`~fsdp_xla.spmd.sharded_tensors.local_boxes` tells them.
+        sharding: As XLA knows it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+    sharding: Any
+
+
+def layout_on_devices(tensor: Tensor) -> DeviceLayout:
+    """What each device holds of a marked tensor. Nothing that it depends on may be pending."""
+    tensor = tensor.detach()
+    return DeviceLayout(tuple(tensor.shape), tensor.dtype, local_boxes(tensor), sharding_of(tensor))
+
+
 class HostShards:
     """Memory on the host for what the devices are to hold of a tensor: to be filled, and then given to them.
 
     Args:
-        like: A marked tensor, which says what each device holds.
+        like: What each device is to hold, or a marked tensor that says it.
         dtype: The dtype; that of ``like`` when ``None``.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype | None = None) -> None:
-        self._like = like.detach()
+    def __init__(self, like: Tensor | DeviceLayout, dtype: torch.dtype | None = None) -> None:
+        layout = layout_on_devices(like) if isinstance(like, Tensor) else like
+        self._sharding = layout.sharding
         self._buffers: list[Tensor] = []
-        shape, dtype = tuple(like.shape), dtype or like.dtype
-        boxes = local_boxes(self._like)
+        shape, dtype, boxes = layout.shape, dtype or layout.dtype, layout.boxes
         # all shards are padded to the shape of the first, which is never padded itself
         padded = tuple(max(0, length) for length in boxes[0][2])
         by_place: dict[tuple[int, ...], Tensor] = {}
@@ -64,7 +88,7 @@ class HostShards:
 
     def tensor(self) -> Tensor:
         """A new tensor, sharded as the one that this is like."""
-        return from_shards(self._buffers, sharding_of(self._like), self.chunks.shape)
+        return from_shards(self._buffers, self._sharding, self.chunks.shape)
 
 
 def _without_padding(shard: Tensor, lengths: tuple[int, ...]) -> Tensor:
