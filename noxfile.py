@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["lint", "typecheck", "tests", "integration", "docs"]
 
+# Containers often forbid Python to keep what it has compiled. Torch and Lightning are 2,000 modules, which each of the
+# thousands of processes that the tests start would compile anew: 5 of the 8 seconds that importing them then takes.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 ROOT = Path(__file__).parent
 PINS = ROOT / "constraints.txt"
 TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "pytest", "pytest-timeout", "pytest-xdist")
@@ -39,6 +44,12 @@ SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile")
 CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
 # Where the ranks of a class live in processes that keep what they have compiled.
 CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope")
+
+
+TOOLS = (
+    *("ruff", "mypy", "build", "hatchling", "editables", "nox", "sphinx", "furo", "myst-parser"),
+    *("matplotlib", "psutil", "torchdata", "setuptools"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +64,18 @@ class Package:
     pins: Path
 
     @property
+    def other_dependencies(self) -> tuple[str, ...]:
+        """What it requires of others than this project."""
+        return tuple(need for need in self.dependencies if name_of(need) not in PACKAGES)
+
+    @property
     def modules(self) -> Path:
         return self.path / "src"
+
+
+def name_of(requirement: str) -> str:
+    """The package that a requirement is about."""
+    return re.split(r"[^\w.-]", requirement)[0]
 
 
 def found_packages() -> dict[str, Package]:
@@ -66,7 +87,7 @@ def found_packages() -> dict[str, Package]:
         packages[project["name"]] = Package(
             name=project["name"],
             path=file.parent.relative_to(ROOT),
-            dependencies=tuple(re.match(r"[\w.-]+", each)[0] for each in project.get("dependencies", ())),  # type: ignore[index]
+            dependencies=tuple(project.get("dependencies", ())),
             strategies=tuple(project.get("entry-points", {}).get("fsdp.strategies", ())),
             tests_need=(*TESTS_NEED, *own.get("requires", ())),
             pins=file.parent / own["constraints"] if "constraints" in own else PINS,
@@ -81,84 +102,132 @@ SHARING = [package for package in PACKAGES.values() if package.pins == PINS]
 def with_dependencies(package: Package) -> list[Package]:
     """The first-party packages that ``package`` needs, and itself last."""
     needed: dict[str, Package] = {}
-    for name in package.dependencies:
+    for name in map(name_of, package.dependencies):
         if name in PACKAGES:
             needed |= {each.name: each for each in with_dependencies(PACKAGES[name])}
     return [*needed.values(), package]
 
 
-def editable(packages: list[Package]) -> list[str]:
-    return [word for package in packages for word in ("--editable", f"./{package.path.as_posix()}")]
+def pip_install(session: nox.Session, python: str, *what: str, pins: Path = PINS) -> None:
+    """Install into an interpreter's environment, with the pins.
+
+    Nothing is compiled: of the files of torch, Lightning and their like most are never imported, and the others are
+    compiled then.
+    """
+    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-compile")
+    session.run_install(*pip, "--constraint", str(pins), *what, external=True)
 
 
-def install(session: nox.Session, *what: str, pins: Path = PINS, python: str = "python") -> None:
-    """Install with the pins; torch first and alone, so that nothing else can choose another build of it."""
-    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--constraint", str(pins))
-    if "torch" in what:
-        # Compiling torch's thousands of files takes longer than unpacking them, and most are never imported.
-        session.run_install(*pip, "--no-compile", "torch", external=True)
-    session.run_install(*pip, *what, external=True)
+def kept_environment(
+    session: nox.Session, name: str, sources: list[Path], fill: Callable[[str], None], *, layered: bool = False
+) -> str:
+    """The interpreter of ``.nox/NAME``, which is filled when one of the sources, or this file, has changed.
 
-
-def kept_python(session: nox.Session, name: str, pins: Path, packages: list[Package], *what: str) -> str:
-    """The interpreter of ``.nox/NAME``, with packages, editable, and ``what`` else.
-
-    It is filled again when a pin, a package's pyproject or this file has changed since.
+    Args:
+        session: The session that needs it.
+        name: The folder's name.
+        sources: The files that say what is in it.
+        fill: Installs, given the interpreter.
+        layered: Whether it sees another one, with that one's pip. It is made anew each time, which takes little.
     """
     place = ROOT / ".nox" / name
     python = place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    sources = [Path(__file__), pins, *(ROOT / package.path / "pyproject.toml" for package in packages)]
-    state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    state = hashlib.sha256(b"".join(path.read_bytes() for path in (Path(__file__), *sources))).hexdigest()
     stamp = place / "installed"
     if python.exists() and stamp.exists() and stamp.read_text() == state:
         return str(python)
     stamp.unlink(missing_ok=True)
-    if not python.exists():
-        session.run_install(sys.executable, "-m", "venv", "--clear", str(place), external=True)
-    install(session, *what, *editable(packages), pins=pins, python=str(python))
+    if layered or not python.exists():
+        words = ("--clear", *(["--without-pip"] if layered else []))
+        session.run_install(sys.executable, "-m", "venv", *words, str(place), external=True)
+    fill(str(python))
     stamp.write_text(state)
     return str(python)
 
 
-def shared_python(session: nox.Session) -> str:
-    """The interpreter with every package that shares the pins, and the tools of the sessions that only look or run.
+def third_party(session: nox.Session) -> str:
+    """The interpreter with all that the packages which share the pins need, and the tools, but with none of them.
 
-    Torch is large; one environment for these sessions saves gigabytes and minutes.
+    Torch is large: it is installed once, and :func:`layered` environments see it.
     """
-    tools = ("mypy", "build", "sphinx", "furo", "myst-parser", "matplotlib", "psutil", "torchdata")
-    return kept_python(session, "dev", PINS, SHARING, *TESTS_NEED, *tools)
+    needs = {need for package in SHARING for need in (*package.tests_need, *package.other_dependencies)} - {"torch"}
+
+    def fill(python: str) -> None:
+        pip_install(session, python, "torch")  # first and alone, so that nothing else can choose another build of it
+        pip_install(session, python, *sorted(needs), *TOOLS)
+
+    return kept_environment(session, "third-party", [PINS, *pyprojects(SHARING)], fill)
 
 
-def own_python(session: nox.Session, package: Package) -> str:
+def layered(session: nox.Session, name: str, packages: list[Package]) -> str:
+    """The interpreter of an environment with some of our packages, editable, over what is installed for all.
+
+    So a package's tests run without those that it does not depend on.
+    """
+    below = third_party(session)
+
+    def fill(python: str) -> None:
+        see_installed(session, python, below)
+        editable = [word for package in packages for word in ("--editable", f"./{package.path.as_posix()}")]
+        pip_install(session, python, "--no-deps", "--no-build-isolation", *editable)
+
+    return kept_environment(session, name, [PINS, *pyprojects(SHARING)], fill, layered=True)
+
+
+def see_installed(session: nox.Session, python: str, below: str) -> None:
+    """Let an environment import what is installed in another one."""
+    asks = ("-c", "import sysconfig; print(sysconfig.get_path('purelib'), end='')")
+    own, other = (str(session.run(one, *asks, silent=True, external=True)) for one in (python, below))
+    (Path(own) / "below.pth").write_text(f"{other}\n")
+
+
+def pyprojects(packages: list[Package]) -> list[Path]:
+    return [ROOT / package.path / "pyproject.toml" for package in packages]
+
+
+def shared_python(session: nox.Session) -> str:
+    """The interpreter with every package that shares the pins, for the sessions that only look or run."""
+    return layered(session, "dev", SHARING)
+
+
+def own_python(session: nox.Session, package: Package, *more: str, name: str = "") -> str:
     """The interpreter of a package with pins of its own."""
-    return kept_python(session, package.name, package.pins, with_dependencies(package), *package.tests_need)
+
+    def fill(python: str) -> None:
+        editable = [word for one in with_dependencies(package) for word in ("--editable", f"./{one.path.as_posix()}")]
+        pip_install(session, python, "torch", pins=package.pins)
+        pip_install(session, python, *package.tests_need, *more, *editable, pins=package.pins)
+
+    sources = [package.pins, *pyprojects(with_dependencies(package))]
+    return kept_environment(session, name or package.name, sources, fill)
 
 
-def wheels(session: nox.Session, python: str, *kinds: str) -> list[str]:
+def wheels(session: nox.Session, *kinds: str) -> list[str]:
     """Build every package into ``dist/``; the paths of the wheels that can be installed beside each other."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    build = (third_party(session), "-m", "build", "--no-isolation", *kinds, "--outdir", "dist")
     for package in PACKAGES.values():
-        session.run(python, "-m", "build", *kinds, "--outdir", "dist", str(package.path), silent=True, external=True)
+        session.run(*build, str(package.path), silent=True, external=True)
     sharing = {package.name.replace("-", "_") for package in SHARING}
     return [str(path) for path in sorted(ROOT.glob("dist/*.whl")) if path.name.split("-")[0] in sharing]
 
 
 def run_pytest(
-    session: nox.Session, *everything: str, side_by_side: tuple[str, ...] = SIDE_BY_SIDE, python: str = "python"
+    session: nox.Session, *everything: str, python: str, side_by_side: tuple[str, ...] = SIDE_BY_SIDE
 ) -> None:
     """Run all of a session's tests, or those that the words after ``--`` name by path."""
     named = any(Path(word.split("::")[0]).exists() for word in session.posargs)
     words = (*(() if named else (*side_by_side, *everything)), *session.posargs)
-    session.run(python, "-m", "pytest", *words, external=python != "python")
+    session.run(python, "-m", "pytest", *words, external=True)
 
 
-@nox.session
+@nox.session(python=False)
 def lint(session: nox.Session) -> None:
     """Ruff: style, imports, docstrings, format. `-- --fix` mends what it can."""
-    install(session, "ruff")
+    ruff = (third_party(session), "-m", "ruff")
     fix = "--fix" in session.posargs
-    session.run("ruff", "check", *(["--fix"] if fix else []))
-    session.run("ruff", "format", *([] if fix else ["--check", "--diff"]))
+    session.run(*ruff, "check", *(["--fix"] if fix else []), external=True)
+    session.run(*ruff, "format", *([] if fix else ["--check", "--diff"]), external=True)
 
 
 @nox.session(python=False)
@@ -169,20 +238,18 @@ def typecheck(session: nox.Session) -> None:
     session.run(python, "-m", "mypy", *modules, *session.posargs, external=True)
 
 
-@nox.session
+@nox.session(python=False)
 @nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
 def tests(session: nox.Session, package: str) -> None:
-    """Each package's tests and doctests, in an environment of its own. Words after `--` go to pytest."""
+    """Each package's tests and doctests, without those that it does not need. Words after `--` go to pytest."""
     chosen = PACKAGES[package]
     places = (str(chosen.modules), str(chosen.path / "tests"))
-    if chosen not in SHARING:
-        # its environment is large and `integration` needs it too
-        python = own_python(session, chosen)
-        run_pytest(session, "--doctest-modules", *places, side_by_side=CLASSES_SIDE_BY_SIDE, python=python)
-        return
-    install(session, *chosen.tests_need, *editable(with_dependencies(chosen)), pins=chosen.pins)
-    side_by_side = CLAUSES_SIDE_BY_SIDE if chosen.strategies else SIDE_BY_SIDE
-    run_pytest(session, "--doctest-modules", *places, side_by_side=side_by_side)
+    if chosen in SHARING:
+        python = layered(session, f"tests-{chosen.name}", with_dependencies(chosen))
+        side_by_side = CLAUSES_SIDE_BY_SIDE if chosen.strategies else SIDE_BY_SIDE
+    else:
+        python, side_by_side = own_python(session, chosen), CLASSES_SIDE_BY_SIDE
+    run_pytest(session, "--doctest-modules", *places, side_by_side=side_by_side, python=python)
 
 
 @nox.session(python=False)
@@ -206,25 +273,24 @@ def conformance(session: nox.Session) -> None:
             run(own_python(session, package), *CLAUSES_SIDE_BY_SIDE, *files)
 
 
-@nox.session
+@nox.session(python=False)
 def integration(session: nox.Session) -> None:
     """The packages as users get them, built and installed as wheels: `tests-integration/`."""
-    install(session, *TESTS_NEED, "build", "nox", "psutil", "torchdata")
-    built = wheels(session, "python", "--wheel")
-    install(session, "--force-reinstall", "--no-deps", *built)
-    install(session, *built)
+    python = layered(session, "integration", [])
+    pip_install(session, python, "--no-deps", "--force-reinstall", *wheels(session, "--wheel"))
     for package in PACKAGES.values():
         if package not in SHARING:  # such as FSDP_XLA_PYTHON
             session.env[f"{package.name.replace('-', '_').upper()}_PYTHON"] = own_python(session, package)
-    run_pytest(session, "tests-integration")
+    run_pytest(session, "tests-integration", python=python)
 
 
-@nox.session
+@nox.session(python=False)
 def example(session: nox.Session) -> None:
     """The stranger's package, `tests-integration/example-backend/`: the whole conformance suite over it."""
     place = "tests-integration/example-backend"
-    install(session, *TESTS_NEED, "--editable", "./packages/fsdp-core[testing]", "--editable", f"./{place}")
-    session.run("python", "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, f"{place}/tests", *session.posargs)
+    python = layered(session, "example", [PACKAGES["fsdp-core"]])
+    pip_install(session, python, "--no-deps", "--no-build-isolation", "--editable", f"./{place}")
+    session.run(python, "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, f"{place}/tests", *session.posargs, external=True)
 
 
 @nox.session(python=False)
@@ -243,8 +309,7 @@ def hardware(session: nox.Session) -> None:
                 "and here, where XLA's CPU devices stand in for chips,\n"
                 '    python -m nox -s "tests(fsdp-xla)"'
             )
-        needs = (*package.tests_need, "torch_xla[tpu]")
-        python = kept_python(session, "fsdp-xla-tpu", package.pins, with_dependencies(package), *needs)
+        python = own_python(session, package, "torch_xla[tpu]", name="fsdp-xla-tpu")
         tests = str(package.path / "tests/test_everywhere.py")
         environment: dict[str, str | None] = {"PJRT_DEVICE": "TPU", "FSDP_XLA_TESTS_ON": "TPU", "CPU_NUM_DEVICES": None}
         session.run(python, "-m", "pytest", tests, *words, env=environment, external=True)
@@ -315,11 +380,12 @@ def bench(session: nox.Session) -> None:
 @nox.session(reuse_venv=False)
 def build(session: nox.Session) -> None:
     """Wheels and sdists into `dist/`; then a clean environment installs them and lists the names."""
-    built = wheels(session, shared_python(session))
-    install(session, *(wheel for wheel in built if "fsdp_core-" in wheel))
+    built = wheels(session)
+    pip_install(session, "python", *(wheel for wheel in built if "fsdp_core-" in wheel))
     session.log("fsdp-core alone: no torch, no strategy, and the command says what to install")
     session.run("fsdp", "list")
-    install(session, "torch", "lightning", *built)
+    pip_install(session, "python", "torch")
+    pip_install(session, "python", "lightning", *built)
     session.run("fsdp", "list")
     listed = {row["name"] for row in json.loads(str(session.run("fsdp", "list", "--json", silent=True)))["strategies"]}
     missing = {name for package in SHARING for name in package.strategies} - listed

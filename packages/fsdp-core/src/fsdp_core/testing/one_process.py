@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import multiprocessing
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -15,6 +13,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from fsdp_core.testing.ranks import Failure, RankKind, import_function, raise_failures
+from fsdp_core.testing.starting import StartMethod, end_process, start_process
 
 __all__ = ["Answer", "OneProcessRanks", "answered"]
 
@@ -46,12 +45,15 @@ class OneProcessRanks(ABC):
             unpickle. The first call of it comes before anything else that uses the library.
         keeps: Variables that the library itself sets for as long as the process lives; others are taken back after each
             call.
+        start_method: ``"spawn"`` gives the process its variables before it imports anything. ``"forkserver"`` gives
+            them to one that has imported torch and Lightning, in milliseconds: for a library that neither imports.
         patience: How many times as long as processes over gloo these ranks may take.
     """
 
     kind: ClassVar[RankKind]
     caller: ClassVar[str]
     keeps: ClassVar[tuple[str, ...]] = ()
+    start_method: ClassVar[StartMethod] = "spawn"
     patience: ClassVar[float] = 1.0
 
     def __init__(self) -> None:
@@ -122,29 +124,17 @@ class OneProcessRanks(ABC):
         self.close()
 
     def _start(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        arguments = (theirs, dict(self.environment(world_size)), self.caller, self.keeps)
-        process = context.Process(target=_work, args=arguments)
-        process.daemon = True
-        process.start()
-        theirs.close()
-        self._workers[world_size] = (process, ours)
+        variables = {"OMP_NUM_THREADS": "1", **self.environment(world_size)}
+        self._workers[world_size] = start_process(
+            _work, self.caller, self.keeps, method=self.start_method, environment=variables
+        )
 
     def _end(self, world_size: int) -> None:
-        process, connection = self._workers.pop(world_size)
-        with contextlib.suppress(OSError):
-            connection.send(None)
-        process.join(timeout=2.0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        connection.close()
+        end_process(*self._workers.pop(world_size))
 
 
-def _work(connection: Connection, environment: dict[str, str], caller: str, keeps: tuple[str, ...]) -> None:
+def _work(connection: Connection, caller: str, keeps: tuple[str, ...]) -> None:
     """The life of the process: take a call, answer, until told to end."""
-    os.environ.update({"OMP_NUM_THREADS": "1", **environment})
     while True:
         try:
             job = connection.recv()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
-import multiprocessing
 import os
 import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self, cast
+
+from fsdp_core.testing.starting import StartMethod, end_process, start_process
 
 __all__ = ["Failure", "RankError", "RankKind", "RankPool", "Ranks", "import_function", "raise_failures"]
 
@@ -76,8 +77,13 @@ class RankPool:
     """Runs functions on several ranks at once.
 
     Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning
-    takes the ranks as they are. Processes live on between calls, since importing torch and Lightning takes seconds;
-    a process group left open by a call is closed after it, and the environment variables that it set are taken back.
+    takes the ranks as they are. Processes live on between calls; a process group left open by a call is closed after
+    it, and the environment variables that it set are taken back. After a failure all of them are ended, and the
+    next call starts others: nobody knows where a rank that failed has left those that waited for it.
+
+    Attributes:
+        start_method: ``"forkserver"``, which takes milliseconds, or ``"spawn"`` for a library that has threads, or
+            opens a device, as soon as torch is imported; see :func:`~fsdp_core.testing.starting.start_process`.
 
     Example:
         .. code-block:: python
@@ -87,6 +93,7 @@ class RankPool:
     """
 
     kind: ClassVar[RankKind] = "processes"
+    start_method: ClassVar[StartMethod] = "forkserver"
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
@@ -107,8 +114,9 @@ class RankPool:
             RankError: A rank raised, died, or took too long.
         """
         __tracebackhide__ = True  # pytest then shows the test that called, and what the ranks said
+        self._replace_lost()
         while len(self._workers) < world_size:
-            self._start_worker()
+            self._workers.append(start_process(_work, method=self.start_method, environment={"OMP_NUM_THREADS": "1"}))
         port = _free_port()
         for rank in range(world_size):
             self._workers[rank][1].send(
@@ -116,7 +124,6 @@ class RankPool:
             )
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}  # in the order in which they were heard of
-        lost = False
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < world_size:
             open_ranks = [r for r in range(world_size) if r not in results and r not in failures]
@@ -126,7 +133,6 @@ class RankPool:
             ready = wait(list(waiting), timeout=max(left, 0.0))
             if not ready:
                 failures.update(dict.fromkeys(waiting.values(), Failure(f"no answer within {timeout:g} s")))
-                lost = True
             for connection in ready:
                 rank = waiting[connection]
                 ok: bool
@@ -135,25 +141,18 @@ class RankPool:
                     ok, value = cast("Connection", connection).recv()
                 except EOFError:
                     ok, value = False, Failure(f"the process died with exit code {self._exit_code(rank)}")
-                    lost = True
                 (results if ok else failures)[rank] = value
-        if lost:
-            self.close()
         if failures:
+            for process, _ in self._workers:
+                process.kill()  # one that waits for another would not listen
+            self.close()
             raise_failures(function, failures, world_size)
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
         """End the processes."""
-        for _, connection in self._workers:
-            with contextlib.suppress(OSError):
-                connection.send(None)
         for process, connection in self._workers:
-            process.join(timeout=2.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            connection.close()
+            end_process(process, connection)
         self._workers.clear()
 
     def __enter__(self) -> Self:
@@ -164,13 +163,13 @@ class RankPool:
     ) -> None:
         self.close()
 
-    def _start_worker(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        self._workers.append((process, ours))
+    def _replace_lost(self) -> None:
+        """End all processes if one of them has died since the last call."""
+        lost = {process.pid: process.exitcode for process, _ in self._workers if not process.is_alive()}
+        if lost:
+            told = ", ".join(f"process {pid} with exit code {status}" for pid, status in lost.items())
+            warnings.warn(f"Ranks have died between two calls ({told}); others are started.", stacklevel=3)
+            self.close()
 
     def _exit_code(self, rank: int) -> int | None:
         process = self._workers[rank][0]
@@ -212,7 +211,6 @@ def _free_port() -> int:
 
 def _work(connection: Connection) -> None:
     """The life of a rank's process: take a call, answer, until told to end."""
-    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)

@@ -1,0 +1,169 @@
+"""Starts the processes of ranks: forked from one that has imported torch and Lightning, which takes each seconds.
+
+That one is :mod:`multiprocessing`'s fork server. It has no threads, no process group and nothing of the tests' own
+process; what it has imported is :mod:`fsdp_core.testing.preloaded`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
+
+__all__ = ["StartMethod", "end_process", "prepare", "start_process"]
+
+#: How a rank's process comes to be; as in :mod:`multiprocessing`.
+StartMethod = Literal["forkserver", "spawn"]
+
+_PRELOADED = "fsdp_core.testing.preloaded"
+
+#: What the fork server is told before it imports anything. Threads of a numerical library would not outlive a fork.
+_OF_SERVER = {"OMP_NUM_THREADS": "1"}
+
+
+def prepare() -> None:
+    """Let the fork server begin to import, where there is one, so that it does not have to be waited for later."""
+    if _can_fork():
+        _ensure_running()
+
+
+def start_process(
+    work: Callable[..., None], *arguments: Any, method: StartMethod, environment: Mapping[str, str]
+) -> tuple[BaseProcess, Connection]:
+    """Start a process that ends with this one.
+
+    Args:
+        work: What it does: called with its end of a pipe, then with the arguments. Importable by module and name.
+        *arguments: Picklable.
+        method: ``"forkserver"`` takes milliseconds. Where it can't be had (not on Linux; something has threads as soon
+            as torch is imported, which no fork would have), the process is spawned.
+        environment: Its environment variables, besides those of this process.
+
+    Returns:
+        The process, and this process's end of the pipe.
+    """
+    if method == "forkserver" and not (_can_fork() and _forks_without_threads()):
+        method = "spawn"
+    if method == "forkserver":
+        _ensure_running()
+    return _start(method, work, arguments, {**os.environ, **environment})
+
+
+def end_process(process: BaseProcess, connection: Connection) -> int | None:
+    """End a process: it is told to by ``None``, and killed if it does not listen.
+
+    Args:
+        process: What :func:`start_process` has given.
+        connection: Likewise.
+
+    Returns:
+        Its exit status.
+    """
+    with contextlib.suppress(OSError):
+        connection.send(None)
+    process.join(timeout=2.0)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    connection.close()
+    return process.exitcode
+
+
+def _start(
+    method: StartMethod, work: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]
+) -> tuple[BaseProcess, Connection]:
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(work, theirs, arguments, environment))
+    process.daemon = True
+    with _variables(environment) if method == "spawn" else contextlib.nullcontext():
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+def _work(
+    work: Callable[..., None], connection: Connection, arguments: tuple[Any, ...], environment: dict[str, str]
+) -> None:
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # random does so by itself after a fork
+    work(connection, *arguments)
+
+
+def _can_fork() -> bool:
+    # on a Mac, system libraries have threads; a device that a hardware session tests may not live through a fork
+    return sys.platform == "linux" and os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu") == "cpu"
+
+
+_threads: list[str] | None = None
+
+
+def _forks_without_threads() -> bool:
+    """Whether the fork server has no threads, asked once; warns if it has."""
+    global _threads
+    if _threads is None:
+        _ensure_running()
+        process, connection = _start("forkserver", _tell_threads, (), dict(os.environ))
+        try:
+            _threads = connection.recv()
+        except EOFError:
+            raise RuntimeError(
+                "The process that ranks are forked from died as it imported torch and Lightning.\n"
+                "To see why, type: python -m fsdp_core.testing.preloaded"
+            ) from None
+        end_process(process, connection)
+        if _threads:
+            warnings.warn(
+                f"Importing torch and Lightning starts threads here ({', '.join(_threads)}), which a forked process "
+                "would lack. So each rank of the tests is started anew, which takes seconds.\n"
+                'To say so in advance, write start_method = "spawn" in a subclass of RankPool, and name it as '
+                "rank_pool in the suite's class.",
+                stacklevel=2,
+            )
+    return not _threads
+
+
+def _tell_threads(connection: Connection) -> None:
+    from fsdp_core.testing.preloaded import THREADS
+
+    connection.send(THREADS)
+
+
+def _ensure_running() -> None:
+    """Start the fork server, or another one in the place of one that has died."""
+    from multiprocessing import forkserver
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOADED])
+    # checked on Python 3.11 to 3.14
+    server: Any = getattr(forkserver, "_forkserver", None)
+    before = getattr(server, "_forkserver_pid", None)
+    with _variables(_OF_SERVER):
+        forkserver.ensure_running()
+    if before is not None and server._forkserver_pid != before:
+        warnings.warn(
+            f"The process that ranks are forked from ({before}) has died, and another one ({server._forkserver_pid}) "
+            "was started. What killed it is not known here; the kernel's log tells if memory was short.",
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """A context with other environment variables."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
