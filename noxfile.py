@@ -4,7 +4,8 @@ Packages are found on disk, so a new one needs no edit here. A package whose tes
 Lightning, or other versions than ``constraints.txt`` pins, says so in its own pyproject::
 
     [tool.fsdp.tests]
-    requires = ["transformers"]               # besides what every package's tests get
+    requires = ["moto[server]"]               # besides what every package's tests get
+    requires-apart = ["transformers"]         # likewise, in a folder that FSDP_TESTS_APART names, out of others' way
     constraints = "constraints.txt"           # pins of its own, relative to the package; it then shares no environment
 """
 
@@ -46,10 +47,10 @@ CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
 CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope")
 
 
-TOOLS = (
-    *("ruff", "mypy", "build", "hatchling", "editables", "nox", "sphinx", "furo", "myst-parser"),
-    *("matplotlib", "psutil", "torchdata", "setuptools"),
-)
+# What every environment has besides, to build and install our packages and to run their sessions.
+BUILDS = ("ruff", "nox", "build", "hatchling", "editables", "psutil", "torchdata")
+# Lightning imports matplotlib where it is, which takes a tenth of a second of every process that the tests start.
+TOOLS = ("mypy", "sphinx", "furo", "myst-parser", "matplotlib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ class Package:
     dependencies: tuple[str, ...]
     strategies: tuple[str, ...]
     tests_need: tuple[str, ...]
+    tests_need_apart: tuple[str, ...]
     pins: Path
 
     @property
@@ -89,7 +91,8 @@ def found_packages() -> dict[str, Package]:
             path=file.parent.relative_to(ROOT),
             dependencies=tuple(project.get("dependencies", ())),
             strategies=tuple(project.get("entry-points", {}).get("fsdp.strategies", ())),
-            tests_need=(*TESTS_NEED, *own.get("requires", ())),
+            tests_need=tuple(own.get("requires", ())),
+            tests_need_apart=tuple(own.get("requires-apart", ())),
             pins=file.parent / own["constraints"] if "constraints" in own else PINS,
         )
     return packages
@@ -146,20 +149,20 @@ def kept_environment(
 
 
 def third_party(session: nox.Session) -> str:
-    """The interpreter with all that the packages which share the pins need, and the tools, but with none of them.
+    """The interpreter with what all packages need that share the pins, and with none of them.
 
     Torch is large: it is installed once, and :func:`layered` environments see it.
     """
-    needs = {need for package in SHARING for need in (*package.tests_need, *package.other_dependencies)} - {"torch"}
+    needs = {need for package in SHARING for need in package.other_dependencies}
 
     def fill(python: str) -> None:
         pip_install(session, python, "torch")  # first and alone, so that nothing else can choose another build of it
-        pip_install(session, python, *sorted(needs), *TOOLS)
+        pip_install(session, python, *sorted({*TESTS_NEED, *BUILDS, *needs}))
 
     return kept_environment(session, "third-party", [PINS, *pyprojects(SHARING)], fill)
 
 
-def layered(session: nox.Session, name: str, packages: list[Package]) -> str:
+def layered(session: nox.Session, name: str, packages: list[Package], *needs: str) -> str:
     """The interpreter of an environment with some of our packages, editable, over what is installed for all.
 
     So a package's tests run without those that it does not depend on.
@@ -168,17 +171,40 @@ def layered(session: nox.Session, name: str, packages: list[Package]) -> str:
 
     def fill(python: str) -> None:
         see_installed(session, python, below)
+        if needs:
+            pip_install(session, python, *needs)
         editable = [word for package in packages for word in ("--editable", f"./{package.path.as_posix()}")]
-        pip_install(session, python, "--no-deps", "--no-build-isolation", *editable)
+        if editable:
+            pip_install(session, python, "--no-deps", "--no-build-isolation", *editable)
 
     return kept_environment(session, name, [PINS, *pyprojects(SHARING)], fill, layered=True)
 
 
+def apart(session: nox.Session, package: Package) -> str:
+    """A folder with what some tests of a package import, and no other process is to find.
+
+    Lightning imports transformers where it is, which takes most of a second of every process that the tests start.
+    """
+    name = f"tests-{package.name}-apart"
+    below = third_party(session)
+
+    def fill(python: str) -> None:
+        see_installed(session, python, below)
+        pip_install(session, python, *package.tests_need_apart)
+
+    python = kept_environment(session, name, [PINS, *pyprojects([package])], fill, layered=True)
+    return site_packages(session, python)
+
+
 def see_installed(session: nox.Session, python: str, below: str) -> None:
     """Let an environment import what is installed in another one."""
+    (Path(site_packages(session, python)) / "below.pth").write_text(f"{site_packages(session, below)}\n")
+
+
+def site_packages(session: nox.Session, python: str) -> str:
+    """Where an interpreter's environment has its packages."""
     asks = ("-c", "import sysconfig; print(sysconfig.get_path('purelib'), end='')")
-    own, other = (str(session.run(one, *asks, silent=True, external=True)) for one in (python, below))
-    (Path(own) / "below.pth").write_text(f"{other}\n")
+    return str(session.run(python, *asks, silent=True, external=True))
 
 
 def pyprojects(packages: list[Package]) -> list[Path]:
@@ -186,8 +212,13 @@ def pyprojects(packages: list[Package]) -> list[Path]:
 
 
 def shared_python(session: nox.Session) -> str:
-    """The interpreter with every package that shares the pins, for the sessions that only look or run."""
+    """The interpreter with every package that shares the pins, for the sessions that run them."""
     return layered(session, "dev", SHARING)
+
+
+def tools_python(session: nox.Session) -> str:
+    """The same with the tools of the sessions that look at sources, write pages or draw."""
+    return layered(session, "tools", SHARING, *TOOLS)
 
 
 def own_python(session: nox.Session, package: Package, *more: str, name: str = "") -> str:
@@ -196,7 +227,7 @@ def own_python(session: nox.Session, package: Package, *more: str, name: str = "
     def fill(python: str) -> None:
         editable = [word for one in with_dependencies(package) for word in ("--editable", f"./{one.path.as_posix()}")]
         pip_install(session, python, "torch", pins=package.pins)
-        pip_install(session, python, *package.tests_need, *more, *editable, pins=package.pins)
+        pip_install(session, python, *TESTS_NEED, *package.tests_need, *more, *editable, pins=package.pins)
 
     sources = [package.pins, *pyprojects(with_dependencies(package))]
     return kept_environment(session, name or package.name, sources, fill)
@@ -233,7 +264,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(python=False)
 def typecheck(session: nox.Session) -> None:
     """Mypy, strict, over every package's sources."""
-    python = shared_python(session)
+    python = tools_python(session)
     modules = [str(package.modules) for package in PACKAGES.values()]
     session.run(python, "-m", "mypy", *modules, *session.posargs, external=True)
 
@@ -245,8 +276,10 @@ def tests(session: nox.Session, package: str) -> None:
     chosen = PACKAGES[package]
     places = (str(chosen.modules), str(chosen.path / "tests"))
     if chosen in SHARING:
-        python = layered(session, f"tests-{chosen.name}", with_dependencies(chosen))
+        python = layered(session, f"tests-{chosen.name}", with_dependencies(chosen), *chosen.tests_need)
         side_by_side = CLAUSES_SIDE_BY_SIDE if chosen.strategies else SIDE_BY_SIDE
+        if chosen.tests_need_apart:
+            session.env["FSDP_TESTS_APART"] = apart(session, chosen)
     else:
         python, side_by_side = own_python(session, chosen), CLASSES_SIDE_BY_SIDE
     run_pytest(session, "--doctest-modules", *places, side_by_side=side_by_side, python=python)
@@ -344,7 +377,7 @@ def gpus() -> int:
 @nox.session(python=False)
 def docs(session: nox.Session) -> None:
     """Sphinx: the pages into `docs/_build/html`, warnings are errors, and their examples run."""
-    python = shared_python(session)
+    python = tools_python(session)
     sphinx = (python, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet")
     session.run(*sphinx, "--builder", "html", "docs", "docs/_build/html", external=True)
     # Rather than Sphinx's own doctest builder, which runs a docstring's examples outside of its module.
@@ -360,7 +393,7 @@ def demo(session: nox.Session) -> None:
 
     `-- --strategy xla_fsdp_spmd` (or `xla_fsdp`) trains on XLA's CPU devices and resumes under fsdp2.
     """
-    python = shared_python(session)
+    python = tools_python(session)
     chosen = {name for name in session.posargs if not name.startswith("-")}
     for package in PACKAGES.values():
         if package not in SHARING and any(name.startswith(prefix) for name in chosen for prefix in package.strategies):

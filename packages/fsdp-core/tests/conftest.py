@@ -12,6 +12,9 @@ from textwrap import dedent
 
 import pytest
 
+# what noxfile.py has installed for these tests alone, and out of the way of the interpreters that they start
+sys.path += filter(None, [os.environ.get("FSDP_TESTS_APART")])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Site:

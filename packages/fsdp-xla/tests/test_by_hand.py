@@ -12,8 +12,7 @@ import by_hand
 from classic_runs import BY_HAND
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.training import loader, new_trainer
-from spmd_process import results_of
-from xla_process import ok, run_script
+from xla_process import ok, results_of, run_script
 
 #: What each case trains, which does the same in one process.
 KINDS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsdp_core
-from spmd_process import finish, results_of, start
+from xla_process import results_of, start
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def loaded(folder: Path, saved: dict[str, Any]) -> dict[int, dict[str, Any]]:
         n: start("spmd_checkpoints.py", folder / f"loaded{n}.pt", "load", str(folder), str(n), devices=n)
         for n in (1, 2, 4)
     }
-    return {n: finish(process, folder / f"loaded{n}.pt") for n, process in begun.items()}
+    return {n: process.finish() for n, process in begun.items()}
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:

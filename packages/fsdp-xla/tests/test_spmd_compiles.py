@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spmd_process import results_of
+from xla_process import results_of
 
 #: Of the script.
 BATCHES, EPOCHS = 8, 4

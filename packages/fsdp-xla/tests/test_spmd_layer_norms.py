@@ -7,7 +7,7 @@ import torch
 
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from spmd_layer_norms import CASES
-from spmd_process import finish, start
+from xla_process import start
 
 #: bf16 has 8 bits, and rounding is off by half a unit in the last: of the result, and of the gradient coming in.
 BF16_ROUNDING = 2**-8
@@ -16,7 +16,7 @@ BF16_ROUNDING = 2**-8
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[float]]:
     out = tmp_path_factory.mktemp("layer_norms") / "out.pt"
-    results: dict[tuple[str, str], list[float]] = finish(start("spmd_layer_norms.py", out), out)
+    results: dict[tuple[str, str], list[float]] = start("spmd_layer_norms.py", out).finish()
     return results
 
 

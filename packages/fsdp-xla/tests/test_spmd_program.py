@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from spmd_process import finish, start
+from xla_process import start
 from spmd_program import HIDDEN, ROWS, WIDTH
 
 
@@ -17,7 +17,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]
         case: start("spmd_program.py", folder / f"{case}.pt", str(folder / case), flag)
         for case, flag in {"plain": "", "recomputed": "yes"}.items()
     }
-    return {case: finish(process, folder / f"{case}.pt") for case, process in begun.items()}
+    return {case: process.finish() for case, process in begun.items()}
 
 
 @pytest.mark.parametrize("case", ["plain", "recomputed"])

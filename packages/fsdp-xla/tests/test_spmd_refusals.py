@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spmd_process import finish, results_of, start
+from xla_process import results_of, start
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("spmd_starts")
     cases = {"started_without_spmd": 4, "after_a_backward_pass": 4, "devices_left_open": None, "seeded_again": 4}
     begun = {case: start("spmd_starts.py", folder / case, case, devices=n) for case, n in cases.items()}
-    return {case: finish(process, folder / case) for case, process in begun.items()}
+    return {case: process.finish() for case, process in begun.items()}
 
 
 def test_xla_used_without_spmd_is_refused(starts: dict[str, Any]) -> None:

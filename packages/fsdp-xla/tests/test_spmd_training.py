@@ -22,7 +22,7 @@ from fsdp_core.testing.oracle import (
     sgd,
     train_plain,
 )
-from spmd_process import results_of
+from xla_process import results_of
 from spmd_training import OfKeywords, of_keywords
 
 

@@ -1,16 +1,27 @@
-"""Runs a script of this folder on XLA's CPU devices: a process of its own for each, since XLA can be started once."""
+"""Runs a script of this folder on XLA's devices: a process of its own for each, since XLA can be started once."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdp_core.testing.starting import start_script
+
 HERE = Path(__file__).parent
+
+#: Compiles in a third of the time; what is compiled computes the same.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+#: malloc is to give large tensors back when they are freed, or no peak could be measured. Read as a process starts.
+TO_MEASURE_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
 
 
 def on_hardware() -> bool:
@@ -18,42 +29,117 @@ def on_hardware() -> bool:
     return os.environ.get("FSDP_XLA_TESTS_ON") == "TPU"
 
 
-def run_script(script: str, devices: int, folder: Path, *arguments: str, timeout: float = 280.0) -> dict[str, Any]:
-    """Run ``script`` and read what it has saved.
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A script that runs.
+
+    Attributes:
+        script: Its file in this folder.
+        output: Where its output goes.
+        answer: Where it writes its results.
+        wait: Waits at most so many seconds for its exit status, which is ``None`` as long as there is none.
+        kill: Ends it.
+    """
+
+    script: str
+    output: Path
+    answer: Path
+    wait: Callable[[float], int | None]
+    kill: Callable[[], None]
+
+    def finish(self, seconds: float = 280.0) -> Any:
+        """Wait for it to end well, and read its results."""
+        status = self.wait(seconds)
+        if status is None:
+            self.kill()
+        told = f"{self.script} ended with {status}" if status is not None else f"{self.script} took over {seconds:g} s"
+        ended_well = status == 0 and self.answer.exists()
+        assert ended_well, f"{told}:\n{self.output.read_text(errors='replace')[-12000:]}"
+        return torch.load(self.answer, weights_only=False)
+
+
+def start(script: str, answer: Path, *arguments: str, devices: int | None = 4) -> Running:
+    """Begin to run a script that is given the path of its results, and further arguments.
 
     Args:
-        script: A file of this folder, which calls :func:`save_cases`.
+        script: Its file in this folder.
+        answer: Where it writes its results; it runs in that folder.
+        *arguments: Further arguments.
+        devices: How many devices XLA has on the CPU; ``None`` leaves it open.
+    """
+    return _start(script, answer, str(answer), *arguments, devices=devices)
+
+
+def _start(
+    script: str, answer: Path, *arguments: str, devices: int | None, variables: Mapping[str, str] | None = None
+) -> Running:
+    environment = {name: value for name, value in os.environ.items() if name not in ("CPU_NUM_DEVICES", "PJRT_DEVICE")}
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
+    environment |= {"PJRT_DEVICE": "TPU"} if on_hardware() else {"PJRT_DEVICE": "CPU", "XLA_FLAGS": _QUICK}
+    if devices is not None and not on_hardware():
+        environment["CPU_NUM_DEVICES"] = str(devices)
+    answer.parent.mkdir(parents=True, exist_ok=True)
+    output = answer.with_suffix(".output")
+    if variables is None and not on_hardware():
+        forked = start_script(HERE / script, *arguments, folder=answer.parent, output=output, environment=environment)
+
+        def wait_for_fork(seconds: float) -> int | None:
+            forked.join(seconds)
+            return forked.exitcode
+
+        return Running(script=script, output=output, answer=answer, wait=wait_for_fork, kill=forked.kill)
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(HERE / script), *arguments],
+            cwd=answer.parent,
+            env=environment | {**(variables or {})},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_for_process(seconds: float) -> int | None:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    return Running(script=script, output=output, answer=answer, wait=wait_for_process, kill=process.kill)
+
+
+def results_of(script: str, answer: Path, *arguments: str, devices: int | None = 4) -> Any:
+    """Run a script, given the path of its results and ``arguments``, and read them."""
+    return start(script, answer, *arguments, devices=devices).finish()
+
+
+def run_script(
+    script: str,
+    devices: int,
+    folder: Path,
+    *arguments: str,
+    timeout: float = 280.0,
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run a script that calls :func:`save_cases`, and read what it has saved.
+
+    Args:
+        script: Its file in this folder.
         devices: How many CPU devices XLA has.
         folder: Where it may write.
         *arguments: Its further arguments.
         timeout: Seconds that it may take.
+        variables: What the process needs to be told as it starts; it is not forked then.
 
     Returns:
         The results of its cases by name; of one that raised, the traceback as a string that begins with "Traceback".
     """
-    environment = {name: value for name, value in os.environ.items() if name not in ("CPU_NUM_DEVICES", "PJRT_DEVICE")}
-    # malloc is to give large tensors back when they are freed, or no peak could be measured
-    environment |= {"PJRT_DEVICE": "TPU"} if on_hardware() else {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
-    environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
-    folder.mkdir(parents=True, exist_ok=True)
-    run = subprocess.run(
-        [sys.executable, str(HERE / script), str(devices), str(folder), *arguments],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    answer = folder / "results.pt"
-    assert answer.exists(), f"{script} ended with {run.returncode}:\n{run.stdout[-4000:]}\n{run.stderr[-8000:]}"
-    results: dict[str, Any] = torch.load(answer, weights_only=True)
+    words = (str(devices), str(folder), *arguments)
+    running = _start(script, folder / "results.pt", *words, devices=devices, variables=variables)
+    results: dict[str, Any] = running.finish(timeout)
     return results
 
 
 def save_cases(cases: dict[str, Any], folder: Path) -> None:
     """Call each case, and save what they return; called by the script."""
-    import traceback
-
     results: dict[str, Any] = {}
     for name, case in cases.items():
         try:

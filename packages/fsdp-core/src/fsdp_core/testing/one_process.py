@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from fsdp_core.testing.ranks import Failure, RankKind, import_function, raise_failures
+from fsdp_core.testing.ranks import Failure, RankKind, import_function, leave_out_of_collections, raise_failures
 from fsdp_core.testing.starting import StartMethod, end_process, start_process
 
 __all__ = ["Answer", "OneProcessRanks", "answered"]
@@ -163,8 +163,9 @@ def _call(
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        call = import_function(*caller.split(":"))
-        answers: list[Answer] = call(world_size, import_function(module, name), receive())
+        call, function = import_function(*caller.split(":")), import_function(module, name)
+        leave_out_of_collections()
+        answers: list[Answer] = call(world_size, function, receive())
         return answers
     except BaseException as error:
         return [(False, Failure.of(error))]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.testing import RankPool, Ranks
+from fsdp_core.testing import RankPool, Ranks, starting
 from fsdp_core.testing.collecting import chosen, clauses_of, refuse_left_out
 from fsdp_core.testing.reporting import FORMATS, Results
 
@@ -52,6 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+    parser.addini(
+        "fsdp_preload",
+        "modules that the process imports from which ranks are forked, besides torch and Lightning",
+        type="args",
+        default=[],
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fsdp_requires(*needs): the capabilities and options that a clause needs")
     config.addinivalue_line("markers", "fsdp_ranks(*kinds): what the ranks may be that a clause is about")
@@ -60,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for file in files:
         if file.suffix not in FORMATS:
             raise pytest.UsageError(f"--fsdp-report={file} is of no known kind.\nName it FILE.html or FILE.json.")
+    starting.preloads += config.getini("fsdp_preload")
+    starting.tests_will_run = not config.option.collectonly
     config.pluginmanager.register(_Conformance([config.invocation_params.dir / file for file in files]))
 
 

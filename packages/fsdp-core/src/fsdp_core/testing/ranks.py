@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self, cast
 
 from fsdp_core.testing.starting import StartMethod, end_process, start_process
 
-__all__ = ["Failure", "RankError", "RankKind", "RankPool", "Ranks", "import_function", "raise_failures"]
+__all__ = ["Failure", "RankError", "RankKind", "RankPool", "Ranks", "import_function", "leave_out_of_collections", "raise_failures"]
 
 #: What ranks are: processes that meet, threads of one process, or one process that drives all devices and is one rank.
 RankKind = Literal["processes", "threads", "one controller"]
@@ -249,7 +249,7 @@ def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: 
         TORCHELASTIC_RUN_ID="fsdp-core-ranks",
     )
     function = import_function(module, name)
-    _leave_out_of_collections()
+    leave_out_of_collections()
     torch.manual_seed(0)
     try:
         return function(*args)
@@ -265,7 +265,7 @@ def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: 
 _modules_left_out = 0
 
 
-def _leave_out_of_collections() -> None:
+def leave_out_of_collections() -> None:
     """Let the garbage collector pass over what modules hold: with torch and Lightning it takes 0.2 s for that alone."""
     global _modules_left_out
     if len(sys.modules) != _modules_left_out:

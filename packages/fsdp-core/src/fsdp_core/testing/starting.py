@@ -9,17 +9,26 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["StartMethod", "end_process", "prepare", "start_process"]
+__all__ = ["StartMethod", "end_process", "prepare", "start_process", "start_script"]
 
 #: How a rank's process comes to be; as in :mod:`multiprocessing`.
 StartMethod = Literal["forkserver", "spawn"]
+
+#: Set by the pytest plugin: what imports the suite is about to run it.
+tests_will_run = False
+
+#: Further modules that the fork server imports: of libraries that neither start threads nor open devices by that. Set by
+#: the pytest plugin, from ``fsdp_preload`` in pytest's configuration.
+preloads: list[str] = []
 
 _PRELOADED = "fsdp_core.testing.preloaded"
 
@@ -28,7 +37,7 @@ _OF_SERVER = {"OMP_NUM_THREADS": "1"}
 
 
 def prepare() -> None:
-    """Let the fork server begin to import, where there is one, so that it does not have to be waited for later."""
+    """Let the fork server begin to import, where there is one, so that it need not be waited for later."""
     if _can_fork():
         _ensure_running()
 
@@ -53,6 +62,44 @@ def start_process(
     if method == "forkserver":
         _ensure_running()
     return _start(method, work, arguments, {**os.environ, **environment})
+
+
+def start_script(
+    path: Path, *arguments: str, folder: Path, output: Path, environment: Mapping[str, str]
+) -> BaseProcess:
+    """Run a script in a process forked as ranks are; for what is not about how Python starts and ends.
+
+    Nothing that it registers with :mod:`atexit` is called, and variables that torch or Lightning read when they are
+    imported were read before.
+
+    Args:
+        path: The script. Its folder comes first in ``sys.path``, and it runs as ``__main__``.
+        *arguments: The rest of ``sys.argv``.
+        folder: The working directory.
+        output: The file that stdout and stderr go to.
+        environment: All of its environment variables.
+
+    Returns:
+        The process. It is ended with this one, and its exit status is that of the script.
+    """
+    method: StartMethod = "forkserver" if _can_fork() and _forks_without_threads() else "spawn"
+    if method == "forkserver":
+        _ensure_running()
+    process, connection = _start(method, _run_script, (str(path), arguments, str(folder), str(output)), environment)
+    connection.close()
+    return process
+
+
+def _run_script(connection: Connection, path: str, arguments: tuple[str, ...], folder: str, output: str) -> None:
+    connection.close()
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    os.chdir(folder)
+    sys.argv[:] = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(path))
+    runpy.run_path(path, run_name="__main__")
 
 
 def end_process(process: BaseProcess, connection: Connection) -> int | None:
@@ -142,7 +189,7 @@ def _ensure_running() -> None:
     """Start the fork server, or another one in the place of one that has died."""
     from multiprocessing import forkserver
 
-    multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOADED])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*preloads, _PRELOADED])
     # checked on Python 3.11 to 3.14
     server: Any = getattr(forkserver, "_forkserver", None)
     before = getattr(server, "_forkserver_pid", None)

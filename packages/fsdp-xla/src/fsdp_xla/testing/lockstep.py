@@ -167,9 +167,10 @@ def lockstep(ranks: int, rendezvous: Rendezvous) -> Iterator[Lockstep]:
         put(migration.pl_legacy_patch, "__exit__", lambda *_: None)
         for function in {fabric_rank_zero_only, rank_zero_only}:
             put(function, "rank", _RankOfThread())
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        if gc.get_freeze_count() == 0:  # or somebody else has left out of collections what is not to be looked at
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
         if gc.isenabled():
             gc.disable()
             stack.callback(gc.enable)

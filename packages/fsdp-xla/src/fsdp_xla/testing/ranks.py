@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from fsdp_core.testing.one_process import OneProcessRanks
 from fsdp_core.testing.ranks import Failure, RankKind
+from fsdp_core.testing.starting import StartMethod
 
 __all__ = ["SPMDRanks", "ThreadRanks"]
 
@@ -26,6 +27,7 @@ _QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 
 
 class _XLARanks(OneProcessRanks):
+    start_method: ClassVar[StartMethod] = "forkserver"  # torch_xla reads its variables when it first uses a device
     patience: ClassVar[float] = 2.5  # most of the time goes into compiling
 
     def environment(self, world_size: int) -> dict[str, str]:
