@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from fsdp_core.testing.starting import start_script
+from fsdp_xla.testing.ranks import QUICK
 
 HERE = Path(__file__).parent
-
-#: Compiles in a third of the time; what is compiled computes the same.
-_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 #: malloc is to give large tensors back when they are freed, or no peak could be measured. Read as a process starts.
 TO_MEASURE_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -75,7 +73,7 @@ def _start(
 ) -> Running:
     environment = {name: value for name, value in os.environ.items() if name not in ("CPU_NUM_DEVICES", "PJRT_DEVICE")}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
-    environment |= {"PJRT_DEVICE": "TPU"} if on_hardware() else {"PJRT_DEVICE": "CPU", "XLA_FLAGS": _QUICK}
+    environment |= {"PJRT_DEVICE": "TPU"} if on_hardware() else {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}
     if devices is not None and not on_hardware():
         environment["CPU_NUM_DEVICES"] = str(devices)
     answer.parent.mkdir(parents=True, exist_ok=True)
