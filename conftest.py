@@ -1,7 +1,8 @@
 """How long each file of tests may take: the longest are begun first, and one that takes longer than that is named.
 
-The seconds stand in ``pyproject.toml`` under ``[tool.fsdp.test-seconds]``, for two quiet cores. Nothing fails for taking
-longer, since machines differ; whoever sees a file named makes it cheaper, or raises its budget in the same change.
+The seconds stand in ``pyproject.toml`` under ``[tool.fsdp.test-seconds]``, for two quiet cores. Nothing fails for
+taking longer, since machines differ; whoever sees a file named makes it cheaper, or raises its budget in the
+same change.
 """
 
 from __future__ import annotations

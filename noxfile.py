@@ -7,6 +7,7 @@ Lightning, or other versions than ``constraints.txt`` pins, says so in its own p
     requires = ["moto[server]"]               # besides what every package's tests get
     requires-apart = ["transformers"]         # likewise, in a folder that FSDP_TESTS_APART names, out of others' way
     constraints = "constraints.txt"           # pins of its own, relative to the package; it then shares no environment
+    slow = ["tests/test_x.py::test_y"]        # what `nox -s conformance` runs, and `nox -s tests` does not
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ PINS = ROOT / "constraints.txt"
 TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "pytest", "pytest-timeout", "pytest-xdist")
 # Multi-rank tests spend much of their time starting interpreters and waiting for each other. Tests of a file may share
 # what takes long to make; most of a backend's tests are clauses of one suite in one file, which share nothing.
-SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile")
+SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")  # see conftest.py
 CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
 # Where the ranks of a class live in processes that keep what they have compiled.
-CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope")
+CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope", "--no-loadscope-reorder")
 
 
 # What every environment has besides, to build and install our packages and to run their sessions.
@@ -63,6 +64,7 @@ class Package:
     strategies: tuple[str, ...]
     tests_need: tuple[str, ...]
     tests_need_apart: tuple[str, ...]
+    slow: tuple[str, ...]
     pins: Path
 
     @property
@@ -92,6 +94,7 @@ def found_packages() -> dict[str, Package]:
             dependencies=tuple(project.get("dependencies", ())),
             strategies=tuple(project.get("entry-points", {}).get("fsdp.strategies", ())),
             tests_need=tuple(own.get("requires", ())),
+            slow=tuple(own.get("slow", ())),
             tests_need_apart=tuple(own.get("requires-apart", ())),
             pins=file.parent / own["constraints"] if "constraints" in own else PINS,
         )
@@ -122,16 +125,18 @@ def pip_install(session: nox.Session, python: str, *what: str, pins: Path = PINS
 
 
 def kept_environment(
-    session: nox.Session, name: str, sources: list[Path], fill: Callable[[str], None], *, layered: bool = False
+    session: nox.Session, name: str, sources: list[Path], fill: Callable[[str], None], *, with_pip: bool = True
 ) -> str:
-    """The interpreter of ``.nox/NAME``, which is filled when one of the sources, or this file, has changed.
+    """The interpreter of ``.nox/NAME``, which is made anew when one of the sources, or this file, has changed.
+
+    Not filled again: what is not needed any more would stay, and Lightning imports what it finds.
 
     Args:
         session: The session that needs it.
         name: The folder's name.
         sources: The files that say what is in it.
         fill: Installs, given the interpreter.
-        layered: Whether it sees another one, with that one's pip. It is made anew each time, which takes little.
+        with_pip: Whether it needs a pip of its own: not if it sees another's.
     """
     place = ROOT / ".nox" / name
     python = place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -140,9 +145,8 @@ def kept_environment(
     if python.exists() and stamp.exists() and stamp.read_text() == state:
         return str(python)
     stamp.unlink(missing_ok=True)
-    if layered or not python.exists():
-        words = ("--clear", *(["--without-pip"] if layered else []))
-        session.run_install(sys.executable, "-m", "venv", *words, str(place), external=True)
+    words = ("--clear", *([] if with_pip else ["--without-pip"]))
+    session.run_install(sys.executable, "-m", "venv", *words, str(place), external=True)
     fill(str(python))
     stamp.write_text(state)
     return str(python)
@@ -177,7 +181,7 @@ def layered(session: nox.Session, name: str, packages: list[Package], *needs: st
         if editable:
             pip_install(session, python, "--no-deps", "--no-build-isolation", *editable)
 
-    return kept_environment(session, name, [PINS, *pyprojects(SHARING)], fill, layered=True)
+    return kept_environment(session, name, [PINS, *pyprojects(SHARING)], fill, with_pip=False)
 
 
 def apart(session: nox.Session, package: Package) -> str:
@@ -192,7 +196,7 @@ def apart(session: nox.Session, package: Package) -> str:
         see_installed(session, python, below)
         pip_install(session, python, *package.tests_need_apart)
 
-    python = kept_environment(session, name, [PINS, *pyprojects([package])], fill, layered=True)
+    python = kept_environment(session, name, [PINS, *pyprojects([package])], fill, with_pip=False)
     return site_packages(session, python)
 
 
@@ -282,7 +286,8 @@ def tests(session: nox.Session, package: str) -> None:
             session.env["FSDP_TESTS_APART"] = apart(session, chosen)
     else:
         python, side_by_side = own_python(session, chosen), CLASSES_SIDE_BY_SIDE
-    run_pytest(session, "--doctest-modules", *places, side_by_side=side_by_side, python=python)
+    slow = [f"--deselect={chosen.path.as_posix()}/{test}" for test in chosen.slow]
+    run_pytest(session, "--doctest-modules", *slow, *places, side_by_side=side_by_side, python=python)
 
 
 @nox.session(python=False)
@@ -292,17 +297,20 @@ def conformance(session: nox.Session) -> None:
     `-- -k xla` and the like choose. Words after `--` go to pytest.
     """
 
-    def files_of(packages: list[Package]) -> list[str]:
-        return sorted(str(file) for package in packages for file in package.path.glob("tests/conformance_of_*.py"))
+    def slow_tests_of(packages: list[Package]) -> list[str]:
+        files = [
+            file.as_posix() for package in packages for file in sorted(package.path.glob("tests/conformance_of_*.py"))
+        ]
+        return [*files, *(f"{package.path.as_posix()}/{test}" for package in packages for test in package.slow)]
 
     def run(python: str, *words: str) -> None:
         chosen_none = 5  # of these files: -k may have meant the others
         command = (python, "-m", "pytest", *words, *session.posargs)
         session.run(*command, external=True, success_codes=[0, chosen_none])
 
-    run(shared_python(session), *CLAUSES_SIDE_BY_SIDE, *files_of(SHARING))
+    run(shared_python(session), *CLAUSES_SIDE_BY_SIDE, *slow_tests_of(SHARING))
     for package in PACKAGES.values():
-        if package not in SHARING and (files := files_of([package])):
+        if package not in SHARING and (files := slow_tests_of([package])):
             run(own_python(session, package), *CLAUSES_SIDE_BY_SIDE, *files)
 
 
@@ -380,10 +388,9 @@ def docs(session: nox.Session) -> None:
     python = tools_python(session)
     sphinx = (python, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet")
     session.run(*sphinx, "--builder", "html", "docs", "docs/_build/html", external=True)
-    # Rather than Sphinx's own doctest builder, which runs a docstring's examples outside of its module.
-    doctests = ("--doctest-modules", "--doctest-glob=*.md", "--ignore=docs/examples", "--ignore=docs/_build")
-    places = ("docs", *(str(package.modules) for package in SHARING))
-    session.run(python, "-m", "pytest", "--quiet", *doctests, *places, external=True)
+    # Rather than Sphinx's own doctest builder. Those of the sources are run with each package's tests.
+    examples = ("--doctest-glob=*.md", "--ignore=docs/examples", "--ignore=docs/_build")
+    session.run(python, "-m", "pytest", "--quiet", *examples, "docs", external=True)
     session.log(f"Open {ROOT / 'docs/_build/html/index.html'}")
 
 

@@ -238,6 +238,7 @@ def test_clauses_that_something_else_leaves_out_fail(tiny: Site) -> None:
     for clause, reason in {"passes": "not today", "clips": "by a mark", "is_wrong": "excused"}.items():
         assert f" test_tiny.py::TestTiny::test_{clause} - test_{clause} is a clause" in said
         assert f"test_{clause} is a clause of the conformance suite, and was left out: {reason}" in said
+        assert f"python -m pytest test_tiny.py::TestTiny::test_{clause}\n" in said, "how to repeat it alone"
     for reason in ("the suite says so", "a test of one's own is one's own", "none of the suite's"):
         assert any(line.startswith("SKIPPED") and line.endswith(reason) for line in said.splitlines())
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from fsdp_core.testing import RankError
+from fsdp_core.testing.forking import StartMethod
 from fsdp_core.testing.here import Here, here, stand_on
 from fsdp_core.testing.one_process import Answer, OneProcessRanks, answered
 from fsdp_core.testing.ranks import Failure, RankKind
@@ -49,6 +50,7 @@ class ThreadRanks(OneProcessRanks):
     kind: ClassVar[RankKind] = "threads"
     caller: ClassVar[str] = "test_one_process_ranks:on_threads"
     keeps: ClassVar[tuple[str, ...]] = ("SET_BY_THE_LIBRARY",)
+    start_method: ClassVar[StartMethod] = "forkserver"
 
     def environment(self, world_size: int) -> dict[str, str]:
         return {"LIBRARY_DEVICES": str(world_size)}
@@ -83,8 +85,13 @@ def fail_on(rank: int) -> None:
     raise LostError("see the other rank's error")
 
 
-def test_every_rank_calls_in_a_process_that_lives_on_and_knows_its_number_of_devices() -> None:
-    with ThreadRanks() as ranks:
+class SpawnedThreadRanks(ThreadRanks):
+    start_method: ClassVar[StartMethod] = "spawn"
+
+
+@pytest.mark.parametrize("kind", [ThreadRanks, SpawnedThreadRanks])
+def test_every_rank_calls_in_a_process_that_lives_on_and_knows_its_number_of_devices(kind: type[ThreadRanks]) -> None:
+    with kind() as ranks:
         two, again, three = ranks.run(2, look), ranks.run(2, look), ranks.run(3, look)
     assert [[one.rank for one in call] for call in (two, again, three)] == [[0, 1], [0, 1], [0, 1, 2]]
     assert [{one.devices for one in call} for call in (two, again, three)] == [{"2"}, {"2"}, {"3"}]

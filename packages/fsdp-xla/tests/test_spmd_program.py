@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from xla_process import start
 from spmd_program import HIDDEN, ROWS, WIDTH
+from xla_process import start
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from fsdp_core.testing.oracle import (
     sgd,
     train_plain,
 )
-from xla_process import results_of
 from spmd_training import OfKeywords, of_keywords
+from xla_process import results_of
 
 
 @pytest.fixture(scope="module")

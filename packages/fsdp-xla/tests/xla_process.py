@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp_core.testing.starting import start_script
+from fsdp_core.testing.forking import start_script
 from fsdp_xla.testing.ranks import QUICK
 
 HERE = Path(__file__).parent

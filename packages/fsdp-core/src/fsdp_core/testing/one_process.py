@@ -12,8 +12,8 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+from fsdp_core.testing.forking import StartMethod, end_process, start_process
 from fsdp_core.testing.ranks import Failure, RankKind, import_function, leave_out_of_collections, raise_failures
-from fsdp_core.testing.starting import StartMethod, end_process, start_process
 
 __all__ = ["Answer", "OneProcessRanks", "answered"]
 

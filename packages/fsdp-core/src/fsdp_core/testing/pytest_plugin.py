@@ -5,14 +5,15 @@ Every pytest in an environment with fsdp-core loads this module, so it imports n
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_core.testing import RankPool, Ranks, starting
-from fsdp_core.testing.collecting import chosen, clauses_of, refuse_left_out
+from fsdp_core.testing import RankPool, Ranks, forking
+from fsdp_core.testing.collecting import CLAUSE, chosen, clauses_of, refuse_left_out
 from fsdp_core.testing.reporting import FORMATS, Results
 
 __all__ = ["ranks"]
@@ -51,7 +52,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Write what the conformance suite found to FILE.html or FILE.json. May be given several times.",
     )
 
-
     parser.addini(
         "fsdp_preload",
         "modules that the process imports from which ranks are forked, besides torch and Lightning",
@@ -68,8 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for file in files:
         if file.suffix not in FORMATS:
             raise pytest.UsageError(f"--fsdp-report={file} is of no known kind.\nName it FILE.html or FILE.json.")
-    starting.preloads += config.getini("fsdp_preload")
-    starting.tests_will_run = not config.option.collectonly
+    forking.preloads += config.getini("fsdp_preload")
+    forking.tests_will_run = not config.option.collectonly
     config.pluginmanager.register(_Conformance([config.invocation_params.dir / file for file in files]))
 
 
@@ -96,6 +96,8 @@ class _Conformance:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         refuse_left_out(item, report)
+        if report.failed and CLAUSE in item.stash:
+            report.sections.append(("To repeat it alone, type", f"python -m pytest {shlex.quote(item.nodeid)}"))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -17,9 +17,18 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self, cast
 
-from fsdp_core.testing.starting import StartMethod, end_process, start_process
+from fsdp_core.testing.forking import StartMethod, end_process, start_process
 
-__all__ = ["Failure", "RankError", "RankKind", "RankPool", "Ranks", "import_function", "leave_out_of_collections", "raise_failures"]
+__all__ = [
+    "Failure",
+    "RankError",
+    "RankKind",
+    "RankPool",
+    "Ranks",
+    "import_function",
+    "leave_out_of_collections",
+    "raise_failures",
+]
 
 #: What ranks are: processes that meet, threads of one process, or one process that drives all devices and is one rank.
 RankKind = Literal["processes", "threads", "one controller"]
@@ -83,7 +92,7 @@ class RankPool:
 
     Attributes:
         start_method: ``"forkserver"``, which takes milliseconds, or ``"spawn"`` for a library that has threads, or
-            opens a device, as soon as torch is imported; see :func:`~fsdp_core.testing.starting.start_process`.
+            opens a device, as soon as torch is imported; see :func:`~fsdp_core.testing.forking.start_process`.
 
     Example:
         .. code-block:: python

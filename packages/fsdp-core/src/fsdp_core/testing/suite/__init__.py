@@ -18,7 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fsdp_core.testing import starting
+from fsdp_core.testing import forking
 
 if TYPE_CHECKING:
     from fsdp_core.testing.suite.clauses import Clauses, requires
@@ -32,8 +32,8 @@ _HOMES = {"Clauses": "clauses", "PresetSuite": "whole", "StrategySuite": "whole"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if starting.tests_will_run and _HOMES[name] == "whole":
-        starting.prepare()  # the process that ranks are forked from imports beside this one what this one does now
+    if forking.tests_will_run and _HOMES[name] == "whole":
+        forking.prepare()  # the process that ranks are forked from imports beside this one what this one does now
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 

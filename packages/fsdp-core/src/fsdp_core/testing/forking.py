@@ -1,4 +1,4 @@
-"""Starts the processes of ranks: forked from one that has imported torch and Lightning, which takes each seconds.
+"""Forks the processes of ranks from one that has imported torch and Lightning, which takes each seconds.
 
 That one is :mod:`multiprocessing`'s fork server. It has no threads, no process group and nothing of the tests' own
 process; what it has imported is :mod:`fsdp_core.testing.preloaded`.
@@ -26,7 +26,7 @@ StartMethod = Literal["forkserver", "spawn"]
 #: Set by the pytest plugin: what imports the suite is about to run it.
 tests_will_run = False
 
-#: Further modules that the fork server imports: of libraries that neither start threads nor open devices by that. Set by
+#: Further modules that the fork server imports: of libraries that start no threads and open no devices by that. Set by
 #: the pytest plugin, from ``fsdp_preload`` in pytest's configuration.
 preloads: list[str] = []
 

@@ -1,0 +1,187 @@
+"""Ranks' processes: forked from one that has imported what takes long, and replaced when they are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from fsdp_core.testing import RankError, RankPool
+from fsdp_core.testing.forking import StartMethod, end_process, start_process, start_script
+
+if TYPE_CHECKING:
+    from conftest import Site
+
+FORKS = sys.platform == "linux"
+METHODS: list[StartMethod] = ["forkserver", "spawn"]
+
+
+class Spawned(RankPool):
+    start_method: ClassVar[StartMethod] = "spawn"
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    with RankPool() as pool:
+        yield pool
+
+
+def look(connection: Any) -> None:
+    preloaded = "fsdp_core.testing.preloaded" in sys.modules
+    connection.send((os.getppid(), preloaded, os.environ.get("TOLD"), os.environ.get("LATER"), os.getcwd()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_process_has_todays_variables_and_folder(
+    method: StartMethod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also a forked one, whose parent was started before."""
+    process, connection = start_process(look, method=method, environment={})
+    connection.recv()
+    end_process(process, connection)
+    monkeypatch.setenv("LATER", "2")
+    monkeypatch.chdir(tmp_path)
+    process, connection = start_process(look, method=method, environment={"TOLD": "1"})
+    parent, preloaded, *told = connection.recv()
+    assert told == ["1", "2", str(tmp_path)]
+    assert end_process(process, connection) == 0
+    forked = method == "forkserver" and FORKS
+    assert preloaded == forked
+    assert (parent != os.getpid()) == forked
+    assert "TOLD" not in os.environ
+
+
+def pids() -> int:
+    return os.getpid()
+
+
+def draws() -> tuple[float, float]:
+    import random
+
+    import numpy
+
+    return random.random(), float(numpy.random.rand())
+
+
+def test_no_two_processes_draw_the_same(pool: RankPool) -> None:
+    drawn = [value for pair in pool.run(3, draws) for value in pair]
+    assert len(set(drawn)) == len(drawn)
+
+
+def fail_on_one() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise ValueError("on one rank alone")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("kind", [RankPool, Spawned])
+def test_ranks_that_have_failed_take_no_further_call(kind: type[RankPool]) -> None:
+    """One that waited for another is somewhere in the middle of it."""
+    with kind() as pool:
+        before = pool.run(3, pids)
+        assert pool.run(2, pids) == before[:2]
+        with pytest.raises(RankError, match="on one rank alone"):
+            pool.run(2, fail_on_one, timeout=30)
+        assert not set(pool.run(3, pids)) & set(before)
+
+
+def ended(pid: int) -> bool:
+    try:
+        return "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until_ended(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while not ended(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not FORKS, reason="reads /proc")
+def test_a_rank_that_dies_between_two_calls_is_named_and_replaced(pool: RankPool) -> None:
+    before = pool.run(2, pids)
+    os.kill(before[1], signal.SIGKILL)
+    wait_until_ended(before[1])
+    with pytest.warns(UserWarning, match=rf"died between two calls \(process {before[1]} with exit code -9\)"):
+        after = pool.run(2, pids)
+    assert not set(after) & set(before)
+
+
+def parent() -> int:
+    return os.getppid()
+
+
+@pytest.mark.skipif(not FORKS, reason="processes are forked on Linux")
+def test_a_fork_server_that_dies_is_named_and_replaced_and_so_are_its_ranks(pool: RankPool) -> None:
+    """Nobody would tell any more how they end."""
+    (before,) = set(pool.run(2, parent))
+    os.kill(before, signal.SIGKILL)
+    wait_until_ended(before)
+    with pytest.warns(UserWarning, match=rf"forked from \({before}\) has died, and another one \(\d+\) was started"):
+        assert len(pool.run(3, pids)) == 3
+    assert before not in pool.run(3, parent)
+
+
+THREADED = """
+    import threading, time
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+"""
+
+
+@pytest.mark.skipif(not FORKS, reason="processes are forked on Linux")
+def test_ranks_are_spawned_where_a_library_has_threads(site: Site) -> None:
+    site.distribution("threaded", modules={"threaded_library": THREADED})
+    site.distribution("function", modules={"function_of_ranks": "import os\ndef parent(): return os.getppid()\n"})
+    site.python("""
+        import os, warnings
+        from fsdp_core.testing import RankPool, forking
+        import function_of_ranks
+
+        if __name__ == "__main__":
+            forking.preloads.append("threaded_library")
+            with warnings.catch_warnings(record=True) as told, RankPool() as pool:
+                warnings.simplefilter("always")
+                assert set(pool.run(2, function_of_ranks.parent)) == {os.getpid()}
+            (message,) = [str(one.message) for one in told]
+            assert "starts threads here (python" in message, message
+            assert 'start_method = "spawn"' in message and "rank_pool" in message, message
+    """)
+
+
+SCRIPT = """
+import os, sys
+import beside
+print(__name__, sys.argv[1:], os.getcwd(), os.environ["TOLD"], "PATH" in os.environ, beside.HERE)
+print("to stderr", file=sys.stderr)
+if sys.argv[1] == "raises":
+    raise ValueError("of the script")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("exits", 3), ("raises", 1)])
+def test_a_script_runs_as_by_itself(tmp_path: Path, how: str, status: int) -> None:
+    (tmp_path / "beside.py").write_text("HERE = 'beside it'\n")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "folder").mkdir()
+    output = tmp_path / "output.txt"
+    process = start_script(
+        tmp_path / "script.py", how, "2", folder=tmp_path / "folder", output=output, environment={"TOLD": "1"}
+    )
+    process.join(timeout=60)
+    assert process.exitcode == status
+    first, *rest = output.read_text().splitlines()
+    assert first == f"__main__ ['{how}', '2'] {tmp_path / 'folder'} 1 False beside it"
+    assert "to stderr" in rest
+    assert ("ValueError: of the script" in rest) == (how == "raises")
