@@ -85,7 +85,9 @@ def start_script(
     method: StartMethod = "forkserver" if _can_fork() and _forks_without_threads() else "spawn"
     if method == "forkserver":
         _ensure_running()
-    process, connection = _start(method, _run_script, (str(path), arguments, str(folder), str(output)), environment)
+    process, connection = _start(
+        method, _run_script, (str(path), arguments, str(folder), str(output)), dict(environment)
+    )
     connection.close()
     return process
 
