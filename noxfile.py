@@ -291,6 +291,12 @@ def tests(session: nox.Session, package: str) -> None:
 
 
 @nox.session(python=False)
+def dev(session: nox.Session) -> None:
+    """Make `.nox/dev`, which has every package that shares the pins, editable: to work by hand."""
+    session.log(shared_python(session))
+
+
+@nox.session(python=False)
 def conformance(session: nox.Session) -> None:
     """The whole suite over what `tests` runs a part of it over. Half an hour, and as much for XLA.
 
