@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_core.checkpoint import verify
+from fsdp_core.testing.forking import start_script
+from fsdp_core.testing.processes import fresh_environment
 from fsdp_cuda_native import DDPFullyShardedNativeStrategy, DDPFullyShardedStrategy
 from test_documentation import ROOT, run_script
 
@@ -52,6 +56,22 @@ strategies.FSDPStrategy, FullyShardedDataParallel.__init__ = FSDPStrategy, on_cp
 Ran = Callable[[str], tuple[list[float], Path]]
 
 
+def run_forked(script: str, folder: Path) -> str:
+    """Run a script to its good end; what it wrote. That scripts start as they stand is test_documentation.py's to show."""
+    path, output = folder / "script.py", folder / "output.txt"
+    path.write_text(script, encoding="utf-8")
+    environment = {**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    process = start_script(path, folder=folder, output=output, environment=environment)
+    process.join(timeout=150)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)  # the script and the ranks that it started
+        process.join()
+        pytest.fail(f"still running after 150 s:\n{output.read_text()}")
+    told = output.read_text()
+    assert process.exitcode == 0, told
+    return told
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Runs a script beside ``parts.py``, each once: the losses that it printed, and the folder that it ran in."""
@@ -61,9 +81,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         if script not in known:
             folder = tmp_path_factory.mktemp("script")
             (folder / "parts.py").write_text(PARTS, encoding="utf-8")
-            finished = run_script(script, folder)
-            assert finished.returncode == 0, finished.stdout
-            known[script] = [float(loss) for loss in re.findall(r"^loss (\S+)$", finished.stdout, re.MULTILINE)], folder
+            told = run_forked(script, folder)
+            known[script] = [float(loss) for loss in re.findall(r"^loss (\S+)$", told, re.MULTILINE)], folder
         return known[script]
 
     return run

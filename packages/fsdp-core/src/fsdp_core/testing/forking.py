@@ -80,7 +80,8 @@ def start_script(
         environment: All of its environment variables.
 
     Returns:
-        The process. It is ended with this one, and its exit status is that of the script.
+        The process. It is ended with this one, and its exit status is that of the script. It leads a session of its own,
+        so that ``os.killpg(process.pid, SIGKILL)`` ends what it has started, too.
     """
     method: StartMethod = "forkserver" if _can_fork() and _forks_without_threads() else "spawn"
     if method == "forkserver":
@@ -94,6 +95,7 @@ def start_script(
 
 def _run_script(connection: Connection, path: str, arguments: tuple[str, ...], folder: str, output: str) -> None:
     connection.close()
+    os.setsid()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
