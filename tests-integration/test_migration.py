@@ -57,7 +57,7 @@ Ran = Callable[[str], tuple[list[float], Path]]
 
 
 def run_forked(script: str, folder: Path) -> str:
-    """Run a script to its good end; what it wrote. That scripts start as they stand is test_documentation.py's to show."""
+    """Run a script to its good end; what it wrote. How a user starts one is test_documentation.py's to show."""
     path, output = folder / "script.py", folder / "output.txt"
     path.write_text(script, encoding="utf-8")
     environment = {**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}

@@ -80,8 +80,8 @@ def start_script(
         environment: All of its environment variables.
 
     Returns:
-        The process. It is ended with this one, and its exit status is that of the script. It leads a session of its own,
-        so that ``os.killpg(process.pid, SIGKILL)`` ends what it has started, too.
+        The process. It is ended with this one, and its exit status is that of the script. It leads a session of its
+        own, so that ``os.killpg(process.pid, SIGKILL)`` ends what it has started, too.
     """
     method: StartMethod = "forkserver" if _can_fork() and _forks_without_threads() else "spawn"
     if method == "forkserver":
