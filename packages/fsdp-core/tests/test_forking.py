@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +14,8 @@ import pytest
 
 from fsdp_core.testing import RankError, RankPool
 from fsdp_core.testing.forking import StartMethod, end_process, start_process, start_script
+from fsdp_core.testing.one_process import Answer, OneProcessRanks, answered
+from fsdp_core.testing.ranks import RankKind
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -24,6 +26,19 @@ METHODS: list[StartMethod] = ["forkserver", "spawn"]
 
 class Spawned(RankPool):
     start_method: ClassVar[StartMethod] = "spawn"
+
+
+class OneProcess(OneProcessRanks):
+    kind: ClassVar[RankKind] = "one controller"
+    caller: ClassVar[str] = "test_forking:call_once"
+    start_method: ClassVar[StartMethod] = "forkserver"
+
+    def environment(self, world_size: int) -> dict[str, str]:
+        return {}
+
+
+def call_once(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
+    return [answered(lambda: function(*arguments))] * world_size
 
 
 @pytest.fixture
@@ -154,9 +169,107 @@ def test_ranks_are_spawned_where_a_library_has_threads(site: Site) -> None:
                 warnings.simplefilter("always")
                 assert set(pool.run(2, function_of_ranks.parent)) == {os.getpid()}
             (message,) = [str(one.message) for one in told]
-            assert "starts threads here (python" in message, message
+            assert "Importing torch, Lightning, threaded_library starts threads (python" in message, message
             assert 'start_method = "spawn"' in message and "rank_pool" in message, message
     """)
+
+
+def test_what_is_to_be_preloaded_and_cannot_be_is_named(site: Site) -> None:
+    site.distribution("raising", modules={"raising_library": "raise ValueError('no device')"})
+    site.distribution("function", modules={"function_of_ranks": "def one(): return 1"})
+    site.python("""
+        import sys, warnings
+        from fsdp_core.testing import RankPool, forking
+        import function_of_ranks
+
+        if __name__ == "__main__" and sys.platform == "linux":
+            forking.preloads += ["raising_library", "missing_library"]
+            with warnings.catch_warnings(record=True) as told, RankPool() as pool:
+                warnings.simplefilter("always")
+                assert pool.run(2, function_of_ranks.one) == [1, 1]
+            first, second = (str(one.message) for one in told)
+            assert "'raising_library', which can't be imported: ValueError: no device" in first, first
+            assert "'missing_library', which can't be imported: ModuleNotFoundError" in second, second
+    """)
+
+
+def test_a_script_without_a_guard_is_told(site: Site) -> None:
+    script = "import os\nfrom fsdp_core.testing import RankPool\nRankPool().run(1, os.getpid)\n"
+    (site.path / "unguarded.py").write_text(script)
+    told = site.run(sys.executable, "unguarded.py", check=False)
+    assert told.returncode != 0
+    assert 'if __name__ == "__main__":' in told.stderr
+
+
+class Interruption(Exception):
+    """Raised by a signal's handler, as pytest-timeout's is."""
+
+
+def interrupt(*_: object) -> None:
+    raise Interruption
+
+
+def answer_late(seconds: float, answer: str) -> str:
+    time.sleep(seconds)
+    return answer
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers")
+@pytest.mark.parametrize("kind", [RankPool, OneProcess])
+def test_no_answer_is_taken_for_that_to_another_call(kind: Any) -> None:
+    """Where a call was left by an exception, such as that of a time limit."""
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with kind() as pool:
+            assert set(pool.run(2, answer_late, 0.0, "first")) == {"first"}
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(Interruption):
+                pool.run(2, answer_late, 2.0, "old")
+            assert set(pool.run(2, answer_late, 0.0, "new")) == {"new"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class TakesTwo(Exception):
+    """Can't be unpickled: it is made anew from what it was given, which is too little."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def returns_what_cannot_be_unpickled() -> Exception:
+    return TakesTwo("1", "2")
+
+
+def test_what_cannot_be_unpickled_is_named_and_poisons_no_other_call(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"^what it returned can't be unpickled here: TypeError: .*\non rank [01] of 2"):
+        pool.run(2, returns_what_cannot_be_unpickled)
+    assert pool.run(2, answer_late, 0.0, "new") == ["new", "new"]
+
+
+def test_arguments_may_come_from_where_a_rank_has_not_yet_looked(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run(1, pids)
+    (tmp_path / "found_later.py").write_text("class Value: number = 3\ndef number_of(value): return value.number\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import found_later  # type: ignore[import-not-found]
+
+    assert pool.run(1, found_later.number_of, found_later.Value()) == [3]
+
+
+def fail_alone() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("on one rank alone")
+    time.sleep(60)
+
+
+def test_a_rank_that_waited_is_not_said_to_have_taken_too_long(pool: RankPool) -> None:
+    with pytest.raises(RankError) as raised:
+        pool.run(2, fail_alone, timeout=50)
+    assert "ended, as it waited for one that failed" in str(raised.value)
+    assert "no answer within" not in str(raised.value)
 
 
 SCRIPT = """

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,9 @@ __all__ = ["StartMethod", "end_process", "prepare", "start_process", "start_scri
 #: How a rank's process comes to be; as in :mod:`multiprocessing`.
 StartMethod = Literal["forkserver", "spawn"]
 
+#: The variable in which the fork server finds :data:`preloads`.
+PRELOADS = "FSDP_TESTS_PRELOAD"
+
 #: Set by the pytest plugin: what imports the suite is about to run it.
 tests_will_run = False
 
@@ -30,10 +34,21 @@ tests_will_run = False
 #: the pytest plugin, from ``fsdp_preload`` in pytest's configuration.
 preloads: list[str] = []
 
+#: What multiprocessing says of a forked process when the fork server has died, which alone knows how its children end.
+_UNKNOWN = 255
+
 _PRELOADED = "fsdp_core.testing.preloaded"
 
 #: What the fork server is told before it imports anything. Threads of a numerical library would not outlive a fork.
 _OF_SERVER = {"OMP_NUM_THREADS": "1"}
+
+
+_DIED = (
+    "A process that ranks are to be forked from died before it was ready: as it imported torch and Lightning, as it "
+    "imported the script that this is called from, or because it was killed. What it wrote to stderr says which.\n"
+    "To see the first, type: python -m fsdp_core.testing.preloaded\n"
+    'In a script, call RankPool under `if __name__ == "__main__":`, in a file; then start it again.'
+)
 
 
 def prepare() -> None:
@@ -122,6 +137,9 @@ def end_process(process: BaseProcess, connection: Connection) -> int | None:
     if process.is_alive():
         process.kill()
         process.join()
+    elif process.exitcode == _UNKNOWN and process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
     connection.close()
     return process.exitcode
 
@@ -134,7 +152,12 @@ def _start(
     process = context.Process(target=_work, args=(work, theirs, arguments, environment))
     process.daemon = True
     with _variables(environment) if method == "spawn" else contextlib.nullcontext():
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError):
+            if method == "spawn":
+                raise
+            raise RuntimeError(_DIED) from None
     theirs.close()
     return process, ours
 
@@ -165,17 +188,17 @@ def _forks_without_threads() -> bool:
         _ensure_running()
         process, connection = _start("forkserver", _tell_threads, (), dict(os.environ))
         try:
-            _threads = connection.recv()
+            _threads, failures = connection.recv()
         except EOFError:
-            raise RuntimeError(
-                "The process that ranks are forked from died as it imported torch and Lightning.\n"
-                "To see why, type: python -m fsdp_core.testing.preloaded"
-            ) from None
+            raise RuntimeError(_DIED) from None
         end_process(process, connection)
+        for name, why in failures.items():
+            warnings.warn(f"fsdp_preload names {name!r}, which can't be imported: {why}", stacklevel=2)
         if _threads:
             warnings.warn(
-                f"Importing torch and Lightning starts threads here ({', '.join(_threads)}), which a forked process "
-                "would lack. So each rank of the tests is started anew, which takes seconds.\n"
+                f"Importing {', '.join(['torch', 'Lightning', *preloads])} starts threads ({', '.join(_threads)}), "
+                "which a forked process would lack. So each rank of the tests is started anew, which takes seconds.\n"
+                "Leave out of fsdp_preload what starts them. "
                 'To say so in advance, write start_method = "spawn" in a subclass of RankPool, and name it as '
                 "rank_pool in the suite's class.",
                 stacklevel=2,
@@ -184,20 +207,20 @@ def _forks_without_threads() -> bool:
 
 
 def _tell_threads(connection: Connection) -> None:
-    from fsdp_core.testing.preloaded import THREADS
+    from fsdp_core.testing.preloaded import FAILURES, THREADS
 
-    connection.send(THREADS)
+    connection.send((THREADS, FAILURES))
 
 
 def _ensure_running() -> None:
     """Start the fork server, or another one in the place of one that has died."""
     from multiprocessing import forkserver
 
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*preloads, _PRELOADED])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOADED])
     # checked on Python 3.11 to 3.14
     server: Any = getattr(forkserver, "_forkserver", None)
     before = getattr(server, "_forkserver_pid", None)
-    with _variables(_OF_SERVER):
+    with _variables({**_OF_SERVER, PRELOADS: " ".join(preloads)}):
         forkserver.ensure_running()
     if before is not None and server._forkserver_pid != before:
         warnings.warn(

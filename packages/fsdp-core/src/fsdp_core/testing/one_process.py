@@ -82,22 +82,22 @@ class OneProcessRanks(ABC):
         if world_size not in self._workers:
             self._start(world_size)
         process, connection = self._workers[world_size]
-        connection.send((function.__module__, function.__qualname__, sys.path, world_size))
-        try:
-            connection.send(args)  # which the process can take only when it knows where to import from
-        except Exception:
-            self._end(world_size)  # it waits for them
-            raise
         answers: list[Answer]
         limit = self.patience * timeout
         try:
+            connection.send((function.__module__, function.__qualname__, sys.path, world_size))
+            connection.send(args)  # which the process can take only when it knows where to import from
             if connection.poll(limit):
                 answers = connection.recv()
             else:
                 answers = [(False, Failure(f"no answer within {limit:g} s"))]
-        except EOFError:
+        except (EOFError, OSError):
             process.join(timeout=2.0)
             answers = [(False, Failure(f"the process died with exit code {process.exitcode}"))]
+        except BaseException:
+            process.kill()
+            self._end(world_size)  # or what it answers would be taken for the answer to the next call
+            raise
         failures = {rank: value for rank, (ok, value) in enumerate(answers) if not ok}
         if failures:
             self._end(world_size)

@@ -11,7 +11,16 @@ import importlib
 import os
 from pathlib import Path
 
-__all__ = ["THREADS"]
+__all__ = ["FAILURES", "THREADS"]
+
+#: What ``fsdp_preload`` names and can't be imported, with the error.
+FAILURES: dict[str, str] = {}
+
+for _name in os.environ.get("FSDP_TESTS_PRELOAD", "").split():
+    try:
+        importlib.import_module(_name)
+    except (Exception, SystemExit) as _error:
+        FAILURES[_name] = f"{type(_error).__name__}: {_error}"
 
 for _name in ("torch", "lightning.pytorch", "lightning.fabric", "fsdp_core.testing.suite.whole"):
     with contextlib.suppress(Exception):

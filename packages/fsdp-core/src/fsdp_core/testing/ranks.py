@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self
 
 from fsdp_core.testing.forking import StartMethod, end_process, start_process
 
@@ -126,37 +126,61 @@ class RankPool:
         self._replace_lost()
         while len(self._workers) < world_size:
             self._workers.append(start_process(_work, method=self.start_method, environment={"OMP_NUM_THREADS": "1"}))
+        try:
+            results, failures = self._call(world_size, function, args, timeout)
+        except BaseException:
+            self._abandon()  # or what they answer would be taken for answers to the next call
+            raise
+        if failures:
+            self._abandon()
+            raise_failures(function, failures, world_size)
+        return [results[rank] for rank in range(world_size)]
+
+    def _call(
+        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> tuple[dict[int, Any], dict[int, Failure]]:
+        """What ranks have returned, and why others have not, in the order in which that was heard of."""
         port = _free_port()
-        for rank in range(world_size):
-            self._workers[rank][1].send(
-                (function.__module__, function.__qualname__, args, sys.path, rank, world_size, port)
-            )
         results: dict[int, Any] = {}
-        failures: dict[int, Failure] = {}  # in the order in which they were heard of
+        failures: dict[int, Failure] = {}
+        for rank in range(world_size):
+            try:
+                worker = self._workers[rank][1]
+                worker.send((function.__module__, function.__qualname__, sys.path, rank, world_size, port))
+                worker.send(args)  # which a rank can take only when it knows where to import from
+            except OSError:
+                failures[rank] = Failure(f"the process died with exit code {self._exit_code(rank)}")
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < world_size:
             open_ranks = [r for r in range(world_size) if r not in results and r not in failures]
             waiting: dict[Any, int] = {self._workers[r][1]: r for r in open_ranks}
             # after a failure, peers wait in a collective that no one will join: give them a moment to fail too
-            left = min(deadline, time.monotonic() + 5.0) - time.monotonic() if failures else deadline - time.monotonic()
-            ready = wait(list(waiting), timeout=max(left, 0.0))
+            end = min(deadline, time.monotonic() + 5.0) if failures else deadline
+            ready = wait(list(waiting), timeout=max(end - time.monotonic(), 0.0))
             if not ready:
-                failures.update(dict.fromkeys(waiting.values(), Failure(f"no answer within {timeout:g} s")))
+                why = (
+                    f"no answer within {timeout:g} s" if end == deadline else "ended, as it waited for one that failed"
+                )
+                failures.update(dict.fromkeys(waiting.values(), Failure(why)))
             for connection in ready:
                 rank = waiting[connection]
                 ok: bool
                 value: Any
                 try:
-                    ok, value = cast("Connection", connection).recv()
+                    ok, value = self._workers[rank][1].recv()
                 except EOFError:
                     ok, value = False, Failure(f"the process died with exit code {self._exit_code(rank)}")
+                except Exception as error:
+                    why = f"what it returned can't be unpickled here: {type(error).__name__}: {error}"
+                    ok, value = False, Failure(why, traceback.format_exc())
                 (results if ok else failures)[rank] = value
-        if failures:
-            for process, _ in self._workers:
-                process.kill()  # one that waits for another would not listen
-            self.close()
-            raise_failures(function, failures, world_size)
-        return [results[rank] for rank in range(world_size)]
+        return results, failures
+
+    def _abandon(self) -> None:
+        """End processes that may be anywhere: one that waits for another would not listen."""
+        for process, _ in self._workers:
+            process.kill()
+        self.close()
 
     def close(self) -> None:
         """End the processes."""
@@ -232,7 +256,7 @@ def _work(connection: Connection) -> None:
             return
         answer: tuple[bool, Any]
         try:
-            answer = (True, _call(*job))
+            answer = (True, _call(connection.recv, *job))
         except BaseException as error:
             answer = (False, Failure.of(error))
         try:
@@ -241,7 +265,9 @@ def _work(connection: Connection) -> None:
             connection.send((False, Failure.of(error)))
 
 
-def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: int, world_size: int, port: int) -> Any:
+def _call(
+    receive: Callable[[], Any], module: str, name: str, path: list[str], rank: int, world_size: int, port: int
+) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -257,10 +283,11 @@ def _call(module: str, name: str, args: tuple[Any, ...], path: list[str], rank: 
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="fsdp-core-ranks",
     )
-    function = import_function(module, name)
-    leave_out_of_collections()
-    torch.manual_seed(0)
     try:
+        args = receive()
+        function = import_function(module, name)
+        leave_out_of_collections()
+        torch.manual_seed(0)
         return function(*args)
     finally:
         if dist.is_initialized():
