@@ -45,7 +45,7 @@ class Running:
     wait: Callable[[float], int | None]
     kill: Callable[[], None]
 
-    def finish(self, seconds: float = 280.0) -> Any:
+    def finish(self, seconds: float = 280.0, *, weights_only: bool = False) -> Any:
         """Wait for it to end well, and read its results."""
         status = self.wait(seconds)
         if status is None:
@@ -53,7 +53,7 @@ class Running:
         told = f"{self.script} ended with {status}" if status is not None else f"{self.script} took over {seconds:g} s"
         ended_well = status == 0 and self.answer.exists()
         assert ended_well, f"{told}:\n{self.output.read_text(errors='replace')[-12000:]}"
-        return torch.load(self.answer, weights_only=False)
+        return torch.load(self.answer, weights_only=weights_only)
 
 
 def start(script: str, answer: Path, *arguments: str, devices: int | None = 4) -> Running:
@@ -132,7 +132,7 @@ def run_script(
     """
     words = (str(devices), str(folder), *arguments)
     running = _start(script, folder / "results.pt", *words, devices=devices, variables=variables)
-    results: dict[str, Any] = running.finish(timeout)
+    results: dict[str, Any] = running.finish(timeout, weights_only=True)
     return results
 
 
