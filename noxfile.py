@@ -43,6 +43,8 @@ TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "pytest", "pytes
 # Multi-rank tests spend much of their time starting interpreters and waiting for each other. Tests of a file may share
 # what takes long to make; most of a backend's tests are clauses of one suite in one file, which share nothing.
 SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")  # see conftest.py
+# Where most tests wait: for a command that they have started, or for another process to write or to end.
+MANY_SIDE_BY_SIDE = ("--numprocesses=3", *SIDE_BY_SIDE[1:])
 CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
 # Where the ranks of a class live in processes that keep what they have compiled.
 CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope", "--no-loadscope-reorder")
@@ -281,7 +283,7 @@ def tests(session: nox.Session, package: str) -> None:
     places = (str(chosen.modules), str(chosen.path / "tests"))
     if chosen in SHARING:
         python = layered(session, f"tests-{chosen.name}", with_dependencies(chosen), *chosen.tests_need)
-        side_by_side = CLAUSES_SIDE_BY_SIDE if chosen.strategies else SIDE_BY_SIDE
+        side_by_side = CLAUSES_SIDE_BY_SIDE if chosen.strategies else MANY_SIDE_BY_SIDE
         if chosen.tests_need_apart:
             session.env["FSDP_TESTS_APART"] = apart(session, chosen)
     else:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fsdp_core.testing import RankError, RankPool
 
@@ -24,6 +27,25 @@ def test_environment_variables_are_taken_back() -> None:
     with RankPool() as ranks:
         ranks.run(2, leave_variables)
         assert ranks.run(2, variables) == [(None, "1", True, "0"), (None, "1", True, "1")]
+
+
+def meet_at_the_port() -> tuple[bool, int]:
+    """Whether a stranger could have taken the port before rank 0 did, and how many ranks met at it."""
+    with socket.socket() as stranger:
+        try:
+            stranger.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+            taken = True
+        except OSError:
+            taken = False
+    dist.init_process_group("gloo")
+    together = torch.ones(())
+    dist.all_reduce(together)
+    return taken, int(together)
+
+
+def test_nobody_takes_the_port_at_which_ranks_meet() -> None:
+    with RankPool() as ranks:
+        assert ranks.run(2, meet_at_the_port) == [(False, 2), (False, 2)]
 
 
 class Refusal(Exception):

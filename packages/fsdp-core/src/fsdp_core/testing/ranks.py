@@ -10,7 +10,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -127,7 +128,8 @@ class RankPool:
         while len(self._workers) < world_size:
             self._workers.append(start_process(_work, method=self.start_method, environment={"OMP_NUM_THREADS": "1"}))
         try:
-            results, failures = self._call(world_size, function, args, timeout)
+            with _held_port() as port:
+                results, failures = self._call(port, world_size, function, args, timeout)
         except BaseException:
             self._abandon()  # or what they answer would be taken for answers to the next call
             raise
@@ -137,10 +139,9 @@ class RankPool:
         return [results[rank] for rank in range(world_size)]
 
     def _call(
-        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+        self, port: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
     ) -> tuple[dict[int, Any], dict[int, Failure]]:
         """What ranks have returned, and why others have not, in the order in which that was heard of."""
-        port = _free_port()
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         for rank in range(world_size):
@@ -236,10 +237,17 @@ def import_function(module: str, name: str) -> Any:
     return function
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def _held_port() -> Iterator[int]:
+    """A free port for rank 0's store, which nobody else is given while this lasts.
+
+    It is bound, not listened at, with a flag that lets the store's own socket, which has it too, listen there. A port
+    that is only looked up is free for everyone until the store takes it: other pools, and any connection that needs one.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def _work(connection: Connection) -> None:
