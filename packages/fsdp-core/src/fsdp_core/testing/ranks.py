@@ -242,7 +242,7 @@ def _held_port() -> Iterator[int]:
     """A free port for rank 0's store, which nobody else is given while this lasts.
 
     It is bound, not listened at, with a flag that lets the store's own socket, which has it too, listen there. A port
-    that is only looked up is free for everyone until the store takes it: other pools, and any connection that needs one.
+    that is only looked up is free until the store takes it, for other pools and for any connection that needs one.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
