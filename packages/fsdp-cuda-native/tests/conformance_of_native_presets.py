@@ -15,7 +15,7 @@ class TestNativeWithOffload(StrategySuite):
     preset_of = "fsdp_native"
     asks: ClassVar = ASKS
     expected_failures: ClassVar = {
-        "test_module_sharded_on_other_terms": "it offloads from the start, so asking for it is asking for the same",
+        "test_module_sharded_on_other_terms[cpu_offload=True]": "it offloads from the start, so this asks for the same",
         **dict.fromkeys(
             (
                 "test_accumulation_equals_plain[sync_each_batch]",

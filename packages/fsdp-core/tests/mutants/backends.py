@@ -74,6 +74,30 @@ class PaddedWithOnes(FlatShard):
         return pad(whole.reshape(-1), (0, self.length * self.runtime.world_size - self.numel), value=1.0)
 
 
+@backend("gradients_of_few_dropped")
+class NeedsAllRanks(LoopbackBackend):
+    """What is not used by every rank gets no gradient."""
+
+    def reduce(self, root: nn.Module) -> None:
+        shards = shards_of(root)
+        own = torch.tensor([float(shard.own is not None) for shard in shards])
+        for shard, on_all in zip(shards, self.runtime.all_reduce(own, "min").tolist(), strict=True):
+            shard.own = shard.own if on_all else None
+        super().reduce(root)
+
+
+@backend("mean_over_users")
+class MeanOverUsers(LoopbackBackend):
+    """A gradient is the mean over those ranks that have one, and not over all."""
+
+    def reduce(self, root: nn.Module) -> None:
+        shards = shards_of(root)
+        own = torch.tensor([float(shard.own is not None) for shard in shards])
+        for shard, share in zip(shards, self.runtime.all_reduce(own, "mean").tolist(), strict=True):
+            shard.own = None if shard.own is None else shard.own / share
+        super().reduce(root)
+
+
 @backend("tail_truncated")
 class Truncated(FlatShard):
     """Elements that the ranks don't divide are left where they were, and forgotten."""

@@ -15,6 +15,8 @@ FAULTS = (
     "gradients_summed",
     "gradients_halved",
     "gradients_off_by_one",
+    "gradients_of_few_dropped",
+    "mean_over_users",
     "padding_in_norm",
     "tail_truncated",
     "parameters_stale",

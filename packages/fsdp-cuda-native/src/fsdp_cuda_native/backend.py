@@ -158,6 +158,7 @@ class NativeBackend(Backend):
             check_unit(unit, own, whole, use_orig_params=self.use_orig_params)
             renew_parameters(own, whole)
             root = self._wrapped(unit, whole)
+            torch_private.reduce_unused(root)
             if unit is not module:
                 put_in_place(module, unit, root)
         assert root is not None

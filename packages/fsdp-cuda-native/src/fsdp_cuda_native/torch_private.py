@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import (
@@ -24,6 +25,7 @@ from torch.distributed.fsdp._runtime_utils import (
     _root_pre_forward,
 )
 from torch.distributed.utils import _cast_forward_inputs
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "FlatMember",
@@ -36,6 +38,7 @@ __all__ = [
     "handle_of",
     "leave_gradients",
     "no_reduction",
+    "reduce_unused",
     "reset",
     "reshard",
     "resume_forward",
@@ -44,6 +47,9 @@ __all__ = [
     "tied_members",
     "units_of",
 ]
+
+
+_FIRST_CALL = "_fsdp_first_call"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +196,42 @@ def forget_views(unit: FullyShardedDataParallel) -> None:
             view = module.__dict__.get(name)
             if view is not None:
                 module.__dict__[name] = view.data
+
+
+def reduce_unused(unit: FullyShardedDataParallel) -> None:
+    """Let a unit take part in the reduction of its gradients also where this rank has used none of its parameters.
+
+    FSDP1 reduces when the flat parameter gets a gradient. A rank whose backward pass goes through the unit and meets no
+    parameter of it would leave the other ranks waiting, or exchange the next unit's gradients with them.
+    """
+    if handle_of(unit) is not None:
+        unit.register_forward_pre_hook(_note_first_call)
+        unit.register_forward_hook(_reduce_when_passed, with_kwargs=True)
+
+
+def _note_first_call(unit: FullyShardedDataParallel, args: Any) -> None:
+    # to the first call of a forward pass a backward pass comes last; there is a hook at the flat parameter from then on
+    unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
+
+
+def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
+    handle = handle_of(unit)
+    if torch.is_grad_enabled() and handle.flat_param.requires_grad and unit.__dict__[_FIRST_CALL]:
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad]
+        if inputs:
+            register_multi_grad_hook(inputs, partial(_reduce_nothing, unit, handle))
+
+
+@torch.no_grad()
+def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None:
+    flat = handle.flat_param
+    # the backward pass has come to what the unit returned, and to none of its parameters
+    if handle._training_state != HandleTrainingState.BACKWARD_PRE or not unit._sync_gradients:
+        return
+    if flat.grad is None:  # or else of the micro-batches before
+        dtype = handle._fwd_bwd_param_dtype
+        flat.grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
+    _post_backward_hook(unit, handle, flat)
 
 
 def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending: list[Pending]) -> None:

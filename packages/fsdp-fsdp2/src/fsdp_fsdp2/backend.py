@@ -37,6 +37,7 @@ from fsdp_core.wrapping import (
 )
 from fsdp_fsdp2.torch_private import (
     Gathering,
+    UnusedParameters,
     finish_backward,
     set_unreduced_gradients,
     take_unfrozen,
@@ -70,6 +71,7 @@ class FSDP2Backend(Backend):
     _interrupted: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
     _units: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[FSDPModule]]] = weakref.WeakKeyDictionary()
     _gathering: ClassVar[weakref.WeakKeyDictionary[nn.Module, Gathering]] = weakref.WeakKeyDictionary()
+    _unused: ClassVar[weakref.WeakKeyDictionary[nn.Module, UnusedParameters]] = weakref.WeakKeyDictionary()
     _shards: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]]] = weakref.WeakKeyDictionary()
 
     def __init__(
@@ -153,6 +155,7 @@ class FSDP2Backend(Backend):
             self._replicated[module] = ReplicatedParameters(in_order, module, self.runtime)
         self._units[module] = weakref.WeakSet(_fsdp(unit) for unit in (*units, module))
         self._gathering[module] = Gathering(self._units[module])
+        self._unused[module] = UnusedParameters([_fsdp(unit) for unit in (*units, module)], self.runtime)
         if compute is not None:
             module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
         self._shards[module] = dict(module.named_parameters())
@@ -199,6 +202,7 @@ class FSDP2Backend(Backend):
             parameter.requires_grad_(shards[name].requires_grad)
 
     def reset(self, module: nn.Module) -> None:
+        self._unused[module].forget()
         reset = getattr(module, "reset_iter_state", None)
         if reset is not None:
             reset()

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["Gathering", "finish_backward", "set_unreduced_gradients", "take_unfrozen", "unreduced_gradients"]
+from fsdp_core.runtime import Runtime
+
+__all__ = [
+    "Gathering",
+    "UnusedParameters",
+    "finish_backward",
+    "set_unreduced_gradients",
+    "take_unfrozen",
+    "unreduced_gradients",
+]
 
 
 class Gathering:
@@ -30,6 +42,113 @@ class Gathering:
             group = ref()
             if group is not None and not group.is_sharded:
                 group.reshard()
+
+
+class UnusedParameters:
+    """Lets ranks use different parameters of one unit, as experts of a layer, and keeps their gradients right.
+
+    ``fully_shard`` reduces together those gradients of a unit that this rank has. Where ranks have gradients of
+    different parameters, what they reduce is not the same: one parameter's gradient is added to another's if the sizes
+    agree, and gloo aborts the process if they don't. So a parameter without a gradient takes part with one of zeros, in
+    every unit that the backward pass has reached. One that no rank has used has none afterwards, as in plain torch:
+    ranks compare what they have used once a backward pass, on the host.
+
+    torch 2.13 can fill up with zeros too (``set_reduce_scatter_unused_params``); it leaves them to the optimizer, where
+    weight decay and momentum act on what nobody has used.
+
+    Args:
+        units: The units, the root last; in the same order on every rank. They are not kept alive.
+        runtime: The ranks.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._index: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._filled: dict[int, tuple[nn.Parameter, bool]] = {}
+        self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._groups = [weakref.ref(group) for unit in units for group in _groups(unit)]
+        for group in filter(None, (ref() for ref in self._groups)):
+            for parameter in group.fsdp_params:
+                self._index[parameter] = len(self._index)
+            group.pre_forward = partial(_count_first, weakref.ref(self), weakref.ref(group))
+            group.post_backward = partial(_fill_first, weakref.ref(self), weakref.ref(group))
+        self._count = len(self._index)
+        state: Any = units[-1]._get_fsdp_state()
+        state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
+
+    def count(self, group: Any) -> None:
+        """Note that a unit is called: a backward pass comes to it as often."""
+        self._calls[group] = self._calls.get(group, 0) + torch.is_grad_enabled()
+
+    def fill(self, group: Any) -> None:
+        """Give what this rank has not used gradients of zeros, if the backward pass has come to the unit."""
+        reached = group._training_state.name == "PRE_BACKWARD"
+        self._calls[group] = calls_left = self._calls.get(group, 0) - reached
+        if not group.reduce_grads:
+            return
+        trainable = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.sharded_param.requires_grad]
+        without = [p for p in trainable if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None]
+        # autograd adds up a gradient over all calls of a unit, and hands it over at the last one that it comes to
+        if len(without) == len(trainable) and (calls_left > 0 or not reached):
+            return
+        for parameter in trainable if self._filled else ():
+            if parameter not in without:
+                self._filled.pop(self._index[parameter], None)
+        for parameter in without:
+            parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+            shard = parameter.sharded_param
+            self._filled.setdefault(self._index[parameter], (shard, shard.grad is None))
+        # those of earlier micro-batches are in the dtype of the reduction, and all must be in one
+        dtypes = {p.unsharded_accumulated_grad.dtype for p in trainable if p.unsharded_accumulated_grad is not None}
+        for parameter in trainable if dtypes else ():
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad.to(next(iter(dtypes)))
+                parameter._unsharded_param.grad = None
+
+    def agree(self) -> None:
+        """Take back the gradients of what no rank has used. All ranks must call it after each backward pass."""
+        filled = self._filled
+        self.forget()
+        groups = (ref() for ref in self._groups)
+        if not any(group is not None and group.reduce_grads for group in groups):
+            return
+        used = torch.ones(self._count, dtype=torch.uint8)
+        used[list(filled)] = 0
+        if self._runtime.world_size > 1:
+            # on the host, or the step would wait for the device; where only the device's library can, there
+            on_host = self._runtime.device.type == "cpu" or "cpu" in dist.get_backend_config()
+            used = self._runtime.all_reduce(used if on_host else used.to(self._runtime.device), "max").cpu()
+        for index, (shard, had_none) in filled.items():
+            if had_none and not used[index]:
+                shard.grad = None
+
+    def forget(self) -> None:
+        """Begin anew, whatever an exception has interrupted."""
+        self._calls.clear()
+        self._filled = {}
+
+
+def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> Any:
+    group, counting = of(), unused()
+    if counting is not None:
+        counting.count(group)
+    return type(group).pre_forward(group, *args)
+
+
+def _fill_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
+    group, filling = of(), unused()
+    if group is not None:
+        if filling is not None:
+            filling.fill(group)
+        type(group).post_backward(group, *args)
+
+
+def _agree_last(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any]) -> None:
+    state, agreeing = of(), unused()
+    if state is not None:
+        type(state)._root_post_backward_final_callback(state)
+        if agreeing is not None:
+            agreeing.agree()
 
 
 def finish_backward(root: FSDPModule) -> None:

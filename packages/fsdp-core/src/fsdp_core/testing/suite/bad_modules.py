@@ -14,11 +14,14 @@ from torch import nn
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import root_of
 from fsdp_core.testing.suite.bad_options import set_up
-from fsdp_core.testing.suite.clauses import Clauses, requires
+from fsdp_core.testing.suite.clauses import Clauses, requires, with_options
+from fsdp_core.testing.suite.numbers import options_id
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.wrapping import describe_policy
 
 __all__ = ["BadModulesSuite", "refused_setup"]
 
@@ -38,11 +41,11 @@ def _without_parameters(strategy: str, tmp: str) -> list[str]:
     ]
 
 
-def _on_other_terms(strategy: str, tmp: str) -> str:
+def _on_other_terms(strategy: str, tmp: str, options: dict[str, Any]) -> str:
     lit = Lit()
     new_trainer(tmp, strategy).fit(lit, loader(1, 1))
     lit.losses.clear()
-    return refusal(ShardingError, lambda: set_up(strategy, tmp, "trainer", lit, {"cpu_offload": True}))
+    return refusal(ShardingError, lambda: set_up(strategy, tmp, "trainer", lit, options))
 
 
 def _hooked(fabric: Fabric, path: str) -> None:
@@ -126,10 +129,21 @@ class BadModulesSuite(Clauses):
         for message, name in zip(told, ["NoParameters", "Tanh"], strict=True):
             assert_says(message, f"{name} has no parameters", "configure_model", "strategy='ddp'")
 
-    @requires(Capability.CPU_OFFLOAD)
-    def test_module_sharded_on_other_terms(self, ranks: Ranks, tmp_path: Path) -> None:
-        (told,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path))
-        assert_says(told, "cpu_offload False, now True", "Use the same options", "build the module anew")
+    @pytest.mark.parametrize(
+        "options",
+        [
+            with_options({"cpu_offload": True}),
+            with_options({"auto_wrap_policy": None}),
+            with_options({"activation_checkpointing_policy": {Block}}),
+        ],
+        ids=options_id,
+    )
+    def test_module_sharded_on_other_terms(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+        """Any option that a sharded module can't follow is named, with what it was and what it is."""
+        (told,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path), options)
+        ((name, value),) = options.items()
+        now = value if isinstance(value, bool) else describe_policy(value)
+        assert_says(told, f"{name} ", f", now {now!r}", "Use the same options", "build the module anew")
 
     def test_two_dtypes_in_a_unit(self, ranks: Ranks, tmp_path: Path) -> None:
         """Refused, or each parameter keeps its own dtype."""

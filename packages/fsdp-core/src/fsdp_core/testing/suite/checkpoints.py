@@ -36,13 +36,16 @@ def two_epochs(
 ) -> dict[str, Any]:
     """Fit epochs of two steps, from a checkpoint or to one; the losses, and the whole state at the end."""
     module = Lit(optimizer)
+    names = _spoil_buffers(module) if resume else set(module.state_dict())
     run = new_trainer(tmp, strategy, world_size, options, max_epochs=max_epochs)
     run.fit(module, loader(2, world_size), ckpt_path=resume)
     if save:
         run.save_checkpoint(save)
+    model = full_state(run.strategy)
+    assert set(model) == names, "of what a module holds, a part is not in its state"
     return {
         "losses": means(module.losses),
-        "model": full_state(run.strategy),
+        "model": model,
         "optimizer": full_optimizer_state(run.strategy, run.optimizers[0]),
     }
 
@@ -52,13 +55,23 @@ def loaded(
 ) -> dict[str, Any]:
     """What a checkpoint of the first epoch restores, before any step."""
     module = Lit(optimizer)
+    names = _spoil_buffers(module)
     run = new_trainer(tmp, strategy, world_size, options, max_epochs=1)
     run.fit(module, loader(2, world_size), ckpt_path=path)  # the epoch is done already: nothing is trained
     assert not module.losses
+    model = full_state(run.strategy)
+    assert set(model) == names, "of what a module holds, a part is not in its state"
     return {
-        "model": full_state(run.strategy),
+        "model": model,
         "optimizer": full_optimizer_state(run.strategy, run.optimizers[0]),
     }
+
+
+def _spoil_buffers(module: torch.nn.Module) -> set[str]:
+    """Give buffers values that only a checkpoint can put right; the names of all that is in the module's state."""
+    for buffer in module.buffers():
+        buffer.zero_()
+    return set(module.state_dict())
 
 
 def oracle_epochs(optimizer: str) -> list[float]:

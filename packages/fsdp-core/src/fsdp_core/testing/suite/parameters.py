@@ -209,12 +209,16 @@ class ParametersSuite(Clauses):
     @requires(Capability.CLIP_BY_NORM)
     @precisions("32-true", "bf16-mixed", "16-mixed", "bf16-true")
     def test_batch_norm(self, ranks: Ranks, precision: str) -> None:
-        want, _ = oracle.train_plain(3, oracle.momentum, net=Normed())
+        want, want_state = oracle.train_plain(3, oracle.momentum, net=Normed())
         (losses, state), (others, other_state) = ranks.run(2, _batch_norm, self.strategy, precision)
         tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
         assert losses == others
         assert losses == pytest.approx(want, rel=tolerance, abs=tolerance)
         assert torch.equal(state["norm.weight"], other_state["norm.weight"])
+        assert state.keys() == want_state.keys()
+        assert state["norm.num_batches_tracked"] == 3
+        for name in ("norm.running_mean", "norm.running_var"):
+            torch.testing.assert_close(state[name].float(), want_state[name], atol=tolerance, rtol=tolerance, msg=name)
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_extra_state_and_persistent_metrics_are_restored(self, ranks: Ranks, tmp_path: Path) -> None:

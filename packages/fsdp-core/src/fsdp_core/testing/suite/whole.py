@@ -6,6 +6,7 @@ from fsdp_core.testing.suite.async_saves import AsyncSavesSuite
 from fsdp_core.testing.suite.bad_checkpoints import BadCheckpointsSuite
 from fsdp_core.testing.suite.bad_modules import BadModulesSuite
 from fsdp_core.testing.suite.bad_options import BadOptionsSuite
+from fsdp_core.testing.suite.branches import BranchesSuite
 from fsdp_core.testing.suite.broken_elsewhere import BrokenElsewhereSuite
 from fsdp_core.testing.suite.capabilities import CapabilitiesSuite
 from fsdp_core.testing.suite.checkpoints import CheckpointsSuite
@@ -35,6 +36,7 @@ class StrategySuite(
     CapabilitiesSuite,
     ShardsSuite,
     ParametersSuite,
+    BranchesSuite,
     PrecisionSuite,
     OptimizersSuite,
     LoopsSuite,

@@ -1,0 +1,110 @@
+"""Ranks that use different parameters of one unit: each gradient is the mean over all ranks all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fsdp_core
+from fsdp_core.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FEATURES, Trained
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires
+from fsdp_core.testing.suite.numbers import assert_same
+from fsdp_core.testing.suite.parameters import own_share
+from fsdp_core.testing.training import means, new_fabric
+
+__all__ = ["BranchesSuite"]
+
+#: What a rank sends its rows through, one after the other.
+Way = tuple[str, ...]
+
+#: By case, what each of two ranks does in each micro-batch. The layer is called by both each time, as a unit must be.
+WAYS: dict[str, Sequence[tuple[Way, Way]]] = {
+    "unused on one rank": [(("first", "second"), ("first",))] * 2,
+    "unused on all ranks": [(("first",), ("first",))] * 2,
+    "used twice on one rank": [(("first", "first", "second"), ("first", "second"))] * 2,
+    "nothing used on one rank": [((), ("first", "second")), (("first",), ())],
+    "an expert for each rank": [(("first",), ("second",)), (("second",), ("first",))],
+}
+
+
+class Layer(nn.Module):
+    """A unit with experts, of which a forward pass uses those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, FEATURES))
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        for expert in way:
+            x = x + torch.tanh(self.get_submodule(expert)(x)) * self.scale
+        return x
+
+
+class Routed(nn.Module):
+    """A layer that ranks use differently, between two that they use alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with oracle.seeded(1):
+            self.inp, self.out = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+            self.layer = fsdp_core.wrap(Layer())
+
+    def forward(self, x: Tensor, way: Way) -> Any:
+        return self.out(self.layer(self.inp(x), way))
+
+
+def _plain(case: str, accumulate: int) -> Trained:
+    """In one process, each rank's rows on the rank's way."""
+    net = Routed()
+    optimizer = oracle.sgd(net)
+    losses = []
+    for i, ((x, y), ways) in enumerate(zip(oracle.global_batches(len(WAYS[case])), WAYS[case], strict=True)):
+        each = [mse_loss(net(x[rank::2], way), y[rank::2]) for rank, way in enumerate(ways)]
+        loss = torch.stack(each).mean()
+        losses.append(loss.item())
+        loss.backward()
+        if (i + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+
+def _sharded(strategy: str, case: str, accumulate: int) -> Trained:
+    fabric = new_fabric(strategy)
+    net = Routed()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    losses = []
+    for i, (batch, ways) in enumerate(zip(oracle.global_batches(len(WAYS[case])), WAYS[case], strict=True)):
+        x, y = own_share(fabric, batch)
+        stepping = (i + 1) % accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not stepping):
+            loss = mse_loss(model(x, ways[fabric.global_rank]), y)
+            losses.append(loss.detach())
+            fabric.backward(loss)
+        if stepping:
+            optimizer.step()
+            optimizer.zero_grad()
+    return means(losses), full_state(fabric.strategy)
+
+
+class BranchesSuite(Clauses):
+    """Which parameters a rank uses is its own affair, within a unit that all ranks call."""
+
+    @on_ranks("processes", "threads")
+    @pytest.mark.parametrize(
+        "accumulate",
+        [1, pytest.param(2, marks=requires(Capability.GRADIENT_ACCUMULATION))],
+        ids=["each step", "accumulated"],
+    )
+    @pytest.mark.parametrize("case", WAYS)
+    def test_ranks_use_different_parameters(self, ranks: Ranks, case: str, accumulate: int) -> None:
+        assert_same(ranks.run(2, _sharded, self.strategy, case, accumulate), _plain(case, accumulate))
