@@ -418,6 +418,14 @@ class LoadsThenChecks(LoopbackBackend):
         super().load_model_state(module, state, strict, check_only=check_only)
 
 
+@backend("terms_forgotten")
+class WithoutTerms(LoopbackBackend):
+    """Goes on with a sharded module whatever it is asked for."""
+
+    def terms(self) -> dict[str, Any]:
+        return {}
+
+
 # -- leftovers ---------------------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ FAULTS = (
     "gradients_not_restored",
     "strict_ignored",
     "changed_before_check",
+    "terms_forgotten",
     # leftovers
     "group_left_open",
     "thread_left_running",
