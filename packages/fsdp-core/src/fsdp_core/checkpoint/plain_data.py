@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.chunks import ChunkedTensor
 from fsdp_core.checkpoint.dtypes import dtype_name
+from fsdp_core.checkpoint.json_text import MAX_DIGITS
 from fsdp_core.checkpoint.named_code import find_named_code
 from fsdp_core.checkpoint.sources import TensorSource
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
@@ -40,6 +41,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 _ALL_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _SHOWN = 20
+_LARGEST = 10**MAX_DIGITS - 1
 
 
 def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
@@ -83,6 +85,8 @@ class _Encoder:
 
     def encode(self, value: Any, keys: Keys) -> Any:
         if value is None or type(value) in (bool, int, str):
+            if type(value) is int and abs(value) > _LARGEST:
+                return self._too_long(keys)
             return value
         if isinstance(value, (Tensor, ChunkedTensor)):  # most of a state; the other kinds take longer to ask for
             return self._leaf(value, keys)
@@ -95,6 +99,9 @@ class _Encoder:
             finally:
                 self._inside.discard(id(value))
         return self._leaf(value, keys) if isinstance(value, TensorSource) else self._scalar(value, keys)
+
+    def _too_long(self, keys: Keys) -> None:
+        return self.refuse(keys, f"an integer of more than {MAX_DIGITS} digits; save it as a string or as bytes")
 
     def _leaf(self, value: TensorLeaf, keys: Keys) -> Any:
         try:
@@ -134,12 +141,12 @@ class _Encoder:
         return [self.encode(item, (*keys, str(index))) for index, item in enumerate(value)]
 
     def _pairs(self, value: Mapping[Any, Any], keys: Keys) -> list[Any]:
-        return [[self._key(key, keys), self.encode(item, (*keys, str(key)))] for key, item in value.items()]
+        return [[self._key(key, keys), self.encode(item, (*keys, _shown(key)))] for key, item in value.items()]
 
     def _key(self, key: Any, keys: Keys) -> Any:
         if isinstance(key, (Tensor, ChunkedTensor, TensorSource)):
             return self.refuse(keys, "a tensor can't be a key or a member of a set; use tensor.item() or its name")
-        return self.encode(key, (*keys, str(key)))
+        return self.encode(key, (*keys, _shown(key)))
 
     def _scalar(self, value: Any, keys: Keys) -> Any:
         numpy = sys.modules.get("numpy")
@@ -161,6 +168,8 @@ class _Encoder:
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
         for kind, tag, write in _SCALARS:
             if isinstance(value, kind):
+                if isinstance(value, int) and abs(value) > _LARGEST:
+                    return self._too_long(keys)
                 return write(value) if tag is None else {tag: write(value)}
         return self.refuse(keys, f"{_type(value)} is neither plain data nor a tensor; {_remedy(value)}")
 
@@ -183,6 +192,13 @@ _SCALARS: list[tuple[type, str | None, Callable[[Any], Any]]] = [
     (torch.dtype, "$dtype", dtype_name),
     (torch.device, "$device", str),
 ]
+
+
+def _shown(key: Any) -> str:
+    try:
+        return str(key)
+    except ValueError:  # an integer in it is too long
+        return type(key).__name__
 
 
 def _type(value: Any) -> str:
