@@ -10,6 +10,7 @@ import resource
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from checkpoint_ranks import started
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, remove, save, verify
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, is_checkpoint, load_state_dict, remove, save, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -303,7 +304,11 @@ def test_what_this_user_may_not_read_is_not_called_damaged(open_path: Path) -> N
     reads: dict[Path, dict[Callable[..., Any], str]] = {
         file: {verify: str(file), load_state_dict: str(file)},
         path / "model": {verify: str(file), load_state_dict: str(file)},
-        path / "manifest.json": {verify: str(path), load_state_dict: str(path)},
+        path / "manifest.json": {
+            **dict.fromkeys((verify, load_state_dict), str(path)),
+            **dict.fromkeys((remove, imported, is_checkpoint), str(path / "manifest.json")),
+            partial(save_value, value=2.0): str(path / "manifest.json"),
+        },
         path.parent: {verify: str(path), load_state_dict: str(path), imported: str(path)},
         open_path / "old.pt": {imported: str(open_path / "old.pt")},
     }

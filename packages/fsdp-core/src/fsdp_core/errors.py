@@ -19,7 +19,6 @@ __all__ = [
     "StrategyUnavailableError",
     "UnknownStrategyError",
     "UnsupportedCapabilityError",
-    "printable",
 ]
 
 

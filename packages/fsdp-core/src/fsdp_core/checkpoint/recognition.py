@@ -7,7 +7,7 @@ import re
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.manifest import FORMAT, MANIFEST, Manifest
-from fsdp_core.checkpoint.remedies import remedy
+from fsdp_core.checkpoint.remedies import remedy, unreadable
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["holds_manifest", "is_checkpoint", "is_folder", "is_ours", "read_manifest"]
@@ -103,6 +103,9 @@ def is_checkpoint(path: StrPath) -> bool:
 
     Returns:
         ``True`` where a folder with a manifest of this format is; its tensors are not looked at.
+
+    Raises:
+        CheckpointFormatError: There is a manifest that this user may not read.
     """
     return holds_manifest(open_folder(path))
 
@@ -115,5 +118,7 @@ def holds_manifest(folder: Folder) -> bool:
         # A manifest begins with the format's name; parsing all tensors is not needed to know.
         beginning = folder.read(MANIFEST, 0, 256).decode(errors="replace")
         return re.match(rf'\s*{{\s*"format"\s*:\s*"{FORMAT}"', beginning) is not None
+    except PermissionError as error:
+        raise unreadable(folder.path(MANIFEST), error) from error
     except (OSError, CheckpointFormatError):
         return False
