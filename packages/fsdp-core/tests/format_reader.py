@@ -17,7 +17,7 @@ import xxhash
 
 __all__ = ["Checkpoint", "canonical", "checksum"]
 
-MAX_BYTES, MAX_HEADER_BYTES, MAX_NUMBER = 2**30, 100_000_000, 2**53 - 1
+MAX_BYTES, MAX_HEADER_BYTES, MAX_NUMBER = 2**28, 100_000_000, 2**53 - 1
 # The names in the manifest and in a safetensors header, and how numpy reads the elements.
 DTYPES = {
     "float64": ("F64", "<f8"), "float32": ("F32", "<f4"), "float16": ("F16", "<f2"), "bfloat16": ("BF16", "<u2"),

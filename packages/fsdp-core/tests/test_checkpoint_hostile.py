@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 
 import hostile_reads
 from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_small, state_file
-from fsdp_core.checkpoint import load, load_state_dict, save, verify
+from fsdp_core.checkpoint import json_text, load, load_state_dict, save, verify
 from fsdp_core.checkpoint.coverage import find_fault
-from fsdp_core.errors import CheckpointFormatError
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.runtime import ProcessGroupRuntime
 
 pytestmark = pytest.mark.timeout(120)
@@ -166,6 +167,10 @@ REFUSED: dict[str, Callable[[Path], object]] = {
     ),
     "a deep manifest": lambda f: replace_by(f / "manifest.json", b'{"format": "fsdp-checkpoint", "a": ' + b"[" * DEEP),
     "a deep state": lambda f: write_state(f, '{"a":' * DEEP + "1" + "}" * DEEP),
+    "an integer of 5000 digits": lambda f: write_state(f, '{"a": 1' + "0" * 5000 + "}"),
+    "an integer of 5000 digits in the manifest": lambda f: replace_by(
+        f / "manifest.json", b'{"format": "fsdp-checkpoint", "format_version": 1' + b"0" * 5000 + b"}"
+    ),
     "deep tuples": lambda f: write_state(f, '{"a":' + '{"$tuple":[' * DEEP + "]}" * DEEP + "}"),
     "deep sets": lambda f: write_state(f, '{"a":' + '{"$frozenset":[' * 900 + "]}" * 900 + "}"),
     "the same tensor a thousand times": lambda f: write_state(
@@ -346,3 +351,54 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path) -> None:
 def test_plain_data_that_does_not_fit_is_refused(folder: Path, content: str) -> None:
     write_state(folder, content)
     refused(folder, "state")
+
+
+SMALL: dict[str, Callable[[Path, str], object]] = {
+    "manifest": lambda f, text: replace_by(f / "manifest.json", f'{{"format": "fsdp-checkpoint", {text}}}'.encode()),
+    "plain data": lambda f, text: write_state(f, f"{{{text}}}"),
+}
+
+
+@pytest.mark.parametrize("what", SMALL)
+def test_json_that_would_fill_the_memory_is_not_parsed(folder: Path, what: str) -> None:
+    SMALL[what](folder, '"a": [' + "{}," * (json_text.MAX_CONTAINERS + 1) + "0]")  # 25 MB, which become 600
+    tracemalloc.start()
+    try:
+        refused(folder, "lists and objects, and none holds more than 8388608")
+        assert tracemalloc.get_traced_memory()[1] < 150 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_files_of_json_beyond_the_limit_are_not_read(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", json_text.MAX_JSON_BYTES + 1)  # holes
+    refused(folder, f"it has {2**28 + 1} bytes, and no manifest is larger than {2**28}")
+
+
+def test_what_readers_would_refuse_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (10**4300, {10**4300: 1}, [{"a": (-(10**4300),)}]):
+        with pytest.raises(CheckpointValueError, match="an integer of more than 4300 digits; save it as a string"):
+            save_small(tmp_path / "a", {"model": {"w": torch.ones(1)}, "data": value})
+    monkeypatch.setattr(json_text, "MAX_CONTAINERS", 30)
+    with pytest.raises(
+        CheckpointValueError, match="can't save this plain data, for readers would refuse it: it holds 42"
+    ):
+        save_small(tmp_path / "a", {"model": {"w": torch.ones(1)}, "data": [[]] * 38})
+    monkeypatch.setattr(json_text, "MAX_CONTAINERS", 100)
+    with pytest.raises(CheckpointValueError, match="a checkpoint of 40 chunks, for readers would refuse its manifest"):
+        save_small(tmp_path / "a", {"model": {f"w{i}": torch.ones(()) for i in range(40)}})
+    assert not (tmp_path / "a").exists()
+
+
+def test_no_message_reaches_a_terminal_raw(folder: Path) -> None:
+    evil = "\x1b[2J\x9b31m\u202e"
+    rewrite(folder, lambda content: content["files"].update({evil: {"size": 1, "checksum": "xxh3:" + "0" * 16}}))
+    with pytest.raises(CheckpointFormatError) as error:
+        load(folder)
+    rewrite(folder, lambda content: content["files"].pop(evil))
+    rewrite(folder, lambda content: content["files"].update({evil[4:]: {"size": 1, "checksum": "xxh3:" + "0" * 16}}))
+    with pytest.raises(CheckpointFormatError, match="is missing") as other:
+        load(folder)
+    for told in (str(error.value), str(other.value)):
+        assert "31m" in told
+        assert all(line.isprintable() for line in told.split("\n")), told

@@ -83,7 +83,7 @@ def test_what_is_there_already(tmp_path: Path) -> None:
     own = run(new, tmp_path / "again")
     assert "is a checkpoint of this format already" in own.stderr
     itself = run(tmp_path / "a.pt", tmp_path / "a.pt", "--overwrite")
-    assert "is the source itself" in itself.stderr
+    assert "is the checkpoint that is to be read: choose another path to write to" in itself.stderr
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine.txt").write_text("mine")
     foreign = run(tmp_path / "a.pt", tmp_path / "folder", "--overwrite")

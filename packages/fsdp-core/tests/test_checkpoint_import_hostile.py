@@ -10,6 +10,7 @@ import io
 import os
 import pathlib
 import pickle
+import random
 import re
 import sys
 import types
@@ -24,11 +25,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from fsdp_core.checkpoint import load
+from fsdp_core.checkpoint import load, load_state_dict
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.checkpoint.importing.plain import PlainReader
 from fsdp_core.checkpoint.importing.unpickling import unpickle
-from fsdp_core.errors import CheckpointError, CheckpointFormatError, CheckpointValueError
+from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -301,3 +302,185 @@ def test_a_path_that_leads_to_nothing(tmp_path: Path) -> None:
     plain_ckpt(tmp_path / "old", hyper_parameters={"lr": 1})
     with pytest.raises(CheckpointValueError, match=r"nothing to drop at 'hyper_parameters/lx'.*holds: model, hyper"):
         import_checkpoint(tmp_path / "old", tmp_path / "new", drop=["hyper_parameters/lx"])
+
+
+# -- what is small and would become large ------------------------------------------------------------------------------
+
+
+def without_end(*shape: int) -> torch.Tensor:
+    """One element, again and again."""
+    return torch.ones(1).expand(*shape)
+
+
+def piece_without_end(folder: Path) -> None:
+    """A checkpoint of torch's whose one tensor claims to be of 2**50 elements, as does the piece that it is in."""
+    saved_by_torch(folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["model.w"]
+    entry.size = entry.chunks[0].sizes = torch.Size((2**50,))
+    entry.chunks[0].offsets = torch.Size((0,))
+    blob = io.BytesIO()
+    torch.save(without_end(2**50), blob)
+    ((index, place),) = metadata.storage_data.items()
+    place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
+    metadata.storage_data = {type(index)(fqn="model.w", offset=torch.Size((0,))): place}
+    (folder / "bad.distcp").write_bytes(blob.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+LARGE: dict[str, Callable[[Path], None]] = {
+    "a model's": lambda path: torch.save({"model": {"w": without_end(2**50)}}, path),
+    "in two dimensions": lambda path: torch.save({"model": {"w": torch.ones(9).expand(2**40, 9)}}, path),
+    "over one another": lambda path: torch.save({"model": {"w": torch.ones(2**13).unfold(0, 2**12, 1)}}, path),
+    "an optimizer's": lambda path: plain_ckpt(
+        path, optimizer={"state": {0: {"m": without_end(2**25)}}, "param_groups": [{"params": [0]}]}
+    ),
+    "of plain data": lambda path: plain_ckpt(path, callbacks={"best": without_end(2**50)}),
+    "many": lambda path: plain_ckpt(path, callbacks=[without_end(2**16 + i) for i in range(200)]),
+    "a piece": piece_without_end,
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_tensors_that_would_fill_the_disk(tmp_path: Path, kind: str) -> None:
+    LARGE[kind](tmp_path / "old")
+    with pytest.raises(
+        CheckpointError, match=r"than 16 times the bytes that are stored of them|no room for it"
+    ) as error:
+        import_checkpoint(tmp_path / "old", tmp_path / "new")
+    assert str(tmp_path / "old") in str(error.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_expanded_and_tied_tensors_are_still_imported(tmp_path: Path) -> None:
+    block = torch.ones(2**17)
+    torch.save(
+        {"model": {"mask": without_end(1, 1, 512, 512), **{f"blocks.{i}.w": block for i in range(64)}}},
+        tmp_path / "old",
+    )
+    import_checkpoint(tmp_path / "old", tmp_path / "new")
+    weights = load_state_dict(tmp_path / "new")
+    assert weights["mask"].shape == (1, 1, 512, 512)
+    assert len(weights) == 65
+    assert sum(file.stat().st_size for file in (tmp_path / "new").rglob("*") if file.is_file()) < 2**21
+
+
+def test_the_same_bytes_under_many_names(tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    dcp.save({"model": {f"w{i}": torch.ones(64, 64) for i in range(9)}}, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = min(metadata.storage_data.values(), key=lambda place: place.offset)
+    os.truncate(folder / place.relative_path, place.length)
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, place)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFormatError, match="the metadata finds more in it, the same ones for several names"):
+        import_checkpoint(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_integers_without_end(tmp_path: Path) -> None:
+    for i, value in enumerate((2**80_000, {2**80_000: 1}, [(1, (2**80_000,))])):
+        plain_ckpt(tmp_path / f"{i}.pt", data=value)
+        with pytest.raises(
+            CheckpointFormatError, match=rf"{i}\.pt can't be read .* an integer of more than 4300 digits"
+        ):
+            import_checkpoint(tmp_path / f"{i}.pt", tmp_path / "new")
+    plain_ckpt(tmp_path / "a.pt", data=-(10**4300) + 1)
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "new")
+    assert load(tmp_path / "new")["data"] == -(10**4300) + 1
+
+
+def test_ranks_without_end(tmp_path: Path) -> None:
+    metadata = {"rank": 0, "world_size": 2**60, "shard_info": {}, "flatten_info": {}}
+    (tmp_path / "old").mkdir()
+    torch.save({"model": {"_fsdp_shard_0": torch.ones(1)}, "shard_metadata": metadata}, tmp_path / "old" / "a.pth")
+    with pytest.raises(CheckpointFormatError, match=f"old lacks the shards of rank 1, 2, .*, 20 of {2**60}"):
+        import_checkpoint(tmp_path / "old", tmp_path / "new")
+
+
+def test_a_header_as_large_as_the_file_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    with (tmp_path / "old" / "model.safetensors").open("wb") as file:
+        file.write((2**36 - 8).to_bytes(8, "little") + b"{")
+        file.truncate(2**36)  # a file of holes
+    with pytest.raises(CheckpointFormatError, match="a header of 68719476728 bytes does not fit"):
+        import_checkpoint(tmp_path / "old", tmp_path / "new")
+
+
+# -- where it goes, and what is said -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", ["old/new", "old", "old/../old/a/b", "."])
+def test_nothing_is_written_into_the_source(tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved_by_torch(tmp_path / "old")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointExistsError, match=r"choose (another path|a path outside of it)"):
+        import_checkpoint("old", out, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def hole(folder: Path) -> None:
+    """A tensor of torch's checkpoint that is larger than what is there of it."""
+    saved_by_torch(folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.w"].size = torch.Size((9, 2))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+WRONG: dict[str, Callable[[Path], object]] = {
+    "deep": lambda path: plain_ckpt(path, data=nested(400)),
+    "a name twice": lambda path: torch.save({"w": torch.ones(2), "_orig_mod.w": torch.ones(2)}, path),
+    "another optimizer": lambda path: plain_ckpt(
+        path, optimizer={"state": {0: {"m": torch.ones(7)}}, "param_groups": [{"params": [0]}]}
+    ),
+    "no optimizer": lambda path: torch.save(
+        {"state_dict": {"w": torch.ones(2)}, "optimizer_states": [3], "pytorch-lightning_version": "2.6.6"}, path
+    ),
+    "no model": lambda path: torch.save({"a": 1}, path),
+    "a hole": hole,
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_errors_name_the_source(tmp_path: Path, what: str) -> None:
+    WRONG[what](tmp_path / "old")
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "old"))):
+        import_checkpoint(tmp_path / "old", tmp_path / "new")
+
+
+def changed(data: bytes, draw: random.Random) -> bytes:
+    """A pickle with a few bytes that are others, or taken from elsewhere in it."""
+    content = bytearray(data)
+    for _ in range(draw.randrange(1, 4)):
+        at, length = draw.randrange(len(content)), draw.randrange(1, 9)
+        start = draw.randrange(len(content))
+        new = content[start : start + length] if draw.random() < 0.5 else bytes([draw.randrange(256)])
+        content[at : at + (0 if draw.random() < 0.2 else len(new))] = new
+    return bytes(content)
+
+
+def test_whatever_is_changed_ends_in_one_of_our_errors(tmp_path: Path) -> None:
+    """Whatever is changed in a file's or a folder's pickle: it is imported, or one of our errors says what is wrong."""
+    state = {"model": {"w": torch.ones(2, 2), "b": torch.ones(2)}, "list": [1, {"a": (None, 2.5)}], "epoch": 3}
+    torch.save({**state, "pytorch-lightning_version": "2.6.6", "state_dict": state["model"]}, tmp_path / "ckpt")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    metadata, refused = (tmp_path / "dcp" / ".metadata").read_bytes(), list[tuple[int, bool, str]]()
+    for seed in range(120):
+        draw, source = random.Random(seed), tmp_path / f"old-{seed}"
+        if seed % 2:
+            source.write_bytes((tmp_path / "ckpt").read_bytes())
+            rewritten(source, lambda data, draw=draw: changed(data, draw))  # type: ignore[misc]
+        else:
+            source = tmp_path / "dcp"
+            (source / ".metadata").write_bytes(changed(metadata, draw))
+        try:
+            import_checkpoint(source, tmp_path / f"new-{seed}")
+        except CheckpointError as error:
+            refused.append((seed, str(source) in str(error), str(error)))
+    assert len(refused) > 40
+    assert [told for told in refused if not told[1]] == []

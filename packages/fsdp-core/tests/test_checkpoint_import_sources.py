@@ -341,10 +341,11 @@ def test_shards_of_torch_xla(tmp_path: Path, world_size: int, flatten: bool, dim
 
 def test_real_shards_of_torch_xla(tmp_path: Path) -> None:
     """Two ranks of torch_xla 2.9, two wrapped modules, flattened, AdamW; and what torch_xla makes of them itself."""
+    (tmp_path / "old").mkdir()
     for file in REAL_XLA.glob("*.pth"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+        (tmp_path / "old" / file.name).write_bytes(file.read_bytes())
     expected = torch.load(REAL_XLA / "expected.pt", weights_only=True)
-    got = imported(tmp_path, tmp_path / "new")
+    got = imported(tmp_path / "old", tmp_path / "new")
     assert {name.partition("/")[2] for name in expected} == set(got["model"])
     for key, want in expected.items():
         part, _, name = key.partition("/")

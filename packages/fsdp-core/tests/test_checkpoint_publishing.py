@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,30 @@ def test_a_file_in_the_way_is_never_lost(tmp_path: Path, name: str, at: int, mon
     save_state(path, 3.0)
     assert value_of(path) == 3.0
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_what_others_have_put_into_the_folder_of_an_interrupted_save_stays(tmp_path: Path) -> None:
+    save_state(tmp_path / "last.ckpt", 1.0)
+    left, empty = (tmp_path / f"last.ckpt.{digit * 12}.partial" for digit in "ab")
+    for folder in (left, empty):
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "aaaaaaaaaaaa-rank-00000.safetensors").write_bytes(b"ours")
+        (folder / "state-aaaaaaaaaaaa.json").write_bytes(b"ours")
+    (left / "notes").mkdir()
+    (left / "notes" / "mine.txt").write_text("mine")
+    (left / "model" / "weights.bin").write_text("mine")
+    link, file = (tmp_path / f"last.ckpt.{digit * 12}.partial" for digit in "cd")
+    link.symlink_to(tmp_path / "elsewhere")
+    shutil.copytree(left, tmp_path / "elsewhere")
+    file.write_text("mine")
+    save_state(tmp_path / "last.ckpt", 2.0)
+    assert value_of(tmp_path / "last.ckpt") == 2.0
+    assert not empty.exists()
+    assert {str(path.relative_to(left)) for path in left.rglob("*") if path.is_file()} == {
+        "notes/mine.txt", "model/weights.bin"
+    }  # fmt: skip
+    assert len([path for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()]) == 4
+    assert (link.is_symlink(), file.read_text()) == (True, "mine")
 
 
 @pytest.mark.parametrize("make", [save_state, lambda path, _: Path(path).write_bytes(b"x"), lambda *_: None])

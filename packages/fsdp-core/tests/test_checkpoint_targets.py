@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
 import resource
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from checkpoint_ranks import started
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, remove, save, verify
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, is_checkpoint, load_state_dict, remove, save, verify
+from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.ranks import RankPool
@@ -291,6 +294,39 @@ def test_a_folder_that_this_user_may_not_write(open_path: Path, make: Callable[[
     assert everything(open_path) == before
     if make is a_checkpoint:
         assert value_of(path) == 1.0
+
+
+def test_what_this_user_may_not_read_is_not_called_damaged(open_path: Path) -> None:
+    path = open_path / "runs" / "c"
+    a_checkpoint(path)
+    (file,) = (path / "model").iterdir()
+    torch.save({"w": torch.ones(2)}, open_path / "old.pt")
+    reads: dict[Path, dict[Callable[..., Any], str]] = {
+        file: {verify: str(file), load_state_dict: str(file)},
+        path / "model": {verify: str(file), load_state_dict: str(file)},
+        path / "manifest.json": {
+            **dict.fromkeys((verify, load_state_dict), str(path)),
+            **dict.fromkeys((remove, imported, is_checkpoint), str(path / "manifest.json")),
+            partial(save_value, value=2.0): str(path / "manifest.json"),
+        },
+        path.parent: {verify: str(path), load_state_dict: str(path), imported: str(path)},
+        open_path / "old.pt": {imported: str(open_path / "old.pt")},
+    }
+    for closed, by in reads.items():
+        mode = closed.stat().st_mode
+        closed.chmod(0)
+        for read, named in by.items():
+            told = as_nobody(read, open_path / "old.pt" if closed.suffix == ".pt" else path)
+            assert f"can't read {named}" in told, (closed, told)
+            assert "PermissionError" in told
+            assert "This user may not do that there: ask for the right" in told
+            assert not re.search("damage|missing|nothing|backup|Check the path", told), told
+        closed.chmod(mode)
+    assert value_of(path) == 1.0
+
+
+def imported(source: Path) -> None:
+    import_checkpoint(source, "/nowhere")
 
 
 def test_a_filesystem_that_takes_no_files() -> None:

@@ -301,6 +301,12 @@ def test_a_checkpoint_can_not_write_to_the_terminal(tmp_path: Path) -> None:
         run("diff", tmp_path / "a", tmp_path / "b", status=1).output,
         run("consolidate", tmp_path / "a", tmp_path / "o", "--to", "safetensors", "--key", evil, status=1).output,
     ]
+    for name, more in (("a", ""), ("b", "x")):
+        rewrite(
+            tmp_path / name,
+            lambda content, more=more: content.update(strategy=evil, created=evil, versions={evil: evil + more}),
+        )
+    outputs += [run("inspect", tmp_path / "a").output, run("diff", tmp_path / "a", tmp_path / "b", status=1).output]
     for output in outputs:
         assert "\\x1b[2J" in output
         assert "\x1b" not in output

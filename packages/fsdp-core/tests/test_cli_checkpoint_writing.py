@@ -558,6 +558,9 @@ def test_progress_ends_at_its_total(folder: Path, tmp_path: Path, target: str, o
 def test_errors_of_the_functions(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointValueError, match="can't be written in 0 files: pass 1 or more"):
         reshard(folder, tmp_path / "o", files=0)
+    with pytest.raises(CheckpointValueError, match=r"in 100000000 files: .* more than 6 rows .* Pass 1024"):
+        reshard(folder, tmp_path / "o", files=100_000_000)
+    assert not (tmp_path / "o").exists()
     with pytest.raises(CheckpointValueError, match="a file can't hold 0 bytes of tensors"):
         consolidate_huggingface(folder, tmp_path / "o", max_shard_size=0)
     with pytest.raises(CheckpointFormatError, match="there is nothing"):

@@ -22,6 +22,16 @@ __all__ = [
 ]
 
 
+def printable(text: str) -> str:
+    r"""A text without what would move a terminal's cursor or change its colours.
+
+    Example:
+        >>> print(printable("a" + chr(27) + "[31mb"))
+        a\x1b[31mb
+    """
+    return text if text.isprintable() else "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
 class FSDPError(Exception):
     """The base of every error that this project raises on purpose."""
 
@@ -75,7 +85,14 @@ class OptimizerMismatchError(FSDPError, ValueError):
 
 
 class CheckpointError(FSDPError):
-    """The base of what can go wrong with a checkpoint."""
+    """The base of what can go wrong with a checkpoint.
+
+    Its message may hold names from files that somebody else has made, so it shows as text what would move a terminal's
+    cursor or change its colours.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, super().__str__().split("\n")))
 
 
 class CheckpointFormatError(CheckpointError, ValueError):

@@ -125,7 +125,7 @@ _FSDP1 = StrategyInfo(
     accelerators=("cuda", "cpu"),
     capabilities=frozenset(Capability),
     options=_NATIVE + _SHARED,
-    requires=("torch>=2.9", "lightning>=2.6"),
+    requires=("torch>=2.9", "lightning>=2.6.6"),
     probe="fsdp_cuda_native.plugin:why_not_here",
 )
 

@@ -70,7 +70,7 @@ _FSDP2 = StrategyInfo(
     accelerators=("cuda", "cpu"),
     capabilities=frozenset(Capability),
     options=_OPTIONS,
-    requires=("torch>=2.9", "lightning>=2.6"),
+    requires=("torch>=2.9", "lightning>=2.6.6"),
     probe="fsdp_fsdp2.plugin:why_not_here",
 )
 

@@ -107,7 +107,7 @@ _CLASSIC = StrategyInfo(
         }
     ),
     options=(*_SHARED, *_RANKS, *_PASSED_ON),
-    requires=("torch==2.9.*", "torch_xla==2.9.*", "lightning>=2.6"),
+    requires=("torch==2.9.*", "torch_xla==2.9.*", "lightning>=2.6.6"),
     probe="fsdp_xla.plugin:why_not_here",
 )
 

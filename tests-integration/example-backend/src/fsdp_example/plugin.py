@@ -44,6 +44,6 @@ def fsdp_strategies() -> list[StrategyInfo]:
                 }
             ),
             options=tuple(Option(name=name, default=default, help=told) for name, (default, told) in _OPTIONS.items()),
-            requires=("torch>=2.9", "lightning>=2.6"),
+            requires=("torch>=2.9", "lightning>=2.6.6"),
         )
     ]

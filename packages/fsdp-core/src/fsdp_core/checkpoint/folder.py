@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Literal, cast
 
+from fsdp_core.checkpoint.remedies import unreadable
 from fsdp_core.errors import CheckpointError, CheckpointFormatError
 
 __all__ = ["Folder", "StrPath", "open_folder", "sync_directory"]
@@ -43,22 +44,36 @@ class Folder:
         return posixpath.join(self.root, name)
 
     def kind(self) -> Literal["missing", "file", "link", "folder"]:
-        """What lies at this folder's path; a link stays a link, whatever it points to."""
-        if self.local and os.path.islink(self.root):
-            return "link"
+        """What lies at this folder's path; a link stays a link, whatever it points to.
+
+        Raises:
+            CheckpointFormatError: This user may not look there.
+        """
+        if self.local:
+            try:
+                if stat.S_ISLNK(os.lstat(self.root).st_mode):
+                    return "link"
+            except PermissionError as error:
+                raise unreadable(self.root, error) from error
+            except OSError:
+                return "missing"
         if not self.fs.exists(self.root):
             return "missing"
         return "folder" if self.fs.isdir(self.root) else "file"
 
     def files(self) -> list[str]:
-        """The names of all files in it, at any depth, sorted."""
+        """The names of all files in it, at any depth, sorted.
+
+        Raises:
+            CheckpointFormatError: This user may not list it.
+        """
         if not self.local:
             prefix = self.root.rstrip("/") + "/"
             found = [str(path).removeprefix(prefix) for path in self.fs.find(self.root)]
             # A name that ends in a slash is what a web console puts in the place of an empty folder.
             return sorted(name for name in found if name and not name.endswith("/"))
         found = list[str]()
-        for folder, folders, names in os.walk(self.root):
+        for folder, folders, names in os.walk(self.root, onerror=_refuse_closed):
             # A link to a folder is listed, not followed: what lies behind it is not in here.
             links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
             found += [os.path.relpath(os.path.join(folder, name), self.root) for name in names + links]
@@ -68,7 +83,7 @@ class Folder:
         """The size of a file in bytes, or ``None`` where there is no regular file inside the folder.
 
         Raises:
-            CheckpointFormatError: The name leads out of the folder through a link.
+            CheckpointFormatError: The name leads out of the folder through a link, or this user may not look there.
         """
         path = self.path(name)
         if not self.local:
@@ -84,6 +99,8 @@ class Folder:
             )
         try:
             status = os.stat(path)
+        except PermissionError as error:
+            raise unreadable(path, error) from error
         except OSError:
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -203,8 +220,8 @@ class Folder:
             return []
         parent, own = os.path.split(self.root)
         pattern = re.compile(re.escape(own) + r"\.[0-9a-f]{12}\.partial")
-        names = [name for name in os.listdir(parent) if pattern.fullmatch(name)]
-        return [replace(self, root=os.path.join(parent, name)) for name in names]
+        paths = [os.path.join(parent, name) for name in os.listdir(parent) if pattern.fullmatch(name)]
+        return [replace(self, root=path) for path in paths if os.path.isdir(path) and not os.path.islink(path)]
 
     def remove_all(self) -> None:
         """Remove the folder with everything in it."""
@@ -212,6 +229,12 @@ class Folder:
             shutil.rmtree(self.root)
         else:
             self.fs.rm(self.root, recursive=True)
+
+
+def _refuse_closed(error: OSError) -> None:
+    """Stop listing at a folder that this user may not list; one that another process has removed holds nothing."""
+    if isinstance(error, PermissionError):
+        raise unreadable(str(error.filename), error) from error
 
 
 def open_folder(path: StrPath) -> Folder:

@@ -14,6 +14,8 @@ import xxhash
 
 from fsdp_core.checkpoint.coverage import find_fault
 from fsdp_core.checkpoint.dtype_names import ITEM_BYTES
+from fsdp_core.checkpoint.json_text import check_text, parse_text
+from fsdp_core.errors import CheckpointValueError
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +160,11 @@ class Manifest:
             raise ValueError(f"{what} lies in {name!r}, which is not among the files")
 
     def to_json(self) -> str:
-        """The manifest as text that a person can read: one line per chunk and per file."""
+        """The manifest as text that a person can read: one line per chunk and per file.
+
+        Raises:
+            CheckpointValueError: It would be larger than readers accept.
+        """
         head = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -186,7 +192,16 @@ class Manifest:
         lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         lines += _block("tensors", tensors, chunked=True) + _block("aliases", dict(self.aliases))
         lines += [*_block("files", files), f' "checksum": "{_checksum(whole)}"']
-        return "\n".join(["{", *lines, "}"]) + "\n"
+        text = "\n".join(["{", *lines, "}"]) + "\n"
+        try:
+            check_text(text.encode())
+        except ValueError as error:
+            chunks = sum(len(tensor.chunks) for tensor in self.tensors.values())
+            raise CheckpointValueError(
+                f"can't save a checkpoint of {chunks} chunks, for readers would refuse its manifest: {error}.\n"
+                "Save on fewer processes, or fewer and larger tensors."
+            ) from error
+        return text
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -195,15 +210,12 @@ class Manifest:
         Raises:
             ValueError: It is no manifest that this version can read; the message says what is wrong.
         """
-        try:
-            whole = json.loads(
-                text.decode() if isinstance(text, bytes) else text,  # json itself takes UTF-16, too
-                object_pairs_hook=_object,
-                parse_float=_no_number,
-                parse_constant=_no_number,
-            )
-        except RecursionError as error:
-            raise ValueError("it is nested too deeply") from error
+        whole = parse_text(
+            text if isinstance(text, bytes) else text.encode(),
+            object_pairs_hook=_object,
+            parse_float=_no_number,
+            parse_constant=_no_number,
+        )
         if not isinstance(whole, dict) or next(iter(whole.items()), None) != ("format", FORMAT):
             raise ValueError(f'it does not begin with "format": "{FORMAT}", so it is not one of ours')
         version = whole.get("format_version")

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.chunks import ChunkedTensor
 from fsdp_core.checkpoint.dtypes import dtype_name
+from fsdp_core.checkpoint.json_text import MAX_DIGITS
+from fsdp_core.checkpoint.named_code import find_named_code
 from fsdp_core.checkpoint.sources import TensorSource
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 
@@ -39,6 +41,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 _ALL_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _SHOWN = 20
+_LARGEST = 10**MAX_DIGITS - 1
 
 
 def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
@@ -54,7 +57,8 @@ def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
         The data, in JSON's types.
 
     Raises:
-        CheckpointValueError: Something in it is none of these. All such places are named, up to 20.
+        CheckpointValueError: Something in it is none of these, or names code that Lightning would run. All such places
+            are named, up to 20.
 
     Example:
         >>> encode({"betas": (0.9, 0.95), "best": float("inf")}, lambda keys, tensor: None)
@@ -62,6 +66,8 @@ def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
     """
     encoder = _Encoder(on_tensor)
     encoded = encoder.encode(value, ())
+    for keys, why in find_named_code(encoded):
+        encoder.refuse(keys, why)
     if encoder.refused:
         more = len(encoder.refused) - _SHOWN
         lines = encoder.refused[:_SHOWN] + ([f"  … and {more} more"] if more > 0 else [])
@@ -79,12 +85,14 @@ class _Encoder:
 
     def encode(self, value: Any, keys: Keys) -> Any:
         if value is None or type(value) in (bool, int, str):
+            if type(value) is int and abs(value) > _LARGEST:
+                return self._too_long(keys)
             return value
         if isinstance(value, (Tensor, ChunkedTensor)):  # most of a state; the other kinds take longer to ask for
             return self._leaf(value, keys)
         if isinstance(value, (Mapping, list, tuple, set, frozenset, argparse.Namespace)):
             if id(value) in self._inside:
-                return self._refuse(keys, "a container that contains itself has no end; leave the inner one out")
+                return self.refuse(keys, "a container that contains itself has no end; leave the inner one out")
             self._inside.add(id(value))
             try:
                 return self._container(value, keys)
@@ -92,11 +100,14 @@ class _Encoder:
                 self._inside.discard(id(value))
         return self._leaf(value, keys) if isinstance(value, TensorSource) else self._scalar(value, keys)
 
+    def _too_long(self, keys: Keys) -> None:
+        return self.refuse(keys, f"an integer of more than {MAX_DIGITS} digits; save it as a string or as bytes")
+
     def _leaf(self, value: TensorLeaf, keys: Keys) -> Any:
         try:
             return self.on_tensor(keys, value)
         except (CheckpointValueError, ValueError) as error:
-            return self._refuse(keys, str(error))
+            return self.refuse(keys, str(error))
 
     def _container(self, value: Any, keys: Keys) -> Any:
         if isinstance(value, argparse.Namespace):
@@ -116,12 +127,12 @@ class _Encoder:
             factory = value.default_factory
             name = None if factory is None else next((n for n, f in _FACTORIES.items() if f is factory), "")
             if name == "":
-                return self._refuse(keys, f"a defaultdict over {factory!r} would need code to restore; pass dict(it)")
+                return self.refuse(keys, f"a defaultdict over {factory!r} would need code to restore; pass dict(it)")
             return {"$defaultdict": [name, self._pairs(value, keys)]}
         if isinstance(value, OrderedDict):
             return {"$ordered": self._pairs(value, keys)}
         if not isinstance(value, dict):
-            return self._refuse(keys, f"{_type(value)} is a mapping, but no dict; {_remedy(value)}")
+            return self.refuse(keys, f"{_type(value)} is a mapping, but no dict; {_remedy(value)}")
         if all(isinstance(key, str) and not isinstance(key, Enum) and not key.startswith("$") for key in value):
             return {str(key): self.encode(item, (*keys, str(key))) for key, item in value.items()}
         return {"$dict": self._pairs(value, keys)}
@@ -130,37 +141,39 @@ class _Encoder:
         return [self.encode(item, (*keys, str(index))) for index, item in enumerate(value)]
 
     def _pairs(self, value: Mapping[Any, Any], keys: Keys) -> list[Any]:
-        return [[self._key(key, keys), self.encode(item, (*keys, str(key)))] for key, item in value.items()]
+        return [[self._key(key, keys), self.encode(item, (*keys, _shown(key)))] for key, item in value.items()]
 
     def _key(self, key: Any, keys: Keys) -> Any:
         if isinstance(key, (Tensor, ChunkedTensor, TensorSource)):
-            return self._refuse(keys, "a tensor can't be a key or a member of a set; use tensor.item() or its name")
-        return self.encode(key, (*keys, str(key)))
+            return self.refuse(keys, "a tensor can't be a key or a member of a set; use tensor.item() or its name")
+        return self.encode(key, (*keys, _shown(key)))
 
     def _scalar(self, value: Any, keys: Keys) -> Any:
         numpy = sys.modules.get("numpy")
         if isinstance(value, Enum):
-            return self._refuse(keys, f"{_type(value)} is an enum, which needs code to restore; save its .value")
+            return self.refuse(keys, f"{_type(value)} is an enum, which needs code to restore; save its .value")
         if numpy is not None and isinstance(value, numpy.ndarray):
             if value.dtype.kind not in "biufc":
-                return self._refuse(keys, f"a numpy array of {value.dtype} is no tensor; save array.tolist()")
+                return self.refuse(keys, f"a numpy array of {value.dtype} is no tensor; save array.tolist()")
             array = numpy.array(value, dtype=value.dtype.newbyteorder("="))
             try:
                 return {"$ndarray": self.encode(torch.from_numpy(array), keys)}
             except TypeError:
-                return self._refuse(keys, f"torch has no dtype for a numpy array of {value.dtype}; convert it")
+                return self.refuse(keys, f"torch has no dtype for a numpy array of {value.dtype}; convert it")
         if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
             if isinstance(value.item(), numpy.generic):  # a long double
-                return self._refuse(keys, f"Python has no number for numpy's {value.dtype}; convert it")
+                return self.refuse(keys, f"Python has no number for numpy's {value.dtype}; convert it")
             return {"$numpy": [value.dtype.name, self.encode(value.item(), keys)]}
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
         for kind, tag, write in _SCALARS:
             if isinstance(value, kind):
+                if isinstance(value, int) and abs(value) > _LARGEST:
+                    return self._too_long(keys)
                 return write(value) if tag is None else {tag: write(value)}
-        return self._refuse(keys, f"{_type(value)} is neither plain data nor a tensor; {_remedy(value)}")
+        return self.refuse(keys, f"{_type(value)} is neither plain data nor a tensor; {_remedy(value)}")
 
-    def _refuse(self, keys: Keys, reason: str) -> None:
+    def refuse(self, keys: Keys, reason: str) -> None:
         self.refused.append(f"  {'/'.join(keys) or 'the state itself'!r}: {reason}.")
 
 
@@ -179,6 +192,13 @@ _SCALARS: list[tuple[type, str | None, Callable[[Any], Any]]] = [
     (torch.dtype, "$dtype", dtype_name),
     (torch.device, "$device", str),
 ]
+
+
+def _shown(key: Any) -> str:
+    try:
+        return str(key)
+    except ValueError:  # an integer in it is too long
+        return type(key).__name__
 
 
 def _type(value: Any) -> str:

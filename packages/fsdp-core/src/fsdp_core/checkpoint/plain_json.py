@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import xxhash
 
+from fsdp_core.checkpoint.json_text import MAX_JSON_BYTES, parse_text
+from fsdp_core.checkpoint.named_code import find_named_code
 from fsdp_core.checkpoint.paths import join_path
+from fsdp_core.checkpoint.remedies import remedy
 from fsdp_core.checkpoint.stored_files import StoredFiles
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["children", "leaves", "part_at", "read_plain", "scalar", "tensor_of"]
 
-_MAX_STATE_BYTES = 2**30
+_SHOWN = 20
 _MAPPINGS = ("$dict", "$ordered", "$counter", "$namespace")
 _SEQUENCES = ("$tuple",)
 _TENSORS = ("$saved", "$tensor")
@@ -24,19 +26,28 @@ def read_plain(files: StoredFiles) -> Any:
     """Read the plain data of a checkpoint, in JSON's types.
 
     Raises:
-        CheckpointFormatError: The file is damaged, or holds no JSON.
+        CheckpointFormatError: The file is damaged, holds no JSON, or names code that Lightning would run.
     """
     manifest, folder = files.manifest, files.folder
     entry = manifest.files[manifest.state_file]
     try:
-        if entry.size > _MAX_STATE_BYTES:
-            raise ValueError(f"it has {entry.size} bytes, and none is larger than {_MAX_STATE_BYTES}")
+        if entry.size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {entry.size} bytes, and none is larger than {MAX_JSON_BYTES}")
         text = folder.read(manifest.state_file)
         if (checksum := f"xxh3:{xxhash.xxh3_64_hexdigest(text)}") != entry.checksum:
             raise ValueError(f"its checksum is {checksum}, and the manifest says otherwise: it was changed")
-        return json.loads(text)
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointFormatError(f"can't read {folder.path(manifest.state_file)}: {error}") from error
+        state = parse_text(text)
+    except (ValueError, OSError) as error:
+        raise CheckpointFormatError(
+            f"can't read {folder.path(manifest.state_file)}: {error}. {remedy(error)}".rstrip()
+        ) from error
+    if named := find_named_code(state):
+        lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_SHOWN]]
+        more = [f"  … and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+        rest = "Nothing was run. Load a checkpoint that you trust; if this is one, save it again without that."
+        where = folder.path(manifest.state_file)
+        raise CheckpointFormatError("\n".join([f"{where} names code, and is not read:", *lines, *more, rest]))
+    return state
 
 
 def _tag(node: Any) -> str | None:

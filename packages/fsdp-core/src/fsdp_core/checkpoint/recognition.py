@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.manifest import FORMAT, MANIFEST, Manifest
-from fsdp_core.checkpoint.remedies import remedy
+from fsdp_core.checkpoint.remedies import remedy, unreadable
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["holds_manifest", "is_checkpoint", "is_folder", "is_ours", "read_manifest"]
-
-MAX_MANIFEST_BYTES = 2**30
 
 # A save names its files so; whatever in the folder is named otherwise is the user's own and is never removed.
 _OUR_FILES = re.compile(
@@ -45,8 +44,8 @@ def read_manifest(path: StrPath | Folder) -> Manifest:
         size = folder.size(MANIFEST)
         if size is None:
             raise CheckpointFormatError(_explain_no_manifest(folder))
-        if size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it has {size} bytes, and no manifest is larger than {MAX_MANIFEST_BYTES}")
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {size} bytes, and no manifest is larger than {MAX_JSON_BYTES}")
         return Manifest.from_json(folder.read(MANIFEST))
     except CheckpointFormatError:
         raise
@@ -104,6 +103,9 @@ def is_checkpoint(path: StrPath) -> bool:
 
     Returns:
         ``True`` where a folder with a manifest of this format is; its tensors are not looked at.
+
+    Raises:
+        CheckpointFormatError: There is a manifest that this user may not read.
     """
     return holds_manifest(open_folder(path))
 
@@ -111,10 +113,12 @@ def is_checkpoint(path: StrPath) -> bool:
 def holds_manifest(folder: Folder) -> bool:
     """Whether the folder has a manifest that says it is one of this format, readable or not by this version."""
     try:
-        if not folder.fs.isdir(folder.root) or not 0 < (folder.size(MANIFEST) or 0) <= MAX_MANIFEST_BYTES:
+        if not folder.fs.isdir(folder.root) or not 0 < (folder.size(MANIFEST) or 0) <= MAX_JSON_BYTES:
             return False
         # A manifest begins with the format's name; parsing all tensors is not needed to know.
         beginning = folder.read(MANIFEST, 0, 256).decode(errors="replace")
         return re.match(rf'\s*{{\s*"format"\s*:\s*"{FORMAT}"', beginning) is not None
+    except PermissionError as error:
+        raise unreadable(folder.path(MANIFEST), error) from error
     except (OSError, CheckpointFormatError):
         return False

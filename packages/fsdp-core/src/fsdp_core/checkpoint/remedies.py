@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 
-__all__ = ["remedy"]
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = ["remedy", "unreadable"]
 
 _NO_ROOM = "There is no room left: free some, or use another path."
 _NOT_ALLOWED = "This user may not do that there: ask for the right, or use another path."
@@ -44,3 +46,8 @@ def remedy(error: Exception) -> str:
         return _BY_NUMBER[error.errno]
     fitting = (what for kind, what in _BY_CLASS.items() if isinstance(error, kind))
     return next(fitting, "Check the disk or the connection, and try again.")
+
+
+def unreadable(path: str, error: OSError) -> CheckpointFormatError:
+    """What to raise where a file can't be looked at, so that nobody takes it for missing or damaged."""
+    return CheckpointFormatError(f"can't read {path}: {type(error).__name__}: {error}. {remedy(error)}".rstrip())

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["reshard"]
 
 _SHOWN = 5
+_ALWAYS_FILES = 1024  # also where some hold nothing
+_MOST_FILES = 100_000  # what the five digits in their names are for
 
 
 def reshard(
@@ -57,7 +59,7 @@ def reshard(
     Raises:
         CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
         CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
-        CheckpointValueError: ``files`` is less than 1.
+        CheckpointValueError: ``files`` is less than 1, or far more than the checkpoint has rows to fill.
         CheckpointError: The checkpoint can't be written; what was at ``out`` is still there.
     """
     if files < 1:
@@ -67,6 +69,13 @@ def reshard(
     target = open_folder(out)
     _check_target(target, overwrite=overwrite)
     old = source.manifest
+    rows = max((tensor.shape[0] for tensor in old.tensors.values() if tensor.shape), default=1)
+    most = min(max(rows, _ALWAYS_FILES), _MOST_FILES)
+    if files > most:
+        raise CheckpointValueError(
+            f"{source.folder} can't be written in {files} files: no tensor in it has more than {rows} rows to divide "
+            f"between them. Pass {most} or less."
+        )
     tensor_bytes = sum(tensor.nbytes for tensor in old.tensors.values())
     file_bytes = sum(entry.size for entry in old.files.values()) if verify else 0
     on_bytes = counter(tensor_bytes + file_bytes, on_progress)

@@ -14,12 +14,14 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HEADER_KEY", "FileTensor", "build_header", "parse_header"]
+__all__ = ["HEADER_KEY", "MAX_HEADER_BYTES", "FileTensor", "build_header", "parse_header"]
 
 HEADER_KEY = "__metadata__"
 """The one key of a safetensors header that names no tensor."""
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library sets
+MAX_HEADER_BYTES = 100_000_000
+"""The limit that the safetensors library sets."""
+
 _NAMES = {stored: name for name, stored in STORED_NAMES.items()}
 
 
@@ -79,10 +81,10 @@ def build_header(
         header[name] = {"dtype": STORED_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
+    if len(text) > MAX_HEADER_BYTES:
         raise CheckpointValueError(
             f"{len(tensors)} tensors make a safetensors header of {len(text)} bytes, but readers accept at most "
-            f"{_MAX_HEADER_BYTES}: save fewer or shorter-named tensors per file"
+            f"{MAX_HEADER_BYTES}: save fewer or shorter-named tensors per file"
         )
     return len(text).to_bytes(8, "little") + text, names
 
@@ -103,7 +105,7 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
     """
     try:
         length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"a header of {length} bytes does not fit a file of {size} bytes")
         header = json.loads(read(8, 8 + length))
         header.pop(HEADER_KEY, None)

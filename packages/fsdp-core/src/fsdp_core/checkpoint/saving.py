@@ -21,13 +21,14 @@ from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.coverage import Box
 from fsdp_core.checkpoint.dtypes import dtype_name
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.json_text import check_text
 from fsdp_core.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from fsdp_core.checkpoint.merging import Index, chunk_name, file_name, merge
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.recognition import holds_manifest, is_ours, read_manifest
 from fsdp_core.checkpoint.safetensors_file import write_safetensors
 from fsdp_core.checkpoint.sources import TensorSource
-from fsdp_core.errors import CheckpointError, CheckpointExistsError
+from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointValueError
 from fsdp_core.runtime import Runtime
 
 __all__ = ["PreparedSave", "prepare_save", "save"]
@@ -281,6 +282,12 @@ def _write_state(folder: Folder, save_id: str, plan: Plan, indexes: Sequence[Ind
         files[state_tensors] = _write_tensors(folder, state_tensors, plan.tensors)
     # One line per part of the state; json's own indentation takes as long as all tensors of a small model.
     text = ("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in plan.plain.items()) + "\n}\n").encode()
+    try:
+        check_text(text)
+    except ValueError as error:
+        raise CheckpointValueError(
+            f"can't save this plain data, for readers would refuse it: {error}. Turn what is large into tensors."
+        ) from error
     with folder.writing(state_file) as stream:
         stream.write(text)
     files[state_file] = FileEntry(size=len(text), checksum=f"xxh3:{xxhash.xxh3_64_hexdigest(text)}")
@@ -327,6 +334,8 @@ def _tidy(folder: Folder, named: set[str]) -> None:
                 folder.remove(name)
         folder.remove_empty()
         for leftover in folder.interrupted_beside():
-            leftover.remove_all()
+            for name in filter(is_ours, leftover.files()):  # whatever else has come into it is the user's
+                leftover.remove(name)
+            leftover.remove_empty()
     except OSError as error:
         warnings.warn(f"{folder} is saved, but files of an earlier save remain in it: {error}", stacklevel=3)

@@ -12,6 +12,7 @@ import xxhash
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.manifest import FileEntry, StoredChunk, StoredTensor
 from fsdp_core.checkpoint.recognition import read_manifest
+from fsdp_core.checkpoint.remedies import unreadable
 from fsdp_core.checkpoint.stored_files import StoredFiles
 from fsdp_core.errors import CheckpointFormatError
 
@@ -81,7 +82,7 @@ def find_damage(
         What is wrong with a file, by its name.
 
     Raises:
-        CheckpointFormatError: A name leads out of the folder through a link.
+        CheckpointFormatError: A name leads out of the folder through a link, or this user may not read a file.
     """
     names, lock, expected = list(names), threading.Lock(), _chunks_by_file(files)
     plain = {files.manifest.state_file, files.manifest.state_tensors}
@@ -92,7 +93,10 @@ def find_damage(
                 on_bytes(name, number)
 
     def compare_size(name: str) -> str | None:
-        return _compare_size(files.folder, name, files.manifest.files[name])
+        try:
+            return _compare_size(files.folder, name, files.manifest.files[name])
+        except PermissionError as error:
+            raise unreadable(files.folder.path(name), error) from error
 
     def compare_content(name: str) -> str | None:
         try:
@@ -101,6 +105,8 @@ def find_damage(
             if fault is None and (name in expected or name == files.manifest.state_tensors):
                 fault = _compare_header(files, name, expected.get(name, ()))
             return fault
+        except PermissionError as error:  # which says nothing of the file
+            raise unreadable(files.folder.path(name), error) from error
         except Exception as error:  # the clients of object stores have errors of their own
             return f"can't be read: {type(error).__name__}: {error}"
 

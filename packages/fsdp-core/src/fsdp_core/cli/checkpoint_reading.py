@@ -250,7 +250,7 @@ def _print_differences(differences: Differences) -> None:
 def _shown_fact(name: str, a: Any, b: Any) -> str:
     if isinstance(a, Mapping):
         names = [key for key in {**a, **b} if a.get(key) != b.get(key)]
-        return f"{name}: " + ", ".join(f"{key} {a.get(key, 'none')} → {b.get(key, 'none')}" for key in names)
+        return clean(f"{name}: " + ", ".join(f"{key} {a.get(key, 'none')} → {b.get(key, 'none')}" for key in names))
     return clean(f"{name.replace('_', ' ')}: {a} → {b}")
 
 

@@ -4,7 +4,8 @@ Checked on Lightning 2.6.6, which reads every checkpoint file by one function an
 name into the modules below. Both are wrapped in every place: a folder with a manifest of ours is read as what the file
 of the same run holds, and anything else goes to Lightning's own function as it came. Lightning's own sharded strategies
 read by other ways, made for their own layouts; they refuse our folder with what to write instead. A fit that goes on
-from amid an epoch is told that its data begin anew.
+from amid an epoch is told that its data begin anew. What makes a module of a checkpoint's hyper-parameters gets none
+that name code, unless the user said that the checkpoint may run some.
 
 A version of Lightning that has one of these no longer is left as it is there.
 """
@@ -23,11 +24,8 @@ from fsdp_core.errors import CheckpointExistsError, UnsupportedCapabilityError
 
 __all__ = ["install_opening"]
 
-_READERS = (
-    ("fabric.utilities.cloud_io", "_load"),
-    ("fabric.plugins.io.torch_io", "pl_load"),
-    ("pytorch.core.saving", "pl_load"),
-)
+_READERS = (("fabric.utilities.cloud_io", "_load"), ("fabric.plugins.io.torch_io", "pl_load"))
+_MAKERS = (("pytorch.core.saving", "pl_load"),)
 _WRITERS = (("fabric.utilities.cloud_io", "_atomic_save"), ("fabric.plugins.io.torch_io", "_atomic_save"))
 _OTHER_LAYOUTS = ("FSDPStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
 
@@ -46,7 +44,7 @@ def install_opening(strategies: ModuleType) -> None:
             run, so have the modules that are to be wrapped, or they will import from wrapped ones.
     """
     for package in _PACKAGES:
-        for places, wrap in ((_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
+        for places, wrap in ((_MAKERS, _makes_modules), (_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
             for place, name in places:
                 front_end, _, rest = place.partition(".")
                 _replace(sys.modules.get(f"{package[front_end]}.{rest}"), name, wrap)
@@ -57,8 +55,10 @@ def install_opening(strategies: ModuleType) -> None:
 
 def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     function = None if owner is None else vars(owner).get(name)
-    if inspect.isfunction(function) and not hasattr(function, "_fsdp_core_wraps"):
-        setattr(owner, name, wrap(function))
+    if not inspect.isfunction(function) or getattr(function, "_fsdp_core_wrapped_by", None) is wrap:
+        return
+    # A module that was imported later has taken another's wrapper with it.
+    setattr(owner, name, wrap(getattr(function, "_fsdp_core_wraps", function)))
 
 
 @cache  # one wrapper for one function, whatever names it goes by
@@ -72,7 +72,25 @@ def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
         given = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
         return read_whole(path_or_url, given.get("map_location"))
 
-    return _marked(load_file_or_folder, load)
+    return _marked(load_file_or_folder, load, _reads_folders)
+
+
+@cache
+def _makes_modules(load: Callable[..., Any]) -> Callable[..., Any]:
+    read = _reads_folders(load)
+
+    @wraps(load)
+    def load_to_make_a_module(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        is_folder = _is_sharded_folder(path_or_url)
+        checkpoint = read(path_or_url, *args, **kwargs)
+        given = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
+        if is_folder and given.get("weights_only") is not False:
+            from fsdp_core.lightning.hyper_parameters import refuse_named_classes
+
+            refuse_named_classes(checkpoint, path_or_url)
+        return checkpoint
+
+    return _marked(load_to_make_a_module, load, _makes_modules)
 
 
 @cache
@@ -101,7 +119,7 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
             folder.remove(name)
 
-    return _marked(save_file, save)
+    return _marked(save_file, save, _replaces_folders)
 
 
 @cache
@@ -119,7 +137,7 @@ def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             )
         return load_checkpoint(self, *args, **kwargs)
 
-    return _marked(load_own_layout, load_checkpoint)
+    return _marked(load_own_layout, load_checkpoint, _refuses_folders)
 
 
 @cache
@@ -135,11 +153,11 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
             warn_of_lost_positions(checkpoint)
         return checkpoint
 
-    return _marked(load_and_warn, load_checkpoint)
+    return _marked(load_and_warn, load_checkpoint, _warns_of_lost_positions)
 
 
-def _marked(wrapper: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
-    wrapper._fsdp_core_wraps = wrapped  # type: ignore[attr-defined]
+def _marked(wrapper: Callable[..., Any], wrapped: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+    wrapper._fsdp_core_wraps, wrapper._fsdp_core_wrapped_by = wrapped, wrap  # type: ignore[attr-defined]
     return wrapper
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -100,6 +102,7 @@ class _Leaves:
     metadata: _Metadata
     reader: PlainReader
     files: dict[str, SourceFile] = field(default_factory=dict)
+    used: Counter[str] = field(default_factory=Counter)
 
     def drops(self, path: tuple[Any, ...]) -> bool:
         """Whether a leaf, or what it lies in, is to be left out."""
@@ -144,6 +147,12 @@ class _Leaves:
                 f"{file} has {file.size} bytes, but {name!r} should lie at {place.start} to "
                 f"{place.start + place.length}: it is truncated. Restore it from a backup."
             )
+        self.used[place.path] += place.length
+        if self.used[place.path] > file.size:
+            raise CheckpointFormatError(
+                f"{file} has {file.size} bytes, and the metadata finds more in it, the same ones for several names: it "
+                "is damaged. Restore it from a backup."
+            )
         return file, place.start, place.start + place.length
 
     def check(self) -> None:
@@ -156,6 +165,11 @@ class _SavedPiece:
     """A box that torch.save has written into a range of a file; the range is looked into when it is first read."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, file: SourceFile, start: int, end: int) -> None:
+        if math.prod(shape) * dtype.itemsize > end - start:
+            raise CheckpointFormatError(
+                f"{file} should hold a tensor of shape {shape} and {dtype_name(dtype)} in the {end - start} bytes from "
+                f"{start} on, where there is no room for it: it is damaged. Restore it from a backup."
+            )
         self.shape, self.dtype = shape, dtype
         self._file, self._start, self._end = file, start, end
 

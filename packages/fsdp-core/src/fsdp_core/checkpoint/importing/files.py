@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.remedies import unreadable
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["SourceFile", "Window", "open_file", "source_of"]
@@ -37,9 +38,12 @@ class SourceFile:
         """The bytes from ``start`` to ``end``.
 
         Raises:
-            CheckpointFormatError: It ends before.
+            CheckpointFormatError: It ends before, or this user may not read it.
         """
-        data = self.folder.read(self.name, start, end)
+        try:
+            data = self.folder.read(self.name, start, end)
+        except PermissionError as error:
+            raise unreadable(str(self), error) from error
         if len(data) != end - start:
             raise CheckpointFormatError(f"{self} ends before byte {end}: it is truncated. Restore it from a backup.")
         return data

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from fsdp_core.checkpoint.folder import StrPath, open_folder
+from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.importing.dcp import read_dcp
 from fsdp_core.checkpoint.importing.files import open_file
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
@@ -17,9 +17,10 @@ from fsdp_core.checkpoint.importing.tensors import Counted
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.xla import read_xla
 from fsdp_core.checkpoint.planning import find_part
+from fsdp_core.checkpoint.replacing import check_apart
 from fsdp_core.checkpoint.saving import save
 from fsdp_core.checkpoint.sources import TensorSource
-from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
+from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime
 
 __all__ = ["import_checkpoint", "read_source"]
@@ -59,11 +60,11 @@ def import_checkpoint(
         CheckpointExistsError: Something is at ``out`` that must not be replaced.
     """
     target, place = open_folder(out), open_folder(source)
-    if target.local == place.local and os.path.realpath(target.root) == os.path.realpath(place.root):
-        raise CheckpointExistsError(f"{target} is the source itself: import to another path.")
+    check_apart(out, place)
     if target.kind() != "missing" and not overwrite:
         raise CheckpointExistsError(f"{target} is there already: import to another path, or type --overwrite.")
-    imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
+    with _named(place):
+        imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
     state = imported.state
     if on_bytes is not None:
         done, total = 0, sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
@@ -84,6 +85,22 @@ def import_checkpoint(
         overwrite=overwrite,
     )
     return imported
+
+
+@contextmanager
+def _named(place: Folder) -> Iterator[None]:
+    """Let every error name the source; what its content has led astray is one of ours, too."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(place) in str(error):
+            raise
+        raise type(error)(f"can't import {place}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointFormatError(
+            f"can't import {place}: it holds what no library writes ({type(error).__name__}: {error}). Restore it from "
+            "a backup."
+        ) from error
 
 
 def read_source(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_core.checkpoint.importing.unpickling import Name, Named
+from fsdp_core.checkpoint.named_code import INSTANTIATOR, INSTANTIATORS
 from fsdp_core.checkpoint.planning import join_path, split_path
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 
@@ -157,8 +158,12 @@ class PlainReader:
             except TypeError:
                 self.refuse(inner, f"a {type(key).__name__} can't be a key")
                 continue
-            if not self.drops(inner):
-                read.append((key, self._read(item, inner)))
+            if self.drops(inner):
+                continue
+            if key == INSTANTIATOR and item not in INSTANTIATORS:
+                self.refuse(inner, "the name of code that Lightning would import and call")
+                continue
+            read.append((key, self._read(item, inner)))
         return read
 
     def _items(self, items: Iterable[Any], keys: Keys) -> list[Any]:

@@ -9,6 +9,7 @@ from fsdp_core.checkpoint.folder import Folder
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
 from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
 from fsdp_core.checkpoint.safetensors_file import FileTensor, parse_header
+from fsdp_core.checkpoint.safetensors_header import MAX_HEADER_BYTES
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_safetensors_file", "read_safetensors_folder"]
@@ -106,7 +107,7 @@ def _read_index(file: SourceFile) -> dict[str, str]:
 def _begins(file: SourceFile) -> dict[str, tuple[int, ...]]:
     """Where the tensors of a file begin in larger ones, if torch's distributed checkpoint has written it."""
     length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
-    if length > file.size - 8:
+    if length > min(file.size - 8, MAX_HEADER_BYTES):
         return {}  # what is wrong with it is told where its tensors are read
     try:
         metadata = json.loads(file.read(8, 8 + length)).get("__metadata__") or {}

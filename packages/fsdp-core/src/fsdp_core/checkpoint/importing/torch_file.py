@@ -35,6 +35,10 @@ _STORAGES = {
 }
 
 
+_TIMES_STORED = 16
+_SPARE_BYTES = 16 * 2**20
+
+
 class TorchFile:
     """A zip archive that :func:`torch.save` has written.
 
@@ -53,10 +57,16 @@ class TorchFile:
     def __init__(self, file: SourceFile, start: int = 0, end: int | None = None) -> None:
         self.file = file
         self._start = start
-        stream = io.BufferedReader(Window(file, start, file.size if end is None else end))
+        stop = file.size if end is None else end
+        # Expanded tensors have more elements than are stored; a whole file may always hold a few small ones.
+        self._room = (stop - start) * _TIMES_STORED + (_SPARE_BYTES if end is None else 0)
+        self._counted: set[tuple[Any, ...]] = set()
+        stream = io.BufferedReader(Window(file, start, stop))
         try:
             with zipfile.ZipFile(stream) as archive:
                 self._entries = {info.filename: info for info in archive.infolist()}
+        except CheckpointFormatError:
+            raise
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
             raise CheckpointFormatError(
                 f"{file} can't be read as what torch.save writes: {error}. Restore it from a backup; a file of torch "
@@ -159,6 +169,7 @@ class TorchFile:
             raise CheckpointFormatError(
                 f"a tensor of shape {tuple(shape)} beyond the {min(size, storage.nbytes)} bytes of its storage"
             )
+        self._count(start + first * dtype.itemsize, tuple(shape), tuple(stride), dtype)
         return StridedTensor(
             file=self.file,
             start=start + first * dtype.itemsize,
@@ -166,6 +177,18 @@ class TorchFile:
             stride=tuple(stride),
             dtype=dtype,
         )
+
+    def _count(self, start: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Refuse tensors that would be far larger, written out, than the file that says so."""
+        if (start, shape, stride, dtype) in self._counted:  # tied: it is saved once
+            return
+        self._counted.add((start, shape, stride, dtype))
+        self._room -= math.prod(shape) * dtype.itemsize
+        if self._room < 0:
+            raise CheckpointFormatError(
+                f"a tensor of shape {shape} and strides {stride} in {self.file}, whose tensors would have more than "
+                f"{_TIMES_STORED} times the bytes that are stored of them; save tensor.contiguous()"
+            )
 
 
 def is_torch_file(file: SourceFile) -> bool:

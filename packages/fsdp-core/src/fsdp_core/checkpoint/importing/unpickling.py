@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_core.checkpoint.json_text import MAX_DIGITS
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["MAX_PICKLE_BYTES", "Name", "Named", "unpickle"]
 
-MAX_PICKLE_BYTES = 2**30
+MAX_PICKLE_BYTES = 2**28
 """The largest pickle that is read; tensors are not inside of it."""
+
+_TOO_LARGE = 10**MAX_DIGITS  # Python could not even show it
 
 # The modules that Python 2 had for what a pickle of protocol 2 still names so.
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -107,6 +110,8 @@ class _Machine:
     def take(self, operation: str, argument: Any) -> None:
         """Take one step."""
         if operation in _PUSHED:
+            if type(argument) is int and abs(argument) >= _TOO_LARGE:
+                raise ValueError(f"an integer of more than {MAX_DIGITS} digits")
             self.stack.append(argument)
         elif operation in _CONSTANTS:
             self.stack.append(_CONSTANTS[operation])

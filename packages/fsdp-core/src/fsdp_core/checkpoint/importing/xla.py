@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ __all__ = ["METADATA", "read_xla"]
 
 METADATA = "shard_metadata"
 
+_SHOWN = 20
 _SHARD = "_fsdp_shard"
 _FLAT = "_fsdp_wrapped_module.flat_param_"
 
@@ -107,10 +109,11 @@ def _by_rank(ranks: Sequence[_Rank]) -> list[_Rank]:
                 "to a folder of their own."
             )
         found[number] = rank
-    missing = [str(number) for number in range(world) if number not in found]
-    if missing:
+    if len(found) < world:
+        missing = (str(number) for number in itertools.count() if number not in found)
+        lacking = ", ".join(itertools.islice(missing, min(_SHOWN, world - len(found))))
         raise CheckpointFormatError(
-            f"{ranks[0].file.folder} lacks the shards of rank {', '.join(missing[:20])} of {world}.\n"
+            f"{ranks[0].file.folder} lacks the shards of rank {lacking} of {world}.\n"
             "Put the files of all hosts into one folder, and import that."
         )
     return [found[number] for number in range(world)]

@@ -34,7 +34,7 @@ LOOPBACK = StrategyInfo(
         Option(name="precision_plugin", default=None, help="Under Trainer: a Lightning Precision plugin."),
         Option(name="precision", default=None, help="Under Fabric: a Lightning Precision plugin."),
     ),
-    requires=("torch>=2.9", "lightning>=2.6"),
+    requires=("torch>=2.9", "lightning>=2.6.6"),
 )
 
 
