@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.nn.functional import mse_loss
 
 import fsdp_core
-from fsdp_core.errors import OptimizerMismatchError, UnsupportedCapabilityError
+from fsdp_core.errors import OptimizerMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE, Block, train_plain
@@ -301,6 +302,37 @@ def adafactor_under_fabric() -> str:
 def test_optimizer_that_looks_at_shapes_under_fabric(ranks: RankPool) -> None:
     for told in ranks.run(2, adafactor_under_fabric):
         assert_says(told, "Adafactor", "strategy='fsdp2'")
+
+
+# -- parameters that are kept elsewhere --------------------------------------------------------------------------------
+
+
+def of_flat_parameters(tmp: str) -> tuple[str, list[str], int]:
+    """What is said of a callback that unfreezes layers, and of what layers have of their weights; and the losses."""
+    options = {"use_orig_params": False}
+    tuned, module = Lit(), Lit()
+    for one in (tuned, module):
+        one.net.frozen.requires_grad_(True)  # one flat parameter is trained as a whole
+    run = new_trainer(tmp, "fsdp_native", 2, options, callbacks=[BackboneFinetuning()])
+    tuned.backbone = tuned.net.blocks
+    told = refusal(UnsupportedCapabilityError, lambda: run.fit(tuned, loader(1, 2)))
+    new_trainer(tmp, "fsdp_native", 2, options).fit(module, loader(1, 2))
+    parts = [module, module.net, module.net.blocks[0], module.net.blocks[0].up, module.net.out, module.net.inp]
+    return told, [refusal(ShardingError, part.state_dict) for part in parts], len(tuned.losses)
+
+
+def test_layers_whose_parameters_are_one_flat_one(ranks: RankPool, tmp_path: Path) -> None:
+    """They hold nothing, which must not be taken for an empty state."""
+    for told, refused, losses in ranks.run(2, of_flat_parameters, str(tmp_path)):
+        assert_says(
+            told,
+            "BackboneFinetuning can't be used with 'fsdp_native'",
+            "'net.inp.weight' is kept elsewhere",
+            "strategy='fsdp2'",
+        )
+        assert not losses
+        for message in refused:
+            assert_says(message, "can't be read while 'fsdp_native' has it sharded", "trainer.save_checkpoint(path)")
 
 
 # -- a torch without FSDP1 ---------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.bad_modules import refused_setup
 from fsdp_core.testing.suite.bad_options import BOTH, assert_refused_at_once, set_up, unfit_options
-from fsdp_core.testing.training import Lit
+from fsdp_core.testing.training import Lit, new_fabric
 
 #: Options of FSDP1, and what to write for them here.
 FSDP1: dict[str, tuple[Any, list[str]]] = {
@@ -79,3 +81,29 @@ def test_fully_shard_by_hand(ranks: RankPool, tmp_path: Path) -> None:
 def test_gradient_hook_is_told_where_to_go(ranks: RankPool, tmp_path: Path) -> None:
     for told in ranks.run(2, refused_setup, "fsdp2", "gradient hook", str(tmp_path / "checkpoint")):
         assert_says(told, "register_post_accumulate_grad_hook")
+
+
+#: What rank 1 is given, besides what all are given, and what is said of it. A version is that of torch.
+ALONE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "precision": ({"precision": "bf16-mixed"}, ["its precision is 'bf16-mixed', and rank 0's is '32-true'"]),
+    "option": ({"options": {"cpu_offload": True}}, ["option 'cpu_offload' is True, and rank 0's is False"]),
+    "policy": ({"options": {"auto_wrap_policy": {torch.nn.LayerNorm}}}, ["'auto_wrap_policy'", "{LayerNorm}"]),
+    "units": ({"mark": True}, ["its units of sharding is blocks.1, and rank 0's is blocks.0, blocks.1, blocks.2"]),
+    "version": ({"version": "2.99.0"}, ["its version of torch is 2.99.0, and rank 0's is 2."]),
+}
+
+
+def alone(case: str) -> str:
+    given = ALONE[case][0] if os.environ["RANK"] == "1" else {}
+    net = oracle.new_net()
+    if "mark" in given:
+        fsdp_core.wrap(net.blocks[1])
+    fabric = new_fabric("fsdp2", 2, given.get("options"), given.get("precision"))
+    with mock.patch.object(torch, "__version__", given.get("version", torch.__version__)):
+        return refusal(ShardingError, lambda: fabric.setup(net))
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_rank_that_is_set_up_otherwise(ranks: RankPool, case: str) -> None:
+    for told in ranks.run(2, alone, case):
+        assert_says(told, "rank 1 has not set up the same Net as rank 0", *ALONE[case][1])

@@ -18,6 +18,7 @@ from fsdp_core.testing.suite.numbers import NumbersSuite
 from fsdp_core.testing.suite.optimizers import OptimizersSuite
 from fsdp_core.testing.suite.parameters import ParametersSuite
 from fsdp_core.testing.suite.resuming import ExactResumeSuite
+from fsdp_core.testing.suite.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.shards import ShardsSuite
 from fsdp_xla.testing import SPMDRanks, ThreadRanks
 
@@ -37,6 +38,7 @@ class TrainsAsWritten(
     OptimizersSuite,
     ExceptionsSuite,
     BadModulesSuite,
+    ShardedModulesSuite,
     CheckpointsSuite,
     FabricCheckpointsSuite,
     ExactResumeSuite,

@@ -103,7 +103,7 @@ _being_entered: set[str] = set()
 
 
 def _enter_names(name: str, module: ModuleType) -> None:
-    """Have our names entered in ``module``'s registry, and have our folders opened where Lightning opens files.
+    """Have our names entered in ``module``'s registry, and our folders and shards known to Lightning's own strategies.
 
     A fault of ours must not break the import of Lightning.
     """
@@ -113,8 +113,10 @@ def _enter_names(name: str, module: ModuleType) -> None:
     try:
         from fsdp_core.lightning.names import enter
         from fsdp_core.lightning.opening import install_opening
+        from fsdp_core.lightning.sharded_elsewhere import install_refusal
 
         install_opening(module)
+        install_refusal(module)
         enter(module)
     except Exception as error:
         from fsdp_core.fault_warnings import warn_of_fault

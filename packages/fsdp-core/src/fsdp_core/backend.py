@@ -94,6 +94,8 @@ class Backend(ABC):
 
     #: Which backend has sharded a root. A module outlives its strategy: the next Trainer goes on with it.
     _owners: ClassVar[weakref.WeakKeyDictionary[nn.Module, Backend]] = weakref.WeakKeyDictionary()
+    #: The names of a module's parameters before it was sharded, tied ones under each of theirs.
+    _names: ClassVar[weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]]] = weakref.WeakKeyDictionary()
     #: Parameters as they were before sharding, by id: optimizers and lists of the user may hold them still.
     _written: ClassVar[dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]]] = {}
 
@@ -118,6 +120,10 @@ class Backend(ABC):
     def wrap_context(self) -> AbstractContextManager[Any]:
         """A context in which torch's own ``wrap`` marks units, as :func:`fsdp_core.wrap` does anywhere."""
         return mark_by_torch_wrap()
+
+    def units(self, module: nn.Module) -> Sequence[nn.Module]:
+        """The submodules that :meth:`shard` makes units of their own. Ranks are compared by it before they begin."""
+        return ()
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
@@ -182,8 +188,13 @@ class Backend(ABC):
 
     def remember(self, module: nn.Module) -> None:
         """Note the parameters of ``module`` before they are replaced, so that :meth:`repoint` knows them by name."""
+        self._names[module] = tuple(clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False))
         for name, parameter in named_parameters(module):
             self._note_written(module, name, parameter)
+
+    def remembered_names(self, module: nn.Module) -> tuple[str, ...]:
+        """The names of parameters that a root's module had before it was sharded, tied ones under each of theirs."""
+        return self._names[self.written_module(module)]
 
     def _note_written(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         key, written = id(parameter), self._written

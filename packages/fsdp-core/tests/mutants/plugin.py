@@ -43,6 +43,10 @@ FAULTS = (
     "stale_in_forward",
     "requires_grad_not_followed",
     "interrupted_counts",
+    # what users do with a sharded module
+    "ranks_not_compared",
+    "pieces_shown",
+    "late_parameters_taken",
     # checkpoints
     "state_off_by_one",
     "names_wrapped",

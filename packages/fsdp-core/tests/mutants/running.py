@@ -101,10 +101,11 @@ def installed(folder: Path) -> Iterator[None]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mutants\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
     places = [str(folder), str(Path(__file__).parent.parent)]
+    searched = [*places, *filter(None, [os.environ.get("PYTHONPATH")])]
     registries: list[Any] = [of_fabric.STRATEGY_REGISTRY, of_trainer.StrategyRegistry]
     with (
         mock.patch.object(sys, "path", [*places, *sys.path]),
-        mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(places)),
+        mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(searched)),
     ):
         discover.cache_clear()
         for module in (of_fabric, of_trainer):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
@@ -47,19 +48,48 @@ class TakesPolicy(LoopbackTrainerStrategy):
         super().__init__(*args, **kwargs)
 
 
+class ComparesNothing(LoopbackFabricStrategy):
+    """Takes the ranks' models for the same."""
+
+    def _facts(self, module: nn.Module) -> dict[str, str]:
+        return {}
+
+
+class ShowsPieces(LoopbackTrainerStrategy):
+    """Lets a rank's pieces be read as if they were the whole."""
+
+    def _sharded(self, module: nn.Module) -> nn.Module:
+        root = super()._sharded(module)
+        for one in root.modules():
+            vars(one).pop("state_dict", None)
+        return root
+
+
+class TakesLateParameters(LoopbackFabricStrategy):
+    """Takes parameters that came after sharding for some that stay whole."""
+
+    def _refuse_late(self, root: nn.Module, optimizers: Any = ()) -> None:
+        pass
+
+
 #: Where the fault is not the backend's.
+FABRICS: dict[str, type[LoopbackFabricStrategy]] = {
+    "ranks_not_compared": ComparesNothing,
+    "late_parameters_taken": TakesLateParameters,
+}
 TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "random_numbers_not_restored": ForgetsRandomNumbers,
     "async_save_not_copied": SavesWhatChanges,
     "clip_by_norm_unclaimed": DoesAll,
     "checkpointing_claimed": TakesPolicy,
     "option_unclaimed": TakesPolicy,
+    "pieces_shown": ShowsPieces,
 }
 
 for _fault in FAULTS:
     for _front_end, _base in (
         ("trainer", TRAINERS.get(_fault, LoopbackTrainerStrategy)),
-        ("fabric", LoopbackFabricStrategy),
+        ("fabric", FABRICS.get(_fault, LoopbackFabricStrategy)),
     ):
         globals()[f"{_front_end}_{_fault}"] = type(
             f"{_front_end}_{_fault}",

@@ -134,13 +134,16 @@ class NativeBackend(Backend):
 
     # -- building and sharding -------------------------------------------------------------------------------------
 
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        return select_units(module, self.auto_wrap_policy)
+
     def shard(self, module: nn.Module) -> nn.Module:
         if self.is_sharded(module):
             return _root_of(module)
         self.check_shardable(module)
         check_not_wrapped(module)
         self.remember(module)
-        units = select_units(module, self.auto_wrap_policy)
+        units = self.units(module)
         checkpoint_activations(module, self.activation_checkpointing_policy)
         note_order(module.modules())
         ignored = {m for one in self._ignored(nn.Module) for m in one.modules()}

@@ -120,13 +120,16 @@ class FSDP2Backend(Backend):
             precision, compute=self.mp_policy.param_dtype, reduce=self.mp_policy.reduce_dtype, autocast=False
         )
 
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        return select_units(module, self.auto_wrap_policy)
+
     def shard(self, module: nn.Module) -> nn.Module:
         if self.is_sharded(module):
             self._check_not_interrupted(module)
             return module
         self._check(module)
         self.remember(module)
-        units = select_units(module, self.auto_wrap_policy)
+        units = self.units(module)
         checkpoint_activations(module, self.activation_checkpointing_policy)
         sharded: set[nn.Module] = set()
         kept_whole: list[nn.Parameter] = []

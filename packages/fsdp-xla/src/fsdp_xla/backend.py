@@ -108,6 +108,9 @@ class XLABackend(Backend):
         with self.runtime.building(), super().wrap_context(), when_marked(keep):
             yield
 
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        return select_units(module, _as_torch_policy(self.auto_wrap_policy))
+
     def shard(self, module: nn.Module) -> nn.Module:
         self.runtime.claim(module)
         if self.is_sharded(module):
@@ -115,7 +118,7 @@ class XLABackend(Backend):
             return known
         self._check(module)
         self.remember(module)
-        chosen = select_units(module, _as_torch_policy(self.auto_wrap_policy))
+        chosen = self.units(module)
         checkpoint_activations(module, self.activation_checkpointing_policy, recompute)
         for submodule in module.modules():
             forward = submodule.__dict__.get("forward")

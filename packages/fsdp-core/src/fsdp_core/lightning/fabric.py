@@ -58,6 +58,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     """
 
     launcher_class: ClassVar[Any] = FabricSubprocessLauncher
+    make_before: ClassVar[str] = "Make them before fabric.setup()."
 
     def __init__(
         self,
@@ -162,12 +163,12 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         forward = self.setup_module(module)
-        self.backend.repoint(optimizers, self.roots)
+        self._repoint(optimizers, self.roots)
         self.optimizers.update(optimizers)
         return forward, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self.backend.repoint([optimizer], self.roots)
+        self._repoint([optimizer], self.roots)
         self.optimizers.add(optimizer)
         return optimizer
 
@@ -183,6 +184,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.background is not None:
             self.background.step()
+        self._look_at(optimizer, self.roots)
         output = super().optimizer_step(optimizer, **kwargs)
         self._backward_sync_control.accumulating.clear()
         for root in self.roots:

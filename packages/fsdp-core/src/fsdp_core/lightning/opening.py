@@ -22,7 +22,7 @@ from typing import Any
 
 from fsdp_core.errors import CheckpointExistsError, UnsupportedCapabilityError
 
-__all__ = ["install_opening"]
+__all__ = ["install_opening", "replace_function"]
 
 _READERS = (("fabric.utilities.cloud_io", "_load"), ("fabric.plugins.io.torch_io", "pl_load"))
 _MAKERS = (("pytorch.core.saving", "pl_load"),)
@@ -47,13 +47,14 @@ def install_opening(strategies: ModuleType) -> None:
         for places, wrap in ((_MAKERS, _makes_modules), (_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
             for place, name in places:
                 front_end, _, rest = place.partition(".")
-                _replace(sys.modules.get(f"{package[front_end]}.{rest}"), name, wrap)
+                replace_function(sys.modules.get(f"{package[front_end]}.{rest}"), name, wrap)
     for name in _OTHER_LAYOUTS:
-        _replace(vars(strategies).get(name), "load_checkpoint", _refuses_folders)
-    _replace(vars(strategies).get("Strategy"), "load_checkpoint", _warns_of_lost_positions)
+        replace_function(vars(strategies).get(name), "load_checkpoint", _refuses_folders)
+    replace_function(vars(strategies).get("Strategy"), "load_checkpoint", _warns_of_lost_positions)
 
 
-def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace_function(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put what ``wrap`` makes of a function in its place, where ``owner`` itself has one that is not wrapped yet."""
     function = None if owner is None else vars(owner).get(name)
     if not inspect.isfunction(function) or getattr(function, "_fsdp_core_wrapped_by", None) is wrap:
         return

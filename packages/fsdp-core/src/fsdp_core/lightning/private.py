@@ -46,12 +46,18 @@ __all__ = [
     "deciding_loader",
     "fetched_ahead",
     "fetcher_of",
+    "forget_module",
     "has_states_to_load",
     "load_loader_states",
     "reset_seed",
     "set_sampler_epoch",
     "wrapped_sampler",
 ]
+
+
+def forget_module(strategy: Any) -> None:
+    """Let a strategy of Lightning's, which is given its module before it is asked to take it, have none."""
+    strategy._lightning_module = None
 
 
 def wrapped_sampler(wrapper: Any) -> Any:

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, Self
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
+from fsdp_core.late_parameters import refuse_late
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
 from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.private import reset_seed
+from fsdp_core.pieces import refuse_state_dicts
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.same_on_ranks import check_same, facts_of_module, facts_of_options, facts_of_packages
 from fsdp_core.strategy_info import Capability
 
-__all__ = ["RanksOfStrategy"]
+__all__ = ["RanksOfStrategy", "sharded_by"]
+
+#: The strategy that has sharded a module of the user's, and the name of its class.
+sharded_by: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
+#: What optimizers held when they were last looked at.
+_held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +48,10 @@ class RanksOfStrategy:
         timeout: How long a collective may wait for its peers.
         background: What writes checkpoints behind training; ``None`` where a save returns when all is written.
         sequential_save: Whether ranks of a host write their part of a sharded checkpoint one after another.
+        make_before: Where users make parameters before they are sharded, as a sentence.
     """
+
+    make_before: ClassVar[str]
 
     launcher_class: ClassVar[Any]
 
@@ -89,9 +102,57 @@ class RanksOfStrategy:
         require(self.strategy_name, capability, asked)
 
     def _sharded(self, module: nn.Module) -> nn.Module:
-        """The root that a module becomes."""
+        """The root that a module becomes. All ranks must call it."""
+        if self.runtime.world_size > 1:
+            check_same(self.runtime, type(module).__name__, self._facts(module))
         check_materialization(self.strategy_name, module)
-        return self.backend.shard(module)
+        goes_on = self.backend.owner_of(module) is not None
+        name = type(module).__name__  # which a library may change
+        root = self.backend.shard(module)
+        if goes_on:
+            self._refuse_late(root)
+        sharded_by.setdefault(self.backend.written_module(root), (self.strategy_name, name))
+        refuse_state_dicts(root, self.backend.remembered_names(root), self.backend.layout(root), self.strategy_name)
+        return root
+
+    def _refuse_late(self, root: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Refuse parameters that the module has got since it was sharded."""
+        with self.backend.as_written(root):
+            written = self.backend.written_module(root)
+            refuse_late(written, self.backend.remembered_names(root), optimizers, self.make_before)
+
+    def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[nn.Module]) -> None:
+        """Let optimizers hold shards, and nothing that came after these."""
+        for root in roots:
+            self._refuse_late(root, optimizers)
+        self.backend.repoint(optimizers, roots)
+        for optimizer in optimizers:
+            _held[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
+
+    def _look_at(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
+        """Have what an optimizer was given since it was last looked at re-pointed or refused, before it is stepped."""
+        now, known = _parameters_of(optimizer), _held.get(optimizer, [])
+        if len(now) != len(known) or any(one is not other() for one, other in zip(now, known, strict=True)):
+            self._repoint([optimizer], roots)
+
+    def _facts(self, module: nn.Module) -> dict[str, str]:
+        """What this rank is about to do, in words, for comparison with the others."""
+        terms = self.backend.terms()
+        options = {
+            "state_dict_type": self.state_dict_type,
+            "async_save": self.background is not None,
+            "sequential_save": self.sequential_save,
+            **{name: terms[name] for name in terms if name != "precision"},
+        }
+        facts = {
+            **facts_of_packages(module, type(self), type(self.backend)),
+            "strategy": repr(self.strategy_name),
+            "precision": repr(self.shard_precision.name),
+            **facts_of_options(options),
+        }
+        if self.backend.owner_of(module) is not None:
+            return {**facts, "state": "sharded already"}
+        return {**facts, "state": "not sharded yet", **facts_of_module(module, self.backend.units)}
 
     def _check_empty_init(self, empty_init: bool | None) -> None:
         if empty_init:
@@ -204,3 +265,7 @@ class RanksOfStrategy:
                 "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
                 f"Leave them out, or write strategy={type(self).__name__}(state_dict_type='full')."
             )
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

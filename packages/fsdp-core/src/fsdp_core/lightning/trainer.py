@@ -15,15 +15,17 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.late_parameters import refuse_late
 from fsdp_core.lightning.averaging import shard_averages
 from fsdp_core.lightning.capabilities import check_loop, check_precision
+from fsdp_core.lightning.finetuning import check_finetuning
 from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.loader_positions import TrainingLoaders
 from fsdp_core.lightning.pending import expect_what_is_pending
@@ -35,11 +37,24 @@ from fsdp_core.lightning.resuming import KEY, ExactResume
 from fsdp_core.lightning.summary import show_written_shapes
 from fsdp_core.lightning.toggling import watch_toggling
 from fsdp_core.lightning.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
+from fsdp_core.pieces import refuse_again
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
 from fsdp_core.strategy_info import Capability
 
 __all__ = ["ShardedTrainerStrategy"]
+
+#: What decides in which step a rank meets the others, among a Trainer's arguments.
+_SAME_IN_LOOPS = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "max_epochs",
+    "max_steps",
+    "check_val_every_n_epoch",
+    "val_check_interval",
+    "num_sanity_val_steps",
+)
 
 
 class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
@@ -66,6 +81,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     """
 
     launcher_class: ClassVar[Any] = TrainerSubprocessLauncher
+    make_before: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
 
     def __init__(
         self,
@@ -188,11 +204,23 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             with self.backend.as_written(self.model):
                 self.setup_optimizers(trainer)
-            self.backend.repoint(self.optimizers, [self.model])
+                # now, for what came into the module in here may be gone with the context
+                names = self.backend.remembered_names(self.model)
+                refuse_late(self.backend.written_module(self.model), names, self.optimizers, self.make_before)
+            self._repoint(self.optimizers, [self.model])
+            check_finetuning(trainer, self.backend, self.model, self.strategy_name)
         if not module.automatic_optimization:
             watch_toggling(self.lightning_module)
         self.setup_precision_plugin()
         self.barrier()
+
+    def _facts(self, module: nn.Module) -> dict[str, str]:
+        trainer, facts = self._trainer, super()._facts(module)
+        if trainer is None or not isinstance(module, pl.LightningModule):
+            return facts
+        loop = {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _SAME_IN_LOOPS}
+        stage = {"stage": str(trainer.state.fn), "automatic_optimization": repr(module.automatic_optimization)}
+        return {**stage, **loop, **facts}
 
     def follow_toggling(self) -> None:
         """Let parameters that are gathered inside a step require gradients as their shards do now."""
@@ -263,6 +291,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         root = self.model
         assert root is not None
+        self._look_at(optimizer, [root])
         if not self._inside_root_forward:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._exact_resume.on_step(optimizer)
@@ -290,6 +319,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         assert self.model is not None
+        self._refuse_late(self.model, self.optimizers)
         self._exact_resume.restore_gradients(self.backend, self.model, self.optimizers)
         self._exact_resume.before_iterators()
         self._training_loaders.start(self.lightning_module.trainer)
@@ -382,6 +412,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._exact_resume.leave()
             for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
                 self.lightning_module.__dict__.pop(name, None)  # see watch_toggling and shard_averages
+            refuse_again(self.lightning_module)
         if self.model is not None and self.backend.is_sharded(self.model):
             self.backend.reshard(self.model)
         self.accelerator.teardown()

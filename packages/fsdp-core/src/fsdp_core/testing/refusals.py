@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_core.testing.state import full_state
 
-__all__ = ["assert_says", "assert_unchanged", "refusal"]
+__all__ = ["assert_says", "assert_unchanged", "refusal", "was_refused"]
 
 _INSTEAD = "instead of a refusal:"
 
@@ -33,9 +33,14 @@ def refusal(error: type[Exception] | tuple[type[Exception], ...], call: Callable
     return f"{_INSTEAD} nothing was raised"
 
 
+def was_refused(message: str) -> bool:
+    """Whether what :func:`refusal` has returned is one."""
+    return not message.startswith(_INSTEAD)
+
+
 def assert_says(message: str, *words: str) -> None:
     """It was a refusal, and says all of this: what was asked, why it can't be, what to type next."""
-    assert not message.startswith(_INSTEAD), message
+    assert was_refused(message), message
     for word in words:
         assert word in message, f"{word!r} is not in:\n{message}"
 

@@ -99,12 +99,15 @@ class XLASPMDBackend(Backend):
 
     # -- sharding --------------------------------------------------------------------------------------------------
 
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        return select_units(module, self.auto_wrap_policy)
+
     def shard(self, module: nn.Module) -> nn.Module:
         if self.is_sharded(module):
             return module
         self._check(module)
         planned = planned_dims(module, self.tensor_plan)
-        units = select_units(module, self.auto_wrap_policy)
+        units = self.units(module)
         checkpoint_activations(module, self.activation_checkpointing_policy, recompute)
         self.remember(module)
         names = {id(parameter): name for name, parameter in named_parameters(module)}

@@ -14,11 +14,12 @@ from torch import nn
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import Block
-from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import root_of
 from fsdp_core.testing.suite.bad_options import set_up
-from fsdp_core.testing.suite.clauses import Clauses, requires, with_options
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.numbers import options_id
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 from fsdp_core.wrapping import describe_policy
@@ -109,6 +110,54 @@ REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
 }
 
 
+class Longer(nn.Module):
+    """A layer more on one rank: without a comparison, the others would wait for it in vain."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        if rank:
+            self.second = nn.Linear(4, 4)
+
+
+def _frozen_on_one(rank: int) -> nn.Module:
+    net = oracle.new_net()
+    return net.requires_grad_(False) if rank else net
+
+
+#: What each rank sets up, and what the refusal says.
+UNLIKE: dict[str, tuple[Callable[[int], nn.Module], list[str]]] = {
+    "frozen": (_frozen_on_one, ["'inp.weight' is (6, 6) in torch.float32, frozen", "trained"]),
+    "width": (lambda rank: nn.Linear(4, 4 + rank), ["'weight' is (5, 4) in torch.float32", "rank 0's is (4, 4)"]),
+    "dtype": (
+        lambda rank: nn.Linear(4, 4, dtype=torch.float64 if rank else None),
+        ["'weight' is (4, 4) in torch.float64", "rank 0's is (4, 4) in torch.float32"],
+    ),
+    "layer": (Longer, ["it has a parameter 'second.weight'", "rank 0 has none"]),
+    "tied": (
+        lambda rank: nn.Sequential(*[nn.Linear(4, 4)] * 2) if rank else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        ["'1.weight' is tied to '0.weight'"],
+    ),
+}
+
+
+def _unlike(strategy: str) -> dict[str, str]:
+    """What is said of each of the table's cases, up to the first that is not refused: what comes of that may wait."""
+    fabric = new_fabric(strategy)
+    told: dict[str, str] = {}
+    for case, (build, _) in UNLIKE.items():
+        told[case] = refusal(ShardingError, lambda build=build: fabric.setup(build(here().rank)))  # type: ignore[misc]
+        if not was_refused(told[case]):
+            break
+    return told
+
+
+def _unlike_in_loops(strategy: str, tmp: str) -> tuple[str, int]:
+    module = Lit()
+    run = new_trainer(tmp, strategy, 2, accumulate_grad_batches=1 + here().rank)
+    return refusal(ShardingError, lambda: run.fit(module, loader(2, 2))), len(module.losses)
+
+
 _NEEDS = {
     "a buffer that nothing fills": [requires(Capability.META_INIT)],
     "optimizer over fewer parameters": [requires(Capability.SHARDED_CHECKPOINT)],
@@ -155,3 +204,19 @@ class BadModulesSuite(Clauses):
     def test_module_that_is_refused(self, ranks: Ranks, tmp_path: Path, case: str) -> None:
         for told in ranks.run(2, refused_setup, self.strategy, case, str(tmp_path / "checkpoint")):
             assert_says(told, *REFUSED[case][1])
+
+    @on_ranks("processes", "threads")
+    def test_ranks_with_different_models(self, ranks: Ranks) -> None:
+        """Each rank names the first difference, and none waits for another."""
+        for told in ranks.run(2, _unlike, self.strategy):
+            for case, message in told.items():
+                assert_says(
+                    message, "rank 1 has not set up the same", *UNLIKE[case][1], "Build the same model on every"
+                )
+
+    @on_ranks("processes", "threads")
+    @requires(Capability.GRADIENT_ACCUMULATION)
+    def test_ranks_with_different_loops(self, ranks: Ranks, tmp_path: Path) -> None:
+        for told, steps in ranks.run(2, _unlike_in_loops, self.strategy, str(tmp_path)):
+            assert_says(told, "rank 1", "accumulate_grad_batches is 2, and rank 0's is 1")
+            assert not steps

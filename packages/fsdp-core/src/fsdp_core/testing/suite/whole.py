@@ -24,6 +24,7 @@ from fsdp_core.testing.suite.parameters import ParametersSuite
 from fsdp_core.testing.suite.precision import PrecisionSuite
 from fsdp_core.testing.suite.presets import PresetClauses
 from fsdp_core.testing.suite.resuming import ExactResumeSuite
+from fsdp_core.testing.suite.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.shards import ShardsSuite
 
 __all__ = ["PresetSuite", "StrategySuite"]
@@ -50,6 +51,7 @@ class StrategySuite(
     LeftoversSuite,
     BadOptionsSuite,
     BadModulesSuite,
+    ShardedModulesSuite,
     BadCheckpointsSuite,
     BrokenElsewhereSuite,
 ):

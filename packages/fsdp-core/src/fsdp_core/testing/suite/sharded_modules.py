@@ -1,0 +1,259 @@
+"""What users do with a sharded module as with a plain one: read it, add to it, unfreeze parts of it, hand it on.
+
+It is right, or refused with what to write instead; and nothing is lost without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor, nn
+
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.gathering import whole
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
+from fsdp_core.testing.refusals import assert_says, refusal, was_refused
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+__all__ = ["ShardedModulesSuite"]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+#: Parts of the suite's module that users save: all of it, a network in it, a block, and one of two tied layers.
+PARTS = ("", "net", "net.blocks.0", "net.out")
+
+
+class Exporting(Lit):
+    """Reads ``state_dict()`` of its parts where people export them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[str, Mapping[str, Any] | str] = {}
+
+    def configure_optimizers(self) -> Any:
+        self.read_parts("in configure_optimizers")
+        return oracle.sgd(self)
+
+    def on_train_end(self) -> None:
+        self.read_parts("in on_train_end")
+
+    def read_parts(self, when: str) -> None:
+        """Keep what each part gives, or how it is refused."""
+        for part in PARTS:
+            place = f"{part or 'all'} {when}"
+            try:
+                self.read[place] = self.get_submodule(part).state_dict()
+            except ShardingError as refused:
+                self.read[place] = str(refused)
+
+
+def _export(strategy: str, tmp: str) -> list[str]:
+    """What is refused of exports. What is not is compared with whole values."""
+    module = Exporting()
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(module, loader(1, 2))
+    module.read_parts("after the fit")
+    used: Any = run.strategy
+    want = full_state(used)
+    refused = []
+    for place, got in module.read.items():
+        if isinstance(got, str):
+            refused.append(got)
+            continue
+        part = place.partition(" ")[0].replace("all", "")
+        named = {name.removeprefix(f"{part}.") if part else name: value for name, value in want.items()}
+        expected = {name: value for name, value in named.items() if not part or f"{part}.{name}" in want}
+        assert got.keys() == expected.keys(), f"state_dict() of {place} holds {list(got)}, and not {list(expected)}"
+        for name, value in expected.items():
+            found = whole(got[name], used.runtime)
+            shapes = tuple(found.shape), tuple(value.shape)
+            assert shapes[0] == shapes[1], f"state_dict() of {place} shows {name} of {shapes[1]} as {shapes[0]}"
+            if "configure" not in place:  # where what is trained may be stood for
+                assert torch.equal(found.cpu(), value.cpu()), f"state_dict() of {place}: {name}"
+    return refused
+
+
+# -- adding ------------------------------------------------------------------------------------------------------------
+
+
+class Growing(Lit):
+    """Gets a head in one of its hooks, and has its optimizer train it; or a frozen one, which nobody trains.
+
+    Args:
+        where: The hook.
+        frozen: Whether it is frozen.
+    """
+
+    late: nn.Linear
+
+    def __init__(self, where: str, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.where, self.is_frozen = where, frozen
+
+    def grow(self, where: str) -> None:
+        """Grow here, if this is where."""
+        if where != self.where:
+            return
+        self.late = nn.Linear(FEATURES, FEATURES, bias=False).to(self.device).requires_grad_(not self.is_frozen)
+        if not self.is_frozen and where != "configure_optimizers":
+            self.trainer.optimizers[0].add_param_group({"params": self.late.parameters()})
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return self.late(x) if hasattr(self, "late") else x
+
+    def configure_optimizers(self) -> Any:
+        self.grow("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self) -> None:
+        self.grow("on_fit_start")
+
+    def on_train_start(self) -> None:
+        self.grow("on_train_start")
+
+    def on_train_epoch_start(self) -> None:
+        self.grow("on_train_epoch_start")
+
+
+#: Hooks that come after sharding.
+HOOKS = ("configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start")
+
+
+def _grow(strategy: str, tmp: str) -> tuple[dict[str, str], int]:
+    """What is said of each hook, up to the first that is not refused; and how many batches a frozen head has seen."""
+    told: dict[str, str] = {}
+    for where in HOOKS:
+        module = Growing(where)
+        run = new_trainer(tmp, strategy, 2)
+        told[where] = refusal(ShardingError, lambda run=run, module=module: run.fit(module, loader(2, 2)))  # type: ignore[misc]
+        if not was_refused(told[where]):
+            return told, 0
+        assert not module.losses, where
+    between = Lit()
+    new_trainer(tmp, strategy, 2).fit(between, loader(1, 2))
+    between.late = nn.Linear(FEATURES, FEATURES, bias=False)
+    told["between two fits"] = refusal(ShardingError, lambda: new_trainer(tmp, strategy, 2).fit(between, loader(1, 2)))
+    frozen = Growing("on_fit_start", frozen=True)
+    new_trainer(tmp, strategy, 2).fit(frozen, loader(2, 2))
+    return told, len(frozen.losses)
+
+
+def _grow_under_fabric(strategy: str) -> list[str]:
+    """What is said when a head is given to the optimizer that is set up, and to one that is made for it."""
+    fabric = new_fabric(strategy)
+
+    def added_to_the_optimizer() -> None:
+        net: Any = oracle.new_net()
+        _, optimizer = fabric.setup(net, oracle.sgd(net))
+        net.late = nn.Linear(FEATURES, FEATURES, bias=False).to(fabric.device)
+        optimizer.optimizer.add_param_group({"params": net.late.parameters()})
+        optimizer.step()
+
+    def with_an_optimizer_of_its_own() -> None:
+        net: Any = oracle.new_net()
+        fabric.setup(net)
+        net.late = nn.Linear(FEATURES, FEATURES, bias=False).to(fabric.device)
+        fabric.setup_optimizers(torch.optim.SGD(net.late.parameters(), lr=0.1))
+
+    ways: list[Callable[[], None]] = [added_to_the_optimizer, with_an_optimizer_of_its_own]
+    return [refusal(ShardingError, way) for way in ways]
+
+
+# -- unfreezing --------------------------------------------------------------------------------------------------------
+
+
+class Unfreezing(BaseFinetuning):
+    """Lightning's callback: a block is frozen at first, and given to the optimizer in the second epoch."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        """Freeze it."""
+        self.freeze(pl_module.net.blocks[1])  # type: ignore[union-attr,index]
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        """Unfreeze it."""
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks[1], optimizer, lr=0.1)  # type: ignore[union-attr,index]
+
+
+class Thawed(Lit):
+    """Its optimizer holds what is trained from the beginning."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def _thaw(strategy: str, tmp: str, world_size: int) -> tuple[str, list[float]]:
+    module = Thawed()
+    run = new_trainer(tmp, strategy, world_size, max_epochs=3, callbacks=[Unfreezing()])
+    told = refusal(UnsupportedCapabilityError, lambda: run.fit(module, loader(2, world_size)))
+    return told, means(module.losses)
+
+
+# -- handing on --------------------------------------------------------------------------------------------------------
+
+
+def _hand_on(strategy: str, tmp: str) -> list[str]:
+    """What is said of a module that goes on under Lightning's DDP, from the Trainer and from Fabric."""
+    module, net = Lit(), oracle.new_net()
+    new_trainer(tmp, strategy, 2).fit(module, loader(1, 2))
+    new_fabric(strategy).setup(net)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    return [
+        refusal(ShardingError, lambda: new_trainer(tmp, "ddp", 2).fit(module, loader(1, 2))),
+        refusal(ShardingError, lambda: fabric.setup(net)),
+    ]
+
+
+class ShardedModulesSuite(Clauses):
+    """A sharded module does what a plain one does, or says what to write."""
+
+    def test_state_dicts_are_whole_or_refused(self, ranks: Ranks, tmp_path: Path) -> None:
+        """What ``save_pretrained``, ``torch.save(module.state_dict())`` and the like get."""
+        for refused in ranks.run(2, _export, self.strategy, str(tmp_path)):
+            for message in refused:
+                assert_says(
+                    message, "can't be read", repr(self.strategy), "trainer.save_checkpoint(path)", "consolidate"
+                )
+
+    def test_late_parameters_are_refused_under_trainer(self, ranks: Ranks, tmp_path: Path) -> None:
+        """What comes after sharding would be trained by each rank for itself."""
+        for told, steps in ranks.run(2, _grow, self.strategy, str(tmp_path)):
+            for message in told.values():
+                assert_says(message, "'late.weight' came into the model after it was sharded", "configure_model()")
+            assert steps == 2
+
+    def test_late_parameters_are_refused_under_fabric(self, ranks: Ranks) -> None:
+        for told in ranks.run(2, _grow_under_fabric, self.strategy):
+            for message in told:
+                assert_says(message, "'late.weight' came into the model after it was sharded", "before fabric.setup()")
+
+    def test_finetuning_callback(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Lightning's own callback trains what it unfreezes, or is refused."""
+        module = Thawed()
+        new_trainer(tmp_path, "auto", max_epochs=3, callbacks=[Unfreezing()]).fit(module, loader(2, 1))
+        want = [loss.item() for loss in module.losses]
+        for told, losses in ranks.run(2, _thaw, self.strategy, str(tmp_path), 2):
+            if was_refused(told):
+                assert_says(told, "Unfreezing can't be used", repr(self.strategy), "configure_optimizers()")
+                assert not losses
+            else:
+                assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+    @on_ranks("processes")
+    def test_a_sharded_module_under_ddp_is_refused(self, ranks: Ranks, tmp_path: Path) -> None:
+        for told in ranks.run(2, _hand_on, self.strategy, str(tmp_path)):
+            for message in told:
+                assert_says(message, f"was sharded by {self.strategy!r}", "DDPStrategy", "build the module anew")

@@ -1,0 +1,138 @@
+"""Ranks that are about to do different things are told which rank it is, and the first difference."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.precision import ShardPrecision
+from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.same_on_ranks import check_same, facts_of_module, facts_of_options, facts_of_packages
+from fsdp_core.testing import RankPool
+from fsdp_core.wrapping import describe_policy
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.LazyLinear(2)
+        self.register_buffer("table", torch.zeros(2, dtype=torch.int64))
+
+
+class Twin(Tiny):
+    """Another class of the same shapes."""
+
+
+#: What ranks have, and what is said of it.
+DIFFERENT: dict[str, tuple[list[Mapping[str, str]], str]] = {
+    "a value": ([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], "rank 1 has .* as rank 0: its b is 3, and rank 0's is 2"),
+    "one more": ([{"a": "1"}, {"a": "1", "b": "3"}], "it has a b, 3, and rank 0 has none"),
+    "one less": ([{"a": "1", "b": "2"}, {"a": "1"}], "rank 0 has a b, 2, and it has none"),
+    "another place": ([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}], "the same parts in another order"),
+    "one in the middle": ([{"a": "1", "c": "3"}, {"a": "1", "b": "2", "c": "3"}], "it has a b, 2, and rank 0 has none"),
+}
+
+
+def differ() -> tuple[dict[str, str], float]:
+    """What is said of each of the table's ranks, of which the third is as the second; and the longest wait."""
+    runtime = ProcessGroupRuntime()
+    rank = int(os.environ["RANK"])
+    where: dict[str, Any] = {"address": "127.0.0.1", "port": os.environ["MASTER_PORT"]}
+    runtime.start(rank=rank, local_rank=rank, world_size=3, device=torch.device("cpu"), **where)
+    said, waited = {}, 0.0
+    check_same(runtime, "Tiny", {"a": "1"})
+    for case, (facts, _) in DIFFERENT.items():
+        begun = time.monotonic()
+        with pytest.raises(ShardingError) as told:
+            check_same(runtime, "Tiny", facts[min(rank, 1)])
+        said[case] = str(told.value)
+        waited = max(waited, time.monotonic() - begun)
+    runtime.stop()
+    return said, waited
+
+
+def test_every_rank_is_told_at_once() -> None:
+    with RankPool() as ranks:
+        told = ranks.run(3, differ)
+    for said, waited in told:
+        assert said == told[0][0]
+        assert waited < 1.0
+    for case, (_, words) in DIFFERENT.items():
+        assert re.search(words, told[0][0][case])
+        assert "Rank 2 differs from it too" in told[0][0][case]
+
+
+def test_a_module_is_described_as_it_is_built() -> None:
+    net = Tiny()
+    net.one.requires_grad_(False)
+    facts = facts_of_module(net, lambda module: [net.one])
+    assert facts == {
+        "parameter 'one.weight'": "(3, 3) in torch.float32, frozen",
+        "parameter 'one.bias'": "(3,) in torch.float32, frozen",
+        "parameter 'two.weight'": "not known yet, trained",
+        "parameter 'two.bias'": "not known yet, trained",
+        "buffer 'table'": "(2,) in torch.int64",
+        "units of sharding": "one",
+    }
+    with torch.device("meta"):
+        assert facts_of_module(Tiny(), lambda module: [module.one]) == facts | {
+            "parameter 'one.weight'": "(3, 3) in torch.float32, trained",
+            "parameter 'one.bias'": "(3,) in torch.float32, trained",
+        }
+
+
+def test_a_policy_that_fails_is_left_to_the_set_up() -> None:
+    def units(module: nn.Module) -> list[nn.Module]:
+        raise ShardingError("matches nothing")
+
+    assert facts_of_module(Tiny(), units)["units of sharding"] == "ShardingError: matches nothing"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: ModuleWrapPolicy({nn.Linear, Tiny, Twin, nn.Conv1d, nn.LayerNorm, nn.Embedding}),
+        lambda: functools.partial(size_based_auto_wrap_policy, min_num_params=100),
+        lambda: {nn.Linear, Tiny},
+        lambda: lambda module: True,
+        lambda: MixedPrecision(param_dtype=torch.bfloat16),
+        lambda: ShardingStrategy.HYBRID_SHARD,
+        lambda: {"a": [nn.Linear(2, 2), torch.zeros(2), object()], "b": ShardPrecision()},
+    ],
+)
+def test_what_was_given_alike_is_described_alike(build: Callable[[], Any]) -> None:
+    """Whatever the process has at which address."""
+    kept = [build() for _ in range(2)]
+    (one,), (other,) = (facts_of_options({"given": value}).values() for value in kept)
+    assert one == other
+    assert "0x" not in one
+    assert facts_of_options({"given": describe_policy(kept[0])}) == facts_of_options(
+        {"given": describe_policy(kept[1])}
+    )
+
+
+def test_options_that_differ_are_described_differently() -> None:
+    values = [{nn.Linear}, {nn.Conv1d}, True, 1.0, "auto", MixedPrecision(param_dtype=torch.bfloat16), MixedPrecision()]
+    values += [functools.partial(size_based_auto_wrap_policy, min_num_params=n) for n in (1, 2)]
+    values += [str(ModuleWrapPolicy({kind})) for kind in (nn.Linear, nn.Conv1d)]
+    said = [facts_of_options({"given": value})["option 'given'"] for value in values]
+    assert len(set(said)) == len(said)
+
+
+def test_packages_of_the_models_classes_are_named() -> None:
+    from torchmetrics import SumMetric
+
+    facts = facts_of_packages(nn.ModuleList([SumMetric()]), Twin)
+    assert {"version of torch", "version of torchmetrics", "version of fsdp_core"} <= facts.keys()
+    assert "version of builtins" not in facts
