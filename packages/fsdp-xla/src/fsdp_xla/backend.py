@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch_xla.runtime
 from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
@@ -35,7 +36,7 @@ from fsdp_xla import units
 from fsdp_xla.built_in_parts import BuiltInParts
 from fsdp_xla.first_values import FirstSteps
 from fsdp_xla.on_host import HostOptimizer, flat_on_host
-from fsdp_xla.options import check_options
+from fsdp_xla.options import check_collectives, check_options
 from fsdp_xla.placing import place
 from fsdp_xla.read_late import DeviceFlat, gathered_in_turn, read_late
 from fsdp_xla.recomputation import recompute
@@ -159,6 +160,7 @@ class XLABackend(Backend):
         return root
 
     def _check(self, module: nn.Module) -> None:
+        check_collectives(self.options, on_cpu=torch_xla.runtime.device_type() == "CPU")
         self.check_shardable(module)
         if type(module).forward is nn.Module.forward:
             raise ShardingError(
@@ -185,7 +187,7 @@ class XLABackend(Backend):
                 )
 
     def _wrapped(self, unit: nn.Module) -> XlaFullyShardedDataParallel:
-        return XlaFullyShardedDataParallel(
+        wrapped = XlaFullyShardedDataParallel(
             unit,
             **{
                 "compute_dtype": self.precision.compute,
@@ -194,6 +196,9 @@ class XLABackend(Backend):
                 **self.options,
             },
         )
+        if not wrapped.sharded_params:
+            wrapped.coalesce_all_gather_ops = False  # it would gather an empty list, which XLA doesn't survive
+        return wrapped
 
     def written_module(self, root: nn.Module) -> nn.Module:
         return user_module(root)

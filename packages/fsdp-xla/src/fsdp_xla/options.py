@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fsdp_core.errors import UnsupportedCapabilityError
 
-__all__ = ["INSTEAD", "PASSED_ON", "check_options", "check_sequential_save", "not_passed_on"]
+__all__ = ["INSTEAD", "PASSED_ON", "check_collectives", "check_options", "check_sequential_save", "not_passed_on"]
 
 #: What users may set, in torch_xla's order.
 PASSED_ON = (
@@ -61,7 +61,7 @@ def not_passed_on(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Refuse what isn't passed on to XlaFullyShardedDataParallel.
+    """Refuse what isn't passed on to XlaFullyShardedDataParallel, and what it can't do with the rest.
 
     Raises:
         UnsupportedCapabilityError: There is any; the message says what to write.
@@ -71,6 +71,25 @@ def check_options(options: Mapping[str, object]) -> None:
         raise UnsupportedCapabilityError(
             f"strategy 'xla_fsdp' has no option {name!r}. {told}\n"
             f"Besides its own it takes {', '.join(PASSED_ON)}; `fsdp describe xla_fsdp` explains all."
+        )
+    if options.get("coalesce_all_gather_ops") and not options.get("shard_param_on_dim_0"):
+        raise UnsupportedCapabilityError(
+            "coalesce_all_gather_ops=True needs shard_param_on_dim_0=True: of flat shards torch_xla 2.9 coalesces "
+            "none, and to gather nothing ends the process with a segmentation fault.\n"
+            "Write shard_param_on_dim_0=True too, or leave coalesce_all_gather_ops out."
+        )
+
+
+def check_collectives(options: Mapping[str, object], *, on_cpu: bool) -> None:
+    """Refuse what XLA's CPU client can't do.
+
+    Raises:
+        UnsupportedCapabilityError: Layouts are to be pinned there.
+    """
+    if on_cpu and options.get("pin_layout_in_collective_ops"):
+        raise UnsupportedCapabilityError(
+            "pin_layout_in_collective_ops=True can't be used on the CPU, whose collectives wait for each other then "
+            "until XLA ends the process.\nLeave it out there; on a TPU it is passed on."
         )
 
 
