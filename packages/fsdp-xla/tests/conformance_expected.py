@@ -6,8 +6,23 @@ __all__ = ["CLASSIC", "SPMD"]
 
 _FP32_SHARDS = "XlaFullyShardedDataParallel keeps its shards in fp32; the precision is refused by name"
 
+_ONE_PROGRAM = "XLA's ranks run one program, in which each uses the same parameters of a unit"
+
+_BIASED = "torch_xla's batch norms keep the biased variance, and torch's the unbiased one"
+
 #: Of ``xla_fsdp``.
 CLASSIC = {
+    **{
+        f"test_ranks_use_different_parameters[{case}-{steps}]": _ONE_PROGRAM
+        for case in (
+            "unused on one rank",
+            "used twice on one rank",
+            "nothing used on one rank",
+            "an expert for each rank",
+        )
+        for steps in ("each step", "accumulated")
+    },
+    "test_running_statistics": _BIASED,
     **{
         f"{clause}[{precision}]": _FP32_SHARDS
         for precision, clauses in {
@@ -38,6 +53,7 @@ _NO_FP16 = "XLA devices compute in bf16, and not in fp16; the precision is refus
 
 #: Of ``xla_fsdp_spmd``.
 SPMD = {
+    "test_running_statistics": _BIASED,
     "test_dtypes_under_trainer[16-true]": _NO_FP16,
     "test_dtypes_under_fabric[16-true]": _NO_FP16,
     "test_weights_and_inputs_are_cast_before_a_block_sees_them[bf16-mixed]": (

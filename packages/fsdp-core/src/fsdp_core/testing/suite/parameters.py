@@ -217,8 +217,14 @@ class ParametersSuite(Clauses):
         assert torch.equal(state["norm.weight"], other_state["norm.weight"])
         assert state.keys() == want_state.keys()
         assert state["norm.num_batches_tracked"] == 3
-        for name in ("norm.running_mean", "norm.running_var"):
-            torch.testing.assert_close(state[name].float(), want_state[name], atol=tolerance, rtol=tolerance, msg=name)
+
+    @requires(Capability.CLIP_BY_NORM)
+    def test_running_statistics(self, ranks: Ranks) -> None:
+        """Those of a batch norm are state, and plain torch's."""
+        _, want = oracle.train_plain(3, oracle.momentum, net=Normed())
+        for _, state in ranks.run(2, _batch_norm, self.strategy, "32-true"):
+            for name in ("norm.running_mean", "norm.running_var"):
+                torch.testing.assert_close(state[name], want[name], atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_extra_state_and_persistent_metrics_are_restored(self, ranks: Ranks, tmp_path: Path) -> None:
