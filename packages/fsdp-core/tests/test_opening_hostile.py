@@ -169,6 +169,10 @@ NESTED: dict[str, dict[str, Any]] = {
     "in YAML's own letters": {"anything": '{"cl\\u0061ss_path": "hostile_openings.H\\x61rm"}'},
     "in YAML, said again": {"anything": "{a: &x {class_path: hostile_openings.Harm}, b: *x}"},
     "a function": {"call": "hostile_openings.run"},
+    "in the last of many texts": {
+        "anything": [*(f"{{a: {i}}}" for i in range(99)), "{class_path: hostile_openings.Harm}"]
+    },
+    "letters that few know": {"call": "hostile_openings.℘"},
     "a module that is not imported": {"call": "hostile_not_imported.run"},
     "a path": {"call": {"$path": "hostile_openings.run"}},
     "a key": {"anything": {"hostile_openings.run": 1}},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
@@ -23,7 +22,6 @@ _CLASS = "_class_path"
 _OLD_KEYS = ("hparams", "module_arguments")  # what they hold, Lightning adds to the hyper-parameters
 _LONGEST = 2**16  # of a text that is looked through for YAML
 _SHOWN = 5
-_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def check_hyper_parameters(owner: Any, key: str) -> None:
@@ -72,7 +70,7 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
         given = {key: {name: value for name, value in held.items() if name not in (INSTANTIATOR, _CLASS)}}
         given.update((old, checkpoint[old]) for old in _OLD_KEYS if old in checkpoint)
         try:
-            named = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _names(given, (), set())]
+            named = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _names(given, (), {})]
         except RecursionError as error:
             raise CheckpointFormatError(f"{path} has {key} that are nested too deeply") from error
         if _CLASS in held and not _is_imported_module(held[_CLASS]):
@@ -87,13 +85,14 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
             raise CheckpointFormatError("\n".join([title, *named[:_SHOWN], *more, remedy]))
 
 
-def _names(value: Any, keys: tuple[str, ...], seen: set[int]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _names(value: Any, keys: tuple[str, ...], seen: dict[int, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """The names of code in a value, or what may hold some."""
     if isinstance(value, PurePath | yaml.ScalarNode):
         value = str(value) if isinstance(value, PurePath) else value.value
     if isinstance(value, str):
-        if _NAME.fullmatch(value.strip()):
-            if _is_code(value.strip()):
+        text = value.strip()
+        if "." in text and all(step.isidentifier() for step in text.split(".")):
+            if _is_code(text):
                 yield keys, value
         elif len(value) > _LONGEST:
             yield keys, value
@@ -102,7 +101,7 @@ def _names(value: Any, keys: tuple[str, ...], seen: set[int]) -> Iterator[tuple[
         return
     if id(value) in seen:  # a text of YAML can say the same again and again
         return
-    seen.add(id(value))
+    seen[id(value)] = value  # and keep it, or another would get its id
     for name, item in _entries(value):
         text = str(name.value if isinstance(name, yaml.ScalarNode) else name)
         inner = (*keys, text)
