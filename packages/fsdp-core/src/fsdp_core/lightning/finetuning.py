@@ -16,7 +16,8 @@ __all__ = ["check_finetuning"]
 def check_finetuning(trainer: pl.Trainer, backend: Backend, root: nn.Module, strategy: str) -> None:
     """Refuse a callback that would find no parameters to unfreeze.
 
-    It looks for them in the modules that held them when they were written. A library may keep its shards elsewhere.
+    It looks for them in the modules that held them when they were written, and for what the optimizer holds among them.
+    A library may keep its shards elsewhere.
 
     Args:
         trainer: Whose callbacks to look at.
@@ -31,9 +32,10 @@ def check_finetuning(trainer: pl.Trainer, backend: Backend, root: nn.Module, str
     if not asked:
         return
     backend.reshard(root)
-    shown = backend.written_module(root).named_parameters(remove_duplicate=False)
-    there = {clean_name(name) for name, _ in shown}
-    hidden = [name for name in backend.remembered_names(root) if name not in there]
+    shown = {clean_name(name): p for name, p in backend.written_module(root).named_parameters(remove_duplicate=False)}
+    held = set(map(id, shown.values()))
+    hidden = [name for name in backend.remembered_names(root) if name not in shown]
+    hidden += [part.name for p, parts in backend.layout(root).items() if id(p) not in held for part in parts]
     if hidden:
         raise UnsupportedCapabilityError(
             f"{type(asked[0]).__name__} can't be used with {strategy!r} as it is: it unfreezes the parameters that it "
