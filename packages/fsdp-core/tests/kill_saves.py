@@ -121,9 +121,12 @@ def kill_once(path: Path, meeting: Path, ranks: int, version: float, choice: ran
 
 def kill_first_save(folder: Path, number: int, ranks: int, choice: random.Random, pace: float) -> None:
     """Kill, at a random instant, a run that saves under a new name each time; what a search finds then is whole."""
-    meeting = folder / f"meeting-{number}"
+    meeting, before = folder.parent / f"meeting-first-{number}", set(folder.iterdir())
     pids = [fork_rank(folder, meeting, rank, ranks, float(1000 * number), None) for rank in range(ranks)]
-    time.sleep(0.01 + choice.uniform(0, 3 * pace))
+    end = time.monotonic() + SECONDS
+    while set(folder.iterdir()) <= before and time.monotonic() < end:  # until the ranks have met, and one writes
+        time.sleep(0.0005)
+    time.sleep(choice.uniform(0, 2 * pace))
     for pid in choice.sample(pids, k=choice.randint(1, ranks)):
         os.kill(pid, signal.SIGKILL)
     for pid in pids:

@@ -538,3 +538,24 @@ def test_ranks_that_are_threads(url: str, ranks: int) -> None:
         assert on_threads(ranks, work(value)) == [None] * ranks
         check_whole(url, value)
         assert is_tidy(url)
+
+
+@pytest.mark.parametrize("step", ["mark", "writing", "publish", "remove"])
+def test_another_job_that_saves_meanwhile(url: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the two is whole whenever that is, and it is one that has reported success."""
+    save_state(url, 1.0)
+    function, once = getattr(Folder, step), iter([True])
+
+    def saving_too(self: Folder, *args: Any, **kwargs: Any) -> Any:
+        if next(once, False):
+            save_state(url, 3.0)
+        return function(self, *args, **kwargs)
+
+    monkeypatch.setattr(Folder, step, saving_too)
+    told = pytest.raises(CheckpointExistsError, match=f"another job has saved to {url} while this one did")
+    warned = pytest.warns(UserWarning, match="files of another save are in it too")
+    # Just before the manifest is put nothing can tell; the job that puts its own then finds the other's files.
+    with {"publish": warned, "remove": contextlib.nullcontext()}.get(step, told):
+        save_state(url, 2.0)
+    assert value_of(url) == (2.0 if step == "publish" else 3.0)
+    assert is_tidy(url) == (step != "publish")

@@ -175,7 +175,8 @@ class Place:
                     final.remove(name)
             final.remove_empty()
             if stands:
-                known = {self.save_id, *(w.save_id for name, w in writers.items() if standings[name] == "lives")}
+                living = [writer for name, writer in writers.items() if standings[name] == "lives"]
+                known = {self.save_id} | {save_id for writer in living for save_id in (writer.save_id, writer.replaces)}
                 _tell_of_others(final, set(names) - go, known, writers.values())
             _clean_beside(final)
         except OSError as error:
@@ -257,7 +258,7 @@ def _tell_of_others(final: Folder, names: Collection[str], known: Collection[str
     Args:
         final: The folder.
         names: The files that are left in it.
-        known: The saves that go on: this one, and others, which will be told when they publish.
+        known: The saves that go on, this one and others, and what those have replaced: their jobs see to the files.
         writers: Who has told of writing there.
     """
     by_id = {writer.save_id: writer for writer in writers}
