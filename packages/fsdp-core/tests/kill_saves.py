@@ -61,15 +61,15 @@ def files_in(path: Path) -> set[str]:
     return {str(found.relative_to(path)) for found in path.rglob("*") if found.is_file()}
 
 
-def save_forever(path: Path, meeting: Path, rank: int, ranks: int, version: float, acknowledged: int) -> None:
-    """Save one version after another, and write each to a pipe once it is saved."""
+def save_forever(path: Path, meeting: Path, rank: int, ranks: int, version: float, acknowledged: int | None) -> None:
+    """Save one version after another, and write each to a pipe once it is saved; without one, each to a new path."""
     runtime = ProcessGroupRuntime()
     runtime.rank, runtime.world_size = rank, ranks
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     while True:
-        save_version(path, version, runtime)
-        if rank == 0:
+        save_version(path / f"step={version}.ckpt" if acknowledged is None else path, version, runtime)
+        if rank == 0 and acknowledged is not None:
             os.write(acknowledged, f"{version}\n".encode())
         version += 1
 
@@ -119,6 +119,24 @@ def kill_once(path: Path, meeting: Path, ranks: int, version: float, choice: ran
     return max([version, *map(float, told.split())])
 
 
+def kill_first_save(folder: Path, number: int, ranks: int, choice: random.Random, pace: float) -> None:
+    """Kill, at a random instant, a run that saves under a new name each time; what a search finds then is whole."""
+    meeting, before = folder.parent / f"meeting-first-{number}", set(folder.iterdir())
+    pids = [fork_rank(folder, meeting, rank, ranks, float(1000 * number), None) for rank in range(ranks)]
+    end = time.monotonic() + SECONDS
+    while set(folder.iterdir()) <= before and time.monotonic() < end:  # until the ranks have met, and one writes
+        time.sleep(0.0005)
+    time.sleep(choice.uniform(0, 2 * pace))
+    for pid in choice.sample(pids, k=choice.randint(1, ranks)):
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        wait_for(pid)
+    meeting.unlink(missing_ok=True)
+    for found in (found for found in folder.iterdir() if not found.name.startswith(".")):
+        assert found.suffix == ".ckpt", f"{found} is no name of a checkpoint"
+        version_of(found)
+
+
 def _read(pipe: int) -> bytes:
     try:
         return os.read(pipe, 2**16)
@@ -144,10 +162,18 @@ def main(folder: Path, seed: int, kills: int, ranks: int) -> None:
         version = published
     save_version(path, version + 1, alone)
     assert version_of(path) == version + 1
+    first, halves = folder / "first", 0
+    first.mkdir()
+    for number in range(1, 1 + kills // 5):
+        before = set(first.glob(".*"))
+        kill_first_save(first, number, ranks, choice, pace)
+        halves += len(set(first.glob(".*")) - before)
+    save_version(first / "last.ckpt", 1.0, alone)
+    hidden = sorted(found.name for found in first.glob(".*"))
     left = files_in(path) - {*read_manifest(path).files, "manifest.json"}
     beside = sorted(found.name for found in folder.iterdir())
     print(json.dumps({"versions": version, "ahead": ahead, "interrupted": interrupted, "left": sorted(left),
-                      "beside": beside}))  # fmt: skip
+                      "beside": beside, "halves": halves, "hidden": hidden}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -31,4 +31,6 @@ def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, 
     assert seen["versions"] >= kills  # every process has saved before it was killed
     assert seen["interrupted"] >= kills // 10  # and many were killed while they were writing
     assert seen["left"] == []  # what they have left, the next save has removed
-    assert seen["beside"] == ["last.ckpt"]
+    assert seen["beside"] == ["first", "last.ckpt"]
+    assert seen["halves"] > 0  # first saves were killed too, of which a search finds nothing,
+    assert seen["hidden"] == []  # and which the next save of the directory has removed

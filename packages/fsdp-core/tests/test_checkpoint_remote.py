@@ -70,8 +70,9 @@ class Store:
         return sorted(entry["Key"] for entry in self.client.list_objects_v2(Bucket=bucket).get("Contents", ()))
 
     def written(self) -> list[str]:
-        """The keys of the objects that were put, in the order in which they were."""
-        return [one.key for one in self.requests if one.method == "PUT" and one.key and "partNumber" not in one.query]
+        """The keys of the objects that were put, in the order in which they were, but for what tells who writes."""
+        put = [one.key for one in self.requests if one.method == "PUT" and one.key and "partNumber" not in one.query]
+        return [key for key in put if "/.writer-" not in key]
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,7 @@ def test_nothing_is_renamed_and_the_manifest_is_put_last(store: Store) -> None:
         assert sorted(written) == sorted(f"c/{name}" for name in names_in(path))
         # What was there is removed only after the manifest that no longer names it.
         published = next(i for i, one in enumerate(store.requests) if one.method == "PUT" and "manifest" in one.key)
-        removed = [i for i, one in enumerate(store.requests) if one.method == "DELETE"]
+        removed = [i for i, one in enumerate(store.requests) if one.method == "DELETE" and ".writer-" not in one.key]
         assert len(removed) == len(before - {"manifest.json"})
         assert all(index > published for index in removed)
 
@@ -537,3 +538,24 @@ def test_ranks_that_are_threads(url: str, ranks: int) -> None:
         assert on_threads(ranks, work(value)) == [None] * ranks
         check_whole(url, value)
         assert is_tidy(url)
+
+
+@pytest.mark.parametrize("step", ["mark", "writing", "publish", "remove"])
+def test_another_job_that_saves_meanwhile(url: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the two is whole whenever that is, and it is one that has reported success."""
+    save_state(url, 1.0)
+    function, once = getattr(Folder, step), iter([True])
+
+    def saving_too(self: Folder, *args: Any, **kwargs: Any) -> Any:
+        if next(once, False):
+            save_state(url, 3.0)
+        return function(self, *args, **kwargs)
+
+    monkeypatch.setattr(Folder, step, saving_too)
+    told = pytest.raises(CheckpointExistsError, match=f"another job has saved to {url} while this one did")
+    warned = pytest.warns(UserWarning, match="files of another save are in it too")
+    # Just before the manifest is put nothing can tell; the job that puts its own then finds the other's files.
+    with {"publish": warned, "remove": contextlib.nullcontext()}.get(step, told):
+        save_state(url, 2.0)
+    assert value_of(url) == (2.0 if step == "publish" else 3.0)
+    assert is_tidy(url) == (step != "publish")

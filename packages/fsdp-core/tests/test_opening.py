@@ -21,7 +21,10 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities import cloud_io
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, save
@@ -395,6 +398,49 @@ def test_lightnings_own_sharded_strategies_say_what_to_write(tmp_path: Path, tra
 
 
 # -- how it gets there -------------------------------------------------------------------------------------------------
+
+
+def half(fs: Any, path: str) -> None:
+    """What is left at a path of a save that wrote there and was killed."""
+    for name in fs.find(path):
+        if name.endswith("manifest.json"):
+            fs.rm_file(name)
+
+
+@pytest.mark.parametrize("where", ["a directory", "an object store"])
+def test_the_last_checkpoint_is_a_whole_one(tmp_path: Path, trained: Any, where: str) -> None:
+    """A half one, and a folder in which nothing is, are passed over; others' files and folders are found as ever."""
+    root = str(tmp_path) if where == "a directory" else f"memory://{tmp_path.name}"
+    fs, inside = fsspec.core.url_to_fs(root)
+    callback = ModelCheckpoint(dirpath=root, save_last=True)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, callbacks=[callback], enable_progress_bar=False, max_steps=7
+    )
+    callback.setup(trainer, trainer.strategy, stage="validate")  # as a fit does, before it looks for the last one
+
+    def last() -> str | None:
+        fit = TrainerFn.FITTING
+        connector: Any = trainer._checkpoint_connector
+        return connector._parse_ckpt_path(fit, "last", model_provided=True, model_connected=True)  # type: ignore[no-any-return]
+
+    module, optimizer = trained
+    save_as_trainer(f"{root}/last-v1.ckpt", module, optimizer)
+    half(fs, f"{inside}/last-v1.ckpt")
+    fs.makedirs(f"{inside}/last-v2.ckpt")
+    with pytest.warns(UserWarning, match="there is no last checkpoint available"):
+        assert last() is None
+    save_as_trainer(f"{root}/last.ckpt", module, optimizer)
+    save_as_trainer(f"{root}/last-v3.ckpt", module, optimizer)
+    half(fs, f"{inside}/last-v3.ckpt")
+    found = last()
+    assert found == (
+        f"{root}/last.ckpt" if where == "a directory" else f"memory:///{tmp_path.name}/last.ckpt/manifest.json"
+    )
+    assert cloud_io._load(found)["global_step"] == 7
+    if where == "a directory":
+        (tmp_path / "last-v4.ckpt").mkdir()
+        (tmp_path / "last-v4.ckpt" / ".metadata").write_bytes(b"another library's")
+        assert last() == f"{root}/last-v4.ckpt"
 
 
 def test_installing_again_changes_nothing_and_takes_no_time() -> None:

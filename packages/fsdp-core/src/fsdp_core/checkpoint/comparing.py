@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_core.checkpoint.anew import begins_anew
 from fsdp_core.checkpoint.boxes import cut
 from fsdp_core.checkpoint.conversion import OnProgress, counter
 from fsdp_core.checkpoint.dtype_names import ITEM_BYTES
@@ -76,6 +77,7 @@ class Differences:
         return bool(self.only_a or self.only_b or self.tied or self.tensors or self.plain)
 
 
+@begins_anew("a", "b")
 def compare(
     a: StrPath, b: StrPath, *, rtol: float = 0.0, atol: float = 0.0, on_progress: OnProgress | None = None
 ) -> Differences:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdp_core.checkpoint.anew import begins_anew
 from fsdp_core.checkpoint.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
 from fsdp_core.checkpoint.folder import Folder, StrPath
 from fsdp_core.checkpoint.paths import split_path
@@ -42,6 +43,7 @@ class Consolidated:
     left_out: Mapping[str, str]
 
 
+@begins_anew("path")
 def consolidate_safetensors(
     path: StrPath,
     out: StrPath,
@@ -94,6 +96,7 @@ def consolidate_safetensors(
     return weights.report([os.path.basename(os.fspath(out))])
 
 
+@begins_anew("path")
 def consolidate_huggingface(
     path: StrPath,
     out: StrPath,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fsdp_core.checkpoint.anew import begins_anew
 from fsdp_core.checkpoint.folder import StrPath
 from fsdp_core.checkpoint.manifest import FORMAT_VERSION, Manifest
 from fsdp_core.checkpoint.paths import join_path, split_path
@@ -17,6 +18,7 @@ __all__ = ["describe", "part_of"]
 _LONGEST = 200
 
 
+@begins_anew("path")
 def describe(path: StrPath) -> dict[str, Any]:
     """Tell what is in a checkpoint: who saved it, its tensors, its files and its plain data, without reading a tensor.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
-import re
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ __all__ = ["Folder", "StrPath", "open_folder", "sync_directory"]
 StrPath = str | os.PathLike[str]
 
 _PIECE_BYTES = 8 * 2**20
+_ATTEMPTS = 5
+_SECONDS_FOR_LOCK = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +135,7 @@ class Folder:
                 f"can't write {name!r} in {self}: {parent} is a link to {real}, outside of the checkpoint, and no load "
                 "would follow it.\nSave to another path, or link the whole folder instead."
             )
-        os.makedirs(parent, exist_ok=True)
-        with open(path, "xb", buffering=2**20) as file:
+        with _created(path) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -180,6 +182,14 @@ class Folder:
         for other in list(getattr(type(self.fs), "_cache", {}).values()):
             other.invalidate_cache(self.root)
 
+    def mark(self, name: str) -> None:
+        """Make an empty file. It is there at one instant, and need not outlive a power cut."""
+        if self.local:
+            _created(self.path(name)).close()
+            return
+        with _uploading(self.fs, self.path(name)):
+            pass
+
     def remove_empty(self) -> None:
         """Remove the folders in it that hold nothing, and then the folder itself if it holds nothing."""
         if not self.local:
@@ -188,8 +198,10 @@ class Folder:
                 self.fs.rm(self.root, recursive=True)
             return
         for folder, _, _ in os.walk(self.root, topdown=False):
-            if not os.listdir(folder):
-                os.rmdir(folder)
+            with suppress(FileNotFoundError):
+                if not os.listdir(folder):
+                    with _still_empty():
+                        os.rmdir(folder)
 
     def remove_link_or_file(self) -> None:
         """Remove what lies at this folder's path, where it is a file or a link."""
@@ -198,30 +210,77 @@ class Folder:
         else:
             self.fs.rm_file(self.root)
 
-    def move_to(self, other: Folder, *, aside: str) -> None:
-        """Put this folder in the place of the file or link at ``other``. Local filesystems only.
+    @property
+    def beside(self) -> Folder | None:
+        """The folder that this one lies in; a bucket lies in none."""
+        parent = os.path.dirname(self.root) if self.local else posixpath.dirname(self.root.rstrip("/"))
+        if not self.local and not parent.strip("/"):
+            return None
+        return replace(self, root=parent or ".")
+
+    def identity(self) -> tuple[int, int] | None:
+        """What tells a file or a link at this folder's path from another. Local filesystems only."""
+        try:
+            status = os.lstat(self.root)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """A block that no two processes are in at once for paths that lie in the same folder, where locks can be had.
+
+        Object stores have none, and some network filesystems have none for folders. What is done in the block must be
+        safe without; with it, it is known which of two was first.
+        """
+        descriptor = _locked(os.path.dirname(self.root) or ".") if self.local and os.name == "posix" else None
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                import fcntl
+
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may hold the descriptor, too
+                os.close(descriptor)
+
+    def move_to(self, other: Folder, *, aside: str, expected: tuple[int, int] | None) -> None:
+        """Put this folder in the place of what is at ``other``. Local filesystems only.
 
         Args:
-            other: Where it goes.
-            aside: Where the file waits until this folder is in its place.
+            other: Where it goes: nothing, an empty folder, a file or a link is there.
+            aside: Where a file or a link waits until this folder is in its place.
+            expected: The identity of that file or link; ``None`` if there is none.
+
+        Raises:
+            FileExistsError: Something else is there by now, which stays.
         """
-        os.rename(other.root, aside)
-        try:
-            os.rename(self.root, other.root)
-        except BaseException:
-            os.rename(aside, other.root)
-            raise
-        os.unlink(aside)
+        if expected is None:
+            self._take_free(other)
+        else:
+            if other.identity() != expected:
+                raise FileExistsError(errno.EEXIST, "another file has taken the place", other.root)
+            try:
+                os.rename(other.root, aside)
+            except FileNotFoundError as error:
+                raise FileExistsError(errno.EEXIST, "another save has moved it away", other.root) from error
+            try:
+                if replace(other, root=aside).identity() != expected:
+                    raise FileExistsError(errno.EEXIST, "another file has taken the place", other.root)
+                self._take_free(other)
+            except BaseException:
+                with suppress(FileExistsError, IsADirectoryError):  # whoever has the place keeps it
+                    os.rename(aside, other.root)
+                raise
+            os.unlink(aside)
         sync_directory(os.path.dirname(other.root) or ".")
 
-    def interrupted_beside(self) -> list[Folder]:
-        """The folders that interrupted saves to this path have left beside it. Local filesystems only."""
-        if not self.local:
-            return []
-        parent, own = os.path.split(self.root)
-        pattern = re.compile(re.escape(own) + r"\.[0-9a-f]{12}\.partial")
-        paths = [os.path.join(parent, name) for name in os.listdir(parent) if pattern.fullmatch(name)]
-        return [replace(self, root=path) for path in paths if os.path.isdir(path) and not os.path.islink(path)]
+    def _take_free(self, other: Folder) -> None:
+        try:
+            os.rename(self.root, other.root)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise FileExistsError(errno.EEXIST, "another folder has taken the place", other.root) from error
+            raise
 
     def remove_all(self) -> None:
         """Remove the folder with everything in it."""
@@ -259,6 +318,52 @@ def open_folder(path: StrPath) -> Folder:
             "(fsspec.available_protocols() lists those that fsspec knows)."
         ) from error
     return Folder(fs=fs, root=str(root).rstrip("/") or "/", local=isinstance(fs, LocalFileSystem))
+
+
+def _created(path: str) -> BinaryIO:
+    """A new file. Until it is there, others who tidy may remove the folder that is made for it, which is empty."""
+    for attempt in range(_ATTEMPTS):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            return open(path, "xb", buffering=2**20)
+        except FileNotFoundError:
+            if attempt + 1 == _ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def _still_empty() -> Iterator[None]:
+    """Something may have come into a folder since it was found empty."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _locked(path: str) -> int | None:
+    """Lock a folder; its open descriptor, or ``None`` where that can't be done."""
+    import fcntl
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    end = time.monotonic() + _SECONDS_FOR_LOCK
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.005)
+                continue
+        except OSError:
+            pass
+        else:
+            return descriptor
+        os.close(descriptor)
+        return None
 
 
 @contextmanager

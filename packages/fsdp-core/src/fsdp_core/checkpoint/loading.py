@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint.agreement import together
+from fsdp_core.checkpoint.anew import ATTEMPTS, pause, seen, too_often
 from fsdp_core.checkpoint.chunks import Chunk
-from fsdp_core.checkpoint.folder import StrPath, open_folder
+from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.manifest import StoredTensor
 from fsdp_core.checkpoint.plain_data import decode
 from fsdp_core.checkpoint.plain_json import read_plain
@@ -67,6 +68,7 @@ class SavedTensor:
 
         Raises:
             CheckpointMismatchError: The box does not lie inside this tensor.
+            CheckpointFormatError: The file is not what it was when the load began.
         """
         assert isinstance(chunk.data, Tensor)
         box = tuple(chunk.data.shape)
@@ -94,7 +96,8 @@ def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) 
     """Load a checkpoint folder: the nest that was saved, in which chunked tensors are still in the files.
 
     Every byte is compared with the manifest before this returns, so that a damaged checkpoint is refused before any
-    weight has changed. Nothing is unpickled, and nothing outside of the folder is read.
+    weight has changed. Nothing is unpickled, and nothing outside of the folder is read. If another run saves there
+    meanwhile, the load begins anew; on a local disk, what it returns can then be read to its end.
 
     Args:
         path: A local path or an fsspec URL.
@@ -113,26 +116,55 @@ def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) 
             wrong with which file is in the message.
     """
     folder = open_folder(path)
-    found: list[Any] = []
-
-    def examine() -> tuple[str, dict[str, str]]:
-        manifest = read_manifest(folder)
-        files = StoredFiles(folder, manifest)
-        found.append(files)
-        mine = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
-        return manifest.save_id, find_damage(files, mine, checksums=verify)
-
     doing = f"loading {os.fspath(path)}"
-    examined = together(runtime, doing, examine)
-    if len({save_id for save_id, _ in examined}) > 1:
-        raise CheckpointFormatError(
-            f"the ranks read different checkpoints at {folder}: another run is replacing it, or it lies on disks that "
-            "the hosts don't share. Load it when no run saves to it, from a file system that all ranks share."
-        )
-    refuse_damage(folder, {name: fault for _, faults in examined for name, fault in faults.items()})
-    together(runtime, doing, lambda: found.append(_decode(found[0])))
-    nest: dict[str, Any] = found[1]
-    return nest
+    for attempt in range(ATTEMPTS):
+        reading = _Reading(folder, runtime, checksums=verify)
+        examined = together(runtime, doing, reading.examine)
+        alike = len({save_id for save_id, _, _ in examined}) == 1
+        if alike and not any(replaced for _, _, replaced in examined):
+            refuse_damage(folder, {name: fault for _, faults, _ in examined for name, fault in faults.items()})
+            if all(together(runtime, doing, reading.decode)):
+                return reading.nest
+        pause(attempt)
+    if alike:
+        raise too_often([folder])
+    raise CheckpointFormatError(
+        f"the ranks read different checkpoints at {folder}: another run is replacing it, or it lies on disks that "
+        "the hosts don't share. Load it when no run saves to it, from a file system that all ranks share."
+    )
+
+
+class _Reading:
+    """One attempt of one rank to load a checkpoint, of which all ranks must take each step."""
+
+    def __init__(self, folder: Folder, runtime: Runtime | None, *, checksums: bool) -> None:
+        self._folder, self._runtime, self._checksums = folder, runtime, checksums
+        self._before = seen(folder)
+        self._files: StoredFiles | None = None
+        self.nest: dict[str, Any] = {}
+
+    def examine(self) -> tuple[str, dict[str, str], bool]:
+        """The save that was read, what is wrong with this rank's files, and whether another save has replaced it."""
+        manifest, runtime = read_manifest(self._folder), self._runtime
+        self._files = StoredFiles(self._folder, manifest)
+        mine = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
+        faults = find_damage(self._files, mine, checksums=self._checksums)
+        return manifest.save_id, faults, bool(faults) and self._replaced()
+
+    def decode(self) -> bool:
+        """Whether the plain data could be read, and nothing has replaced the checkpoint before it was."""
+        assert self._files is not None
+        try:
+            self._files.keep_open()
+            self.nest = _decode(self._files)
+        except (CheckpointFormatError, OSError):
+            if not self._replaced():
+                raise
+            return False
+        return True
+
+    def _replaced(self) -> bool:
+        return seen(self._folder) != self._before
 
 
 def verify_tensors(nest: Any) -> None:

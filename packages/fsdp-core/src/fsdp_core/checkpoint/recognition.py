@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import re
 
+import xxhash
+
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from fsdp_core.checkpoint.remedies import remedy, unreadable
+from fsdp_core.checkpoint.writers import MARK
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["holds_manifest", "is_checkpoint", "is_folder", "is_ours", "read_manifest"]
+__all__ = [
+    "fingerprint",
+    "holds_manifest",
+    "is_checkpoint",
+    "is_folder",
+    "is_interrupted",
+    "is_ours",
+    "manifest_bytes",
+    "read_manifest",
+    "save_id_in",
+    "save_id_of",
+]
 
 # A save names its files so; whatever in the folder is named otherwise is the user's own and is never removed.
 _OUR_FILES = re.compile(
-    r"(model|optimizer|state)/[0-9a-f]{12}-rank-\d{5,}\.safetensors"
-    r"|state-[0-9a-f]{12}\.(json|safetensors)|\.manifest-[0-9a-f]{12}\.tmp|manifest\.json"
+    r"(model|optimizer|state)/(?P<chunks>[0-9a-f]{12})-rank-\d{5,}\.safetensors"
+    r"|state-(?P<state>[0-9a-f]{12})\.(json|safetensors)|\.manifest-(?P<manifest>[0-9a-f]{12})\.tmp"
+    rf"|manifest\.json|{MARK}"
 )
 
 
@@ -93,6 +108,49 @@ def is_ours(name: str) -> bool:
         (True, False)
     """
     return _OUR_FILES.fullmatch(name) is not None
+
+
+def save_id_of(name: str) -> str | None:
+    """The id of the save that has given a file its name.
+
+    Example:
+        >>> save_id_of("model/0123456789ab-rank-00000.safetensors"), save_id_of("manifest.json")
+        ('0123456789ab', None)
+    """
+    found = _OUR_FILES.fullmatch(name)
+    return None if found is None else found["chunks"] or found["state"] or found["manifest"]
+
+
+def manifest_bytes(folder: Folder) -> bytes | None:
+    """The manifest as it stands there, whatever it says; ``None`` where there is none."""
+    try:
+        return None if folder.size(MANIFEST) is None else folder.read(MANIFEST)
+    except FileNotFoundError:
+        return None
+
+
+def save_id_in(manifest: bytes) -> str | None:
+    """The id of the save that a manifest is of, read without parsing what may be damaged or of another version."""
+    found = re.search(rb'"save_id"\s*:\s*"([0-9a-f]{12})"', manifest[:4096])
+    return None if found is None else found[1].decode()
+
+
+def fingerprint(manifest: bytes | None) -> str | None:
+    """What tells one manifest from another."""
+    return None if manifest is None else xxhash.xxh3_128_hexdigest(manifest)
+
+
+def is_interrupted(path: StrPath | Folder) -> bool:
+    """Whether a folder holds what an interrupted save or removal has left, or nothing, and no checkpoint of any kind.
+
+    Args:
+        path: A local path or an fsspec URL.
+    """
+    folder = path if isinstance(path, Folder) else open_folder(path)
+    if not folder.fs.isdir(folder.root):
+        return False
+    names = folder.files()
+    return MANIFEST not in names and all(map(is_ours, names))
 
 
 def is_checkpoint(path: StrPath) -> bool:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from fsdp_core.checkpoint.anew import begins_anew
 from fsdp_core.checkpoint.conversion import OnProgress, counter, refuse_damaged
 from fsdp_core.checkpoint.describing import part_of
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.manifest import MANIFEST, FileEntry, Manifest, StoredChunk, StoredTensor
+from fsdp_core.checkpoint.manifest import FileEntry, Manifest, StoredChunk, StoredTensor
 from fsdp_core.checkpoint.merging import chunk_name, file_name
+from fsdp_core.checkpoint.publishing import choose_place
 from fsdp_core.checkpoint.recognition import is_ours
 from fsdp_core.checkpoint.replacing import OVERWRITE, check_apart, named_errors
 from fsdp_core.checkpoint.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
+from fsdp_core.checkpoint.writers import writing
 from fsdp_core.errors import CheckpointExistsError, CheckpointValueError
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ _ALWAYS_FILES = 1024  # also where some hold nothing
 _MOST_FILES = 100_000  # what the five digits in their names are for
 
 
+@begins_anew("path")
 def reshard(
     path: StrPath,
     out: StrPath,
@@ -80,16 +84,21 @@ def reshard(
     file_bytes = sum(entry.size for entry in old.files.values()) if verify else 0
     on_bytes = counter(tensor_bytes + file_bytes, on_progress)
     refuse_damaged(source, old.files, checksums=verify, on_bytes=on_bytes)
-    save_id = secrets.token_hex(6)
-    with named_errors(f"write {target}"):
+    place = choose_place(out, secrets.token_hex(6), overwrite=True)
+    data: bytes | None = None
+    with named_errors(f"write {target}"), writing(place.writer):
         try:
-            manifest = _write(TensorBytes(source), target, save_id, files, on_bytes)
-            target.publish(MANIFEST, manifest.to_json().encode(), temporary=f".manifest-{save_id}.tmp")
+            place.begin()
+            manifest = _write(TensorBytes(source), place.folder, place.save_id, files, on_bytes)
+            data = manifest.to_json().encode()
+            previous = place.publish(data, manifest.files)
         except BaseException:
             with suppress(OSError):
-                _remove(target, [name for name in target.files() if save_id in name])
+                if place.withdraw(data):
+                    place.remove_files()
+                    place.leave()
             raise
-        _remove(target, [name for name in target.files() if is_ours(name) and name not in {MANIFEST, *manifest.files}])
+        place.tidy(data, previous)
     return manifest
 
 
@@ -108,13 +117,6 @@ def _check_target(target: Folder, *, overwrite: bool) -> None:
         )
     if names and not overwrite:
         raise CheckpointExistsError(f"{target} is there already: {OVERWRITE}")
-
-
-def _remove(folder: Folder, names: Iterable[str]) -> None:
-    for name in names:
-        folder.remove(name)
-    if folder.kind() == "folder":
-        folder.remove_empty()
 
 
 def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_bytes: Callable[[int], None]) -> Manifest:

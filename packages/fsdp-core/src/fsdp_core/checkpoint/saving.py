@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,15 +20,16 @@ from torch import Tensor
 from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.coverage import Box
 from fsdp_core.checkpoint.dtypes import dtype_name
-from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.folder import Folder, StrPath
 from fsdp_core.checkpoint.json_text import check_text
-from fsdp_core.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from fsdp_core.checkpoint.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.merging import Index, chunk_name, file_name, merge
 from fsdp_core.checkpoint.planning import Plan, plan_save
-from fsdp_core.checkpoint.recognition import holds_manifest, is_ours, read_manifest
+from fsdp_core.checkpoint.publishing import Place, choose_place
 from fsdp_core.checkpoint.safetensors_file import write_safetensors
 from fsdp_core.checkpoint.sources import TensorSource
-from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointValueError
+from fsdp_core.checkpoint.writers import writing
+from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.runtime import Runtime
 
 __all__ = ["PreparedSave", "prepare_save", "save"]
@@ -74,7 +75,8 @@ def save(
 
     Raises:
         CheckpointValueError: The state holds what can't be saved; nothing was written.
-        CheckpointExistsError: Something is at the path that must not be replaced; nothing was written.
+        CheckpointExistsError: Something is at the path that must not be replaced; nothing was written. Or another job
+            has saved there meanwhile: its checkpoint is there, and nothing is left of this one.
         CheckpointMismatchError: The ranks' boxes don't make whole tensors.
         CheckpointError: Writing failed on some rank, for instance because the disk is full.
     """
@@ -124,15 +126,15 @@ def prepare_save(
     """
     plan = Plan()
 
-    def prepare() -> _Target | None:
+    def prepare() -> Place | None:
         nonlocal plan
         plan = stage(plan_save(state, kinds, aliases or {}, runtime.rank))
-        return _inspect(path, overwrite=overwrite) if runtime.rank == 0 else None
+        return choose_place(path, secrets.token_hex(6), overwrite=overwrite) if runtime.rank == 0 else None
 
-    target = together(runtime, f"preparing to save {os.fspath(path)}", prepare)[0]
-    assert target is not None  # rank 0 gives one
+    place = together(runtime, f"preparing to save {os.fspath(path)}", prepare)[0]
+    assert place is not None  # rank 0 gives one
     return PreparedSave(
-        _target=target, _plan=plan, _strategy=strategy, _kinds=dict(kinds), _versions=dict(versions or {})
+        _place=place, _plan=plan, _strategy=strategy, _kinds=dict(kinds), _versions=dict(versions or {})
     )
 
 
@@ -140,7 +142,7 @@ def prepare_save(
 class PreparedSave:
     """A save of which everything is decided and nothing is written."""
 
-    _target: _Target
+    _place: Place
     _plan: Plan
     _strategy: str
     _kinds: dict[str, str]
@@ -156,20 +158,28 @@ class PreparedSave:
         Raises:
             CheckpointError: As in :func:`save`, for what is known only when it is written.
         """
-        target, plan = self._target, self._plan
-        folder, save_id = target.folder, target.save_id
-        named = {MANIFEST}
+        with writing(self._place.writer) if runtime.rank == 0 else nullcontext():
+            self._write(runtime, one_after_another=one_after_another)
+
+    def _write(self, runtime: Runtime, *, one_after_another: bool) -> None:
+        place, plan = self._place, self._plan
+        folder, save_id = place.folder, place.save_id
+        data: bytes | None = None
+        previous: bytes | None = None
         try:
+            # Before anything is written there, so that whatever is left of it can be known to be nobody's.
+            together(runtime, f"writing {place.final}", lambda: place.begin() if runtime.rank == 0 else None)
             turns = max(runtime.gather_objects(runtime.local_rank)) + 1 if one_after_another else 1
             by_rank: dict[int, Index] = {}
             for turn in range(turns):
                 mine = not one_after_another or runtime.local_rank == turn
                 write = partial(_write_chunks, folder, save_id, plan, runtime.rank) if mine else lambda: None
-                written = together(runtime, f"writing {folder}", write)
+                written = together(runtime, f"writing {place.final}", write)
                 by_rank.update((rank, index) for rank, index in enumerate(written) if index is not None)
             indexes = [by_rank[rank] for rank in sorted(by_rank)]
 
             def publish() -> None:
+                nonlocal data, previous
                 if runtime.rank == 0:
                     manifest = Manifest(
                         save_id=save_id,
@@ -182,66 +192,15 @@ class PreparedSave:
                         aliases=plan.aliases,
                         **_write_state(folder, save_id, plan, indexes),
                     )
-                    named.update(manifest.files)
-                    folder.publish(MANIFEST, manifest.to_json().encode(), temporary=f".manifest-{save_id}.tmp")
-                    if target.aside:
-                        folder.move_to(target.final, aside=f"{target.final.root}.{save_id}.replaced")
+                    data = manifest.to_json().encode()
+                    previous = place.publish(data, manifest.files)
 
-            together(runtime, f"publishing {folder}", publish)
+            together(runtime, f"publishing {place.final}", publish)
         except CheckpointError:
-            _discard(target, runtime)
+            _discard(place, runtime, data)
             raise
-        if runtime.rank == 0:
-            _tidy(target.final, named)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Target:
-    """Where a save goes.
-
-    Attributes:
-        path: The path that was asked for.
-        save_id: What the names of this save's files carry.
-        aside: Whether to write beside the path and to move there at the end, for a file or a link is in the way.
-    """
-
-    path: str
-    save_id: str
-    aside: bool
-
-    @property
-    def final(self) -> Folder:
-        """The folder under the name that it has in the end."""
-        return open_folder(self.path)
-
-    @property
-    def folder(self) -> Folder:
-        """The folder to write to."""
-        return replace(self.final, root=f"{self.final.root}.{self.save_id}.partial") if self.aside else self.final
-
-
-def _inspect(path: StrPath, *, overwrite: bool) -> _Target:
-    """Decide where to write, before anything is written."""
-    final = open_folder(path)
-    kind = final.kind()
-    if kind != "missing" and not overwrite:
-        raise CheckpointExistsError(
-            f"{final} is there already, and overwrite=False: save to another path or pass overwrite=True"
-        )
-    if kind == "file" and not final.local:
-        raise CheckpointExistsError(
-            f"{final} is a file, and a checkpoint is a folder: remove it, or save to another path"
-        )
-    if kind == "folder" and not holds_manifest(final):
-        foreign = [name for name in final.files() if not is_ours(name)]
-        if foreign or final.size(MANIFEST) is not None:
-            more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
-            shown = ", ".join((foreign or [MANIFEST])[:5]) + more
-            raise CheckpointExistsError(
-                f"{final} is a folder with something else in it ({shown}), which a save does not replace: "
-                "save to another path, or move it away"
-            )
-    return _Target(path=os.fspath(path), save_id=secrets.token_hex(6), aside=kind in ("file", "link"))
+        if data is not None:  # on rank 0
+            place.tidy(data, previous)
 
 
 def _write_chunks(folder: Folder, save_id: str, plan: Plan, rank: int) -> Index:
@@ -303,39 +262,12 @@ def _own_versions() -> dict[str, str]:
     return versions
 
 
-def _discard(target: _Target, runtime: Runtime) -> None:
+def _discard(place: Place, runtime: Runtime, manifest: bytes | None) -> None:
     """Take back what a failed save has written, unless its last step has published it all the same."""
-    final, save_id = target.final, target.save_id
-    if not together(runtime, "reading the manifest", lambda: runtime.rank == 0 and _is_published(final, save_id))[0]:
-        together(runtime, "removing a failed save", lambda: _remove_files_of(target, runtime.rank))
+    undone = together(runtime, "reading the manifest", lambda: runtime.rank == 0 and place.withdraw(manifest))[0]
+    if undone:
+        rank = None if runtime.rank == 0 else runtime.rank
+        together(runtime, "removing a failed save", lambda: place.remove_files(of_rank=rank))
         if runtime.rank == 0:
-            target.folder.remove_empty()
-
-
-def _is_published(folder: Folder, save_id: str) -> bool:
-    try:
-        return read_manifest(folder).save_id == save_id
-    except CheckpointError:
-        return False
-
-
-def _remove_files_of(target: _Target, rank: int) -> None:
-    mine = f"{target.save_id}-rank-{rank:05d}."
-    for name in target.folder.files():
-        if mine in name or (rank == 0 and target.save_id in name) or (rank == 0 and target.aside):
-            target.folder.remove(name)
-
-
-def _tidy(folder: Folder, named: set[str]) -> None:
-    """Remove what earlier saves have left: files that the manifest doesn't name, folders of interrupted saves."""
-    try:
-        for name in folder.files():
-            if is_ours(name) and name not in named:
-                folder.remove(name)
-        folder.remove_empty()
-        for leftover in folder.interrupted_beside():
-            for name in filter(is_ours, leftover.files()):  # whatever else has come into it is the user's
-                leftover.remove(name)
-            leftover.remove_empty()
-    except OSError as error:
-        warnings.warn(f"{folder} is saved, but files of an earlier save remain in it: {error}", stacklevel=3)
+            with suppress(OSError):  # what has failed is told, and not what is left of it
+                place.leave()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_core.checkpoint.anew import begins_anew
 from fsdp_core.checkpoint.folder import StrPath, open_folder
 from fsdp_core.checkpoint.loading import SavedTensor, load, verify_tensors
 from fsdp_core.checkpoint.planning import find_part, split_path
@@ -18,6 +19,7 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, Che
 __all__ = ["load_state_dict"]
 
 
+@begins_anew("path")
 def load_state_dict(
     path: StrPath,
     key: str = "model",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, BinaryIO
 
 from fsdp_core.checkpoint.folder import Folder
 from fsdp_core.checkpoint.manifest import Manifest
+from fsdp_core.checkpoint.recognition import read_manifest
+from fsdp_core.checkpoint.remedies import remedy
 from fsdp_core.checkpoint.safetensors_header import FileTensor, parse_header
 from fsdp_core.errors import CheckpointFormatError
 
@@ -44,9 +48,23 @@ class StoredFiles:
         if name not in self._headers:
             size = self.manifest.files[name].size
             self._headers[name] = parse_header(
-                lambda start, end: self.folder.read(name, start, end), size, self.folder.path(name)
+                lambda start, end: self.read_bytes(name, start, end), size, self.folder.path(name)
             )
         return self._headers[name]
+
+    def read_bytes(self, name: str, start: int, end: int) -> bytes:
+        """The bytes of a file from ``start`` to ``end``, or to where it ends.
+
+        Raises:
+            CheckpointFormatError: It can't be read any more.
+        """
+        try:
+            if name not in self._open:
+                return self.folder.read(name, start, end)
+            buffer = bytearray(end - start)
+            return bytes(buffer[: self._fill(name, memoryview(buffer), start)])
+        except OSError as error:
+            raise self._unreadable(name, error) from error
 
     def read(self, name: str, key: str, offsets: tuple[int, ...], out: Tensor) -> None:
         """Read a box of a tensor in a file into ``out``, whatever its dtype, device and strides.
@@ -73,18 +91,55 @@ class StoredFiles:
         """Fill a buffer with the bytes of a file from ``start`` on, for the tensor ``key``.
 
         Raises:
-            CheckpointFormatError: The file has become shorter since the load began.
+            CheckpointFormatError: The file has become shorter since the load began, or can't be read any more.
         """
-        if self._fill(name, buffer, start) != len(buffer):
+        try:
+            filled = self._fill(name, buffer, start)
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+        if filled != len(buffer):
             raise CheckpointFormatError(
                 self._changed(name, f"it ended before byte {start + len(buffer)} while {key!r} was read")
             )
 
+    def _unreadable(self, name: str, error: OSError) -> CheckpointFormatError:
+        if isinstance(error, FileNotFoundError) or error.errno == errno.ESTALE:
+            return CheckpointFormatError(self._changed(name, "it is gone"))
+        told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        return CheckpointFormatError(f"can't read {self.folder.path(name)}: {told}")
+
     def _changed(self, name: str, fault: str) -> str:
+        try:
+            replaced = read_manifest(self.folder).save_id != self.manifest.save_id
+        except CheckpointFormatError:
+            replaced = True
+        if replaced:
+            return (
+                f"another run has replaced or removed {self.folder} since the load began ({fault}), so what was being "
+                "filled may be filled in part. Load again."
+            )
         return (
             f"{self.folder.path(name)}: {fault}; it was changed since the load began, so what was being filled may be "
             "filled in part. Load again, or load an earlier checkpoint."
         )
+
+    def keep_open(self) -> None:
+        """Open the files for as long as this object lives: whoever removes them removes their names alone.
+
+        A local POSIX filesystem alone has that. A process may not hold many open: of a checkpoint of more than 64 files
+        none is kept, nor where the process has no room for them.
+        """
+        names = [name for name in self.manifest.files if name.endswith(".safetensors")]
+        if self.folder.local and os.name == "posix" and len(names) <= _MAX_OPEN:
+            with self._lock:
+                try:
+                    for name in names:
+                        self._stream(name)
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    while self._open:  # whoever needs them opens them then
+                        self._open.popitem()[1].close()
 
     def _fill(self, name: str, buffer: memoryview, start: int) -> int:
         filled = 0

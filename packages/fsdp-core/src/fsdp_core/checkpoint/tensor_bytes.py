@@ -141,7 +141,7 @@ class TensorBytes:
         """The bytes of a whole file."""
         size = self.manifest.files[name].size
         for start in range(0, size, self.block_bytes):
-            yield self.files.folder.read(name, start, min(start + self.block_bytes, size))
+            yield self.files.read_bytes(name, start, min(start + self.block_bytes, size))
 
 
 def _contiguous(chunk: StoredChunk, box: Box) -> Iterator[Box]:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
+from fsdp_core.checkpoint.anew import begins_anew
 from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.manifest import FileEntry, StoredChunk, StoredTensor
 from fsdp_core.checkpoint.recognition import read_manifest
@@ -27,6 +28,7 @@ _THREADS = 4
 _SHOWN = 20
 
 
+@begins_anew("path")
 def verify(path: StrPath, *, on_bytes: OnBytes | None = None) -> None:
     """Read every file of a checkpoint and compare it with the manifest.
 

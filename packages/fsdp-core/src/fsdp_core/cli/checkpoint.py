@@ -9,6 +9,7 @@ from fsdp_core.cli.lazy_group import LazyGroup
 __all__ = ["checkpoint"]
 
 _COMMANDS = {
+    "list": ("fsdp_core.cli.checkpoint_reading:list_checkpoints", "Show what lies in a directory, whole or not."),
     "inspect": ("fsdp_core.cli.checkpoint_reading:inspect_checkpoint", "Show what is in a checkpoint."),
     "verify": ("fsdp_core.cli.checkpoint_reading:verify_checkpoint", "Compare every byte with the manifest."),
     "diff": ("fsdp_core.cli.checkpoint_reading:diff_checkpoints", "Show what differs between two checkpoints."),

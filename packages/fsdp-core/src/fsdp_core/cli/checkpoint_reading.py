@@ -1,4 +1,4 @@
-"""``fsdp checkpoint inspect``, ``verify`` and ``diff``; no one of them imports torch, unless tensors differ."""
+"""``fsdp checkpoint list``, ``inspect``, ``verify`` and ``diff``; none of them imports torch, unless tensors differ."""
 
 from __future__ import annotations
 
@@ -6,21 +6,66 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_core.cli.output import clean, print_json, print_table, progress, shown_count, shown_size
+from fsdp_core.cli.output import clean, print_json, print_table, progress, shown_age, shown_count, shown_size
 
 if TYPE_CHECKING:
     from fsdp_core.checkpoint.comparing import Differences, TensorDifference
+    from fsdp_core.checkpoint.stored_files import StoredFiles
 
-__all__ = ["diff_checkpoints", "inspect_checkpoint", "verify_checkpoint"]
+__all__ = ["diff_checkpoints", "inspect_checkpoint", "list_checkpoints", "verify_checkpoint"]
 
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
 _QUIET = click.option("--quiet", "-q", is_flag=True, help="Show no progress, and print no more than errors.")
 _SHOWN = 20
+
+
+@click.command("list")
+@click.argument("directory")
+@_AS_JSON
+def list_checkpoints(directory: str, as_json: bool) -> None:
+    """Show the checkpoints in DIRECTORY, and what interrupted saves have left there: state, step, size, age.
+
+    A checkpoint is whole if all files of its manifest are there, of their sizes; verify compares their bytes. Exit
+    status: 0, whatever is found.
+    """
+    from fsdp_core.checkpoint.listing import find_checkpoints
+
+    found = find_checkpoints(directory)
+    if as_json:
+        print_json(
+            [
+                {
+                    "path": one.path,
+                    "state": one.state,
+                    "step": one.step,
+                    "bytes": one.nbytes,
+                    "time": None if one.time is None else one.time.astimezone(UTC).isoformat(timespec="seconds"),
+                    "told": one.told,
+                }
+                for one in found
+            ]
+        )
+        return
+    if not found:
+        click.echo(f"no checkpoint of this format in {clean(directory)}")
+        return
+    rows = [
+        (
+            clean(one.path.replace("\\", "/").rpartition("/")[2]),
+            one.state,
+            "" if one.step is None else str(one.step),
+            shown_size(one.nbytes),
+            "" if one.time is None else shown_age((datetime.now(UTC) - one.time).total_seconds()),
+            clean(one.told),
+        )
+        for one in found
+    ]
+    print_table(("Name", "State", "Step", "Size", "Age", ""), rows, width=10_000, right=(2, 3, 4))
 
 
 @click.command("inspect")
@@ -133,22 +178,22 @@ def verify_checkpoint(path: str, quiet: bool, as_json: bool) -> None:
     Also whether the pieces of each tensor cover it, each element once, and lie in the files where the manifest says.
     Every fault is named.
     """
+    from fsdp_core.checkpoint.anew import anew
+    from fsdp_core.checkpoint.conversion import counter
+    from fsdp_core.checkpoint.folder import open_folder
     from fsdp_core.checkpoint.tensor_bytes import open_files
     from fsdp_core.checkpoint.verify import find_damage
 
-    files = open_files(path)
+    def read() -> tuple[StoredFiles, dict[str, str]]:
+        files = open_files(path)
+        total = sum(entry.size for entry in files.manifest.files.values())
+        with progress("Verifying", quiet=quiet) as on_progress:
+            on_bytes = counter(total, on_progress)
+            return files, find_damage(files, files.manifest.files, on_bytes=lambda name, count: on_bytes(count))
+
+    files, faults = anew([open_folder(path)], read, is_right=lambda found: not found[1])
     entries = files.manifest.files
     total = sum(entry.size for entry in entries.values())
-    with progress("Verifying", quiet=quiet) as on_progress:
-        done = 0
-
-        def on_bytes(name: str, count: int) -> None:
-            nonlocal done
-            done += count
-            if on_progress is not None:
-                on_progress(done, total)
-
-        faults = find_damage(files, entries, on_bytes=on_bytes)
     if as_json:
         print_json({"path": str(files.folder), "files": len(entries), "bytes": total, "faults": faults})
     elif faults:

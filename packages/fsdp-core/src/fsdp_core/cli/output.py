@@ -14,7 +14,7 @@ import click
 
 from fsdp_core.errors import printable
 
-__all__ = ["clean", "print_json", "print_table", "progress", "shown_count", "shown_size"]
+__all__ = ["clean", "print_json", "print_table", "progress", "shown_age", "shown_count", "shown_size"]
 
 
 def print_table(
@@ -76,6 +76,19 @@ def shown_count(number: int) -> str:
         ('999', '124.4 M')
     """
     return _scaled(number, ("", "k", "M", "G", "T", "P")).rstrip()
+
+
+def shown_age(seconds: float) -> str:
+    """How long ago something was, as a person reads it.
+
+    Example:
+        >>> shown_age(59), shown_age(7_300), shown_age(200_000)
+        ('59 s', '2 h', '2 days')
+    """
+    for length, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit if seconds >= 2 * length or unit != 'days' else 'day'}"
+    return f"{max(seconds, 0):.0f} s"
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from fsdp_core import registry
 from fsdp_core.errors import StrategyUnavailableError
 from fsdp_core.fault_warnings import warn, warn_of_fault
 from fsdp_core.lightning.deferred_names import fill_when_read
+from fsdp_core.lightning.opening import install_search
 from fsdp_core.strategy_info import FrontEnd
 
 __all__ = ["LazyStrategy", "StrategyNames", "enter"]
@@ -104,6 +105,7 @@ def enter(module: ModuleType) -> None:
 
     def fill() -> None:
         try:
+            install_search()
             _enter_now(names, module)
         except Exception as error:
             warn_of_fault(module.__name__, error)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_core.checkpoint.anew import begins_anew
 from fsdp_core.checkpoint.consolidation import Consolidated
 from fsdp_core.checkpoint.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
 from fsdp_core.checkpoint.folder import StrPath
@@ -21,6 +22,7 @@ from fsdp_core.lightning.file_layout import as_trainers_file
 __all__ = ["consolidate_lightning"]
 
 
+@begins_anew("path")
 def consolidate_lightning(
     path: StrPath,
     out: StrPath,

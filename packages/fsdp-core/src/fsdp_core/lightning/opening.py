@@ -7,6 +7,8 @@ read by other ways, made for their own layouts; they refuse our folder with what
 from amid an epoch is told that its data begin anew. What makes a module of a checkpoint's hyper-parameters gets none
 that name code, unless the user said that the checkpoint may run some.
 
+``ckpt_path="last"`` takes the last of whatever lies there by that name, but for what an interrupted save has left.
+
 A version of Lightning that has one of these no longer is left as it is there.
 """
 
@@ -22,7 +24,7 @@ from typing import Any
 
 from fsdp_core.errors import CheckpointExistsError, UnsupportedCapabilityError
 
-__all__ = ["install_opening", "replace_function"]
+__all__ = ["checkpoint_at", "install_opening", "install_search", "marked", "replace_function"]
 
 _READERS = (("fabric.utilities.cloud_io", "_load"), ("fabric.plugins.io.torch_io", "pl_load"))
 _MAKERS = (("pytorch.core.saving", "pl_load"),)
@@ -53,6 +55,26 @@ def install_opening(strategies: ModuleType) -> None:
     replace_function(vars(strategies).get("Strategy"), "load_checkpoint", _warns_of_lost_positions)
 
 
+def install_search() -> None:
+    """Keep Lightning's search for the last checkpoint from half ones. Idempotent; never undone.
+
+    To be called when Lightning has been imported to its end, for callbacks are imported after strategies.
+    """
+    for package in _PACKAGES:
+        module = sys.modules.get(f"{package['pytorch']}.callbacks.model_checkpoint")
+        replace_function(getattr(module, "ModelCheckpoint", None), "_find_last_checkpoints", _finds_whole_ones)
+
+
+def checkpoint_at(path: Any) -> Any:
+    """The checkpoint that a path stands for: its manifest's, which a search in an object store gives, stands for it."""
+    if not isinstance(path, str | Path):
+        return path
+    from fsdp_core.checkpoint.manifest import MANIFEST
+
+    given = str(path)
+    return given.removesuffix(f"/{MANIFEST}") if given.endswith(f"/{MANIFEST}") else path
+
+
 def replace_function(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put what ``wrap`` makes of a function in its place, where ``owner`` itself has one that is not wrapped yet."""
     function = None if owner is None else vars(owner).get(name)
@@ -66,14 +88,14 @@ def replace_function(owner: Any, name: str, wrap: Callable[[Callable[..., Any]],
 def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
     def load_file_or_folder(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_sharded_folder(path_or_url):
+        if not _is_sharded_folder(checkpoint_at(path_or_url)):
             return load(path_or_url, *args, **kwargs)
         from fsdp_core.lightning.whole_folder import read_whole
 
         given = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
-        return read_whole(path_or_url, given.get("map_location"))
+        return read_whole(checkpoint_at(path_or_url), given.get("map_location"))
 
-    return _marked(load_file_or_folder, load, _reads_folders)
+    return marked(load_file_or_folder, load, _reads_folders)
 
 
 @cache
@@ -91,7 +113,7 @@ def _makes_modules(load: Callable[..., Any]) -> Callable[..., Any]:
             refuse_named_classes(checkpoint, path_or_url)
         return checkpoint
 
-    return _marked(load_to_make_a_module, load, _makes_modules)
+    return marked(load_to_make_a_module, load, _makes_modules)
 
 
 @cache
@@ -120,7 +142,7 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
             folder.remove(name)
 
-    return _marked(save_file, save, _replaces_folders)
+    return marked(save_file, save, _replaces_folders)
 
 
 @cache
@@ -128,7 +150,7 @@ def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load_checkpoint)
     def load_own_layout(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(load_checkpoint).bind(self, *args, **kwargs).args
-        path: Any = given[1] if len(given) > 1 else None
+        path = checkpoint_at(given[1]) if len(given) > 1 else None
         if _is_sharded_folder(path):
             raise UnsupportedCapabilityError(
                 f"Lightning's {type(self).__name__} can't open {path}, a sharded checkpoint of fsdp-core's format.\n"
@@ -138,7 +160,7 @@ def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             )
         return load_checkpoint(self, *args, **kwargs)
 
-    return _marked(load_own_layout, load_checkpoint, _refuses_folders)
+    return marked(load_own_layout, load_checkpoint, _refuses_folders)
 
 
 @cache
@@ -147,17 +169,47 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
     def load_and_warn(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = load_checkpoint(self, *args, **kwargs)
         module, given = getattr(self, "lightning_module", None), inspect.signature(load_checkpoint)
-        path: Any = given.bind(self, *args, **kwargs).args[1]
+        path = checkpoint_at(given.bind(self, *args, **kwargs).args[1])
         if module is not None and module.trainer.state.fn == "fit" and _is_sharded_folder(path):
             from fsdp_core.lightning.loader_positions import warn_of_lost_positions
 
             warn_of_lost_positions(checkpoint)
         return checkpoint
 
-    return _marked(load_and_warn, load_checkpoint, _warns_of_lost_positions)
+    return marked(load_and_warn, load_checkpoint, _warns_of_lost_positions)
 
 
-def _marked(wrapper: Callable[..., Any], wrapped: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+@cache
+def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(find)
+    def find_last(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = (_as_found(path, self._fs) for path in find(self, *args, **kwargs))
+        return {path for path in found if path is not None}
+
+    return marked(find_last, find, _finds_whole_ones)
+
+
+def _as_found(path: str, fs: Any) -> str | None:
+    """What a search that has found a path is to give: nothing for what an interrupted save has left.
+
+    In an object store the path has lost its protocol, and a folder has no time at which it was changed; so Lightning's
+    search would find no checkpoint of ours there. The manifest has both, and is taken for the checkpoint.
+    """
+    from fsdp_core.checkpoint.folder import open_folder
+    from fsdp_core.checkpoint.manifest import MANIFEST
+    from fsdp_core.checkpoint.recognition import holds_manifest, is_interrupted
+
+    try:
+        folder = open_folder(fs.unstrip_protocol(path))
+        if is_interrupted(folder):
+            return None
+        return path if folder.local or not holds_manifest(folder) else f"{folder}/{MANIFEST}"
+    except Exception:  # as in _is_sharded_folder
+        return path
+
+
+def marked(wrapper: Callable[..., Any], wrapped: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Note on a wrapper what it is a wrapper of, and what has made it."""
     wrapper._fsdp_core_wraps, wrapper._fsdp_core_wrapped_by = wrapped, wrap  # type: ignore[attr-defined]
     return wrapper
 

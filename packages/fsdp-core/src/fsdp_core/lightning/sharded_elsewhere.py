@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.opening import replace_function
+from fsdp_core.lightning.opening import marked, replace_function
 
 __all__ = ["install_refusal"]
 
@@ -43,8 +43,7 @@ def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
                 raise _refusal(type(self).__name__, *ranks.sharded_by[sharded[0]])
         return take(self, *args, **kwargs)
 
-    take_or_refuse._fsdp_core_wraps = take  # type: ignore[attr-defined]
-    return take_or_refuse
+    return marked(take_or_refuse, take, _refuses_shards)
 
 
 def _refusal(strategy: str, ours: str, module: str) -> ShardingError:

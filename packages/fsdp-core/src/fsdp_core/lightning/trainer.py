@@ -28,6 +28,7 @@ from fsdp_core.lightning.capabilities import check_loop, check_precision
 from fsdp_core.lightning.finetuning import check_finetuning
 from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.loader_positions import TrainingLoaders
+from fsdp_core.lightning.opening import checkpoint_at
 from fsdp_core.lightning.pending import expect_what_is_pending
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher
@@ -382,7 +383,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self.wait_for_saves()
-        path = self.broadcast(str(checkpoint_path))
+        path = self.broadcast(str(checkpoint_at(checkpoint_path)))
         return load_checkpoint(self, path, weights_only, self._training_loaders)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint import SavedTensor, load, read_manifest
+from fsdp_core.checkpoint.anew import begins_anew
 from fsdp_core.checkpoint.folder import StrPath
 from fsdp_core.checkpoint.paths import join_path
 from fsdp_core.lightning.file_layout import as_trainers_file, numbered
@@ -19,6 +20,7 @@ __all__ = ["MapLocation", "read_whole"]
 MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
 
 
+@begins_anew("path")
 def read_whole(path: StrPath, map_location: MapLocation = None) -> dict[str, Any]:
     """Read a sharded folder, all of it, in one process.
 

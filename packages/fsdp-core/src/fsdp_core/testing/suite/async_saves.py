@@ -69,6 +69,8 @@ class Watch(pl.Callback):
             return
         there = [path for path in self.folder.iterdir() if "partial" not in path.name and path.name != "last.ckpt"]
         whole = sum(map(is_checkpoint, there))
+        halves = [path.name for path in there if not is_checkpoint(path) and path.exists()]
+        assert not halves, f"a search for checkpoints finds {halves}, which are not complete"
         assert whole >= min(self.seen, 2), (whole, self.seen)
         self.seen = max(self.seen, whole)
         last = self.folder / "last.ckpt"

@@ -1,0 +1,114 @@
+"""``fsdp checkpoint list``: what lies in a directory, whole or not."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from cli_checkpoints import run, save_alone, save_trained
+from conftest import Site
+from fsdp_core.checkpoint import publishing, writers
+from test_checkpoint_publishing import Stop, interrupt, save_state
+
+pytestmark = pytest.mark.timeout(100)
+
+
+def interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, **writer: Any) -> None:
+    """Let a save end before it is published, of this process or of another one."""
+    with monkeypatch.context() as patched:
+        patched.setattr(publishing, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
+        interrupt(patched, os, "fsync", 5)
+        with contextlib.suppress(Stop):
+            save_state(path, 5.0)
+
+
+def listed(path: Path | str) -> dict[str, dict[str, Any]]:
+    done = run("list", path, "--json")
+    return {one["path"].rpartition("/")[2]: one for one in json.loads(done.stdout)}
+
+
+def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"model": {"w": torch.ones(3)}, "trainer": {"global_step": 2}}
+    save_alone(tmp_path / "a.ckpt", state, {"model": "model"})
+    shutil.copytree(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    next((tmp_path / "b.ckpt" / "model").iterdir()).unlink()
+    shutil.copytree(tmp_path / "a.ckpt", tmp_path / "d.ckpt")
+    (tmp_path / "d.ckpt" / "manifest.json").write_text('{"format": "fsdp-checkpoint", "format_version": 9}')
+    interrupted(tmp_path / "c.ckpt", monkeypatch, pid=999_999_999)
+    interrupted(tmp_path / "c.ckpt", monkeypatch, host="gpu-07")
+    save_state(tmp_path / "e.ckpt", 1.0)  # which removes what is left of the writer that is gone
+    interrupted(tmp_path / "c.ckpt", monkeypatch, pid=999_999_999)
+    interrupted(tmp_path / "e.ckpt", monkeypatch, pid=os.getppid(), started=1)
+    (tmp_path / "f.ckpt").write_bytes(b"a file")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    found = listed(tmp_path)
+    halves = {one["told"]: one for name, one in found.items() if name.startswith(".partial-")}
+    assert {name for name in found if not name.startswith(".partial-")} == {"a.ckpt", "b.ckpt", "d.ckpt", "e.ckpt"}
+    assert (found["a.ckpt"]["state"], found["a.ckpt"]["step"]) == ("whole", 2)
+    files = [file for file in (tmp_path / "a.ckpt").rglob("*") if file.is_file() and "manifest" not in file.name]
+    assert found["a.ckpt"]["bytes"] == sum(file.stat().st_size for file in files)
+    assert found["b.ckpt"]["state"] == found["d.ckpt"]["state"] == "damaged"
+    assert "missing, or of another size: model/" in found["b.ckpt"]["told"]
+    assert "version" in found["d.ckpt"]["told"]
+    assert found["e.ckpt"]["state"] == "whole"
+    assert "files of other saves lie in it too" in found["e.ckpt"]["told"]
+    assert {one["state"] for one in halves.values()} == {"unfinished"}
+    assert all(one["bytes"] > 0 and one["time"] for one in halves.values())
+    elsewhere, gone = sorted(halves, key=lambda told: "is gone" in told)
+    assert len(halves) == 2
+    assert "by process 999999999 on" in gone
+    assert "which is gone: the next save to this directory removes it" in gone
+    assert "gpu-07, of which it can't be known here whether it runs" in elsewhere
+    shown = run("list", tmp_path)
+    lines = shown.stdout.splitlines()
+    assert lines[0].split() == ["Name", "State", "Step", "Size", "Age"]
+    assert len(lines) == 1 + len(found)
+    assert any(line.split()[:3] == ["a.ckpt", "whole", "2"] for line in lines)
+
+
+def test_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_core.checkpoint.listing import find_checkpoints
+
+    url = f"memory://{tmp_path.name}"
+    save_state(f"{url}/a.ckpt", 1.0)
+    save_state(f"{url}/b.ckpt", 1.0)
+    fs, root = fsspec.core.url_to_fs(f"{url}/b.ckpt")
+    fs.rm_file(f"{root}/manifest.json")
+    found = {one.path.rpartition("/")[2]: (one.state, one.told) for one in find_checkpoints(url)}
+    assert found == {"a.ckpt": ("whole", "by test"), "b.ckpt": ("unfinished", "nothing tells who was writing")}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "is no directory. Check the path"),
+        (lambda path: path.write_bytes(b""), "is no directory. Check the path"),
+        (save_trained, "is a checkpoint itself. Type `fsdp checkpoint inspect"),
+    ],
+)
+def test_what_is_no_directory_of_checkpoints_is_said(tmp_path: Path, make: Any, message: str) -> None:
+    make(tmp_path / "a.ckpt")
+    done = run("list", tmp_path / "a.ckpt", status=1)
+    assert done.stdout == ""
+    assert message in done.stderr
+
+
+def test_a_directory_of_nothing(tmp_path: Path) -> None:
+    assert run("list", tmp_path).stdout == f"no checkpoint of this format in {tmp_path}\n"
+
+
+def test_no_torch_is_imported(site: Site, tmp_path: Path) -> None:
+    save_trained(tmp_path / "a.ckpt")
+    done = site.fsdp("checkpoint", "list", str(tmp_path))
+    assert " whole " in done.stdout
+    assert done.stderr == "heavy: []\n"
