@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fsdp_core.checkpoint import is_checkpoint, load, load_state_dict, read_manifest, remove, save, verify
 from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.writers import new_writer
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime
 
@@ -272,7 +274,7 @@ def test_a_file_in_the_way_is_never_lost(tmp_path: Path, name: str, at: int, mon
 
 def test_what_others_have_put_into_the_folder_of_an_interrupted_save_stays(tmp_path: Path) -> None:
     save_state(tmp_path / "last.ckpt", 1.0)
-    left, empty = (tmp_path / f"last.ckpt.{digit * 12}.partial" for digit in "ab")
+    left, empty, link, file = (tmp_path / replace(new_writer(digit * 12), started=1).partial for digit in "abcd")
     for folder in (left, empty):
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "aaaaaaaaaaaa-rank-00000.safetensors").write_bytes(b"ours")
@@ -280,7 +282,6 @@ def test_what_others_have_put_into_the_folder_of_an_interrupted_save_stays(tmp_p
     (left / "notes").mkdir()
     (left / "notes" / "mine.txt").write_text("mine")
     (left / "model" / "weights.bin").write_text("mine")
-    link, file = (tmp_path / f"last.ckpt.{digit * 12}.partial" for digit in "cd")
     link.symlink_to(tmp_path / "elsewhere")
     shutil.copytree(left, tmp_path / "elsewhere")
     file.write_text("mine")

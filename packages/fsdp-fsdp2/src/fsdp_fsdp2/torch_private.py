@@ -130,6 +130,7 @@ class UnusedParameters:
 
 def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> Any:
     group, counting = of(), unused()
+    assert group is not None  # it is calling
     if counting is not None:
         counting.count(group)
     return type(group).pre_forward(group, *args)

@@ -128,6 +128,8 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
             at = end
         if at != size - 8 - length:
             raise ValueError(f"its tensors have {at} bytes, but the file has room for {size - 8 - length}")
+    except CheckpointFormatError:  # it can't be read at all
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointFormatError(f"{where} is no safetensors file: {error}. Restore it from a backup.") from error
     return found

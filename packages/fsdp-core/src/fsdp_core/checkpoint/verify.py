@@ -107,9 +107,10 @@ def find_damage(
             if fault is None and (name in expected or name == files.manifest.state_tensors):
                 fault = _compare_header(files, name, expected.get(name, ()))
             return fault
-        except PermissionError as error:  # which says nothing of the file
-            raise unreadable(files.folder.path(name), error) from error
         except Exception as error:  # the clients of object stores have errors of their own
+            for one in (error, error.__cause__):
+                if isinstance(one, PermissionError):  # which says nothing of the file
+                    raise unreadable(files.folder.path(name), one) from error
             return f"can't be read: {type(error).__name__}: {error}"
 
     with ThreadPoolExecutor(max(1, min(_THREADS, len(names), os.cpu_count() or 1))) as pool:
@@ -172,6 +173,8 @@ def _compare_header(files: StoredFiles, name: str, expected: Sequence[_Expected]
     try:
         header = files.header(name)
     except CheckpointFormatError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise
         return f"can't be read: {error}"
     for key, tensor, chunk in expected:
         found = header.get(chunk.key)
