@@ -64,7 +64,7 @@ def test_no_command_that_copies_bytes_imports_torch(site: Site, tmp_path: Path, 
 
 def test_the_group_lists_its_commands_without_importing_them(site: Site) -> None:
     done = site.fsdp("checkpoint", "--help")
-    for command in ("inspect", "verify", "diff", "consolidate", "import", "reshard"):
+    for command in ("list", "inspect", "verify", "diff", "consolidate", "import", "reshard"):
         assert f"\n  {command} " in done.stdout
     assert done.stderr == NOTHING_HEAVY
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cli_checkpoints import run, save_alone, save_trained
+from conftest import Site
 from fsdp_core.checkpoint import publishing, writers
 from test_checkpoint_publishing import Stop, interrupt, save_state
 
@@ -104,3 +105,10 @@ def test_what_is_no_directory_of_checkpoints_is_said(tmp_path: Path, make: Any, 
 
 def test_a_directory_of_nothing(tmp_path: Path) -> None:
     assert run("list", tmp_path).stdout == f"no checkpoint of this format in {tmp_path}\n"
+
+
+def test_no_torch_is_imported(site: Site, tmp_path: Path) -> None:
+    save_trained(tmp_path / "a.ckpt")
+    done = site.fsdp("checkpoint", "list", str(tmp_path))
+    assert " whole " in done.stdout
+    assert done.stderr == "heavy: []\n"
