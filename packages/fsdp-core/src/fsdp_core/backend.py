@@ -246,7 +246,10 @@ class Backend(ABC):
 
     @abstractmethod
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A context in which backward passes accumulate gradients without reducing them. Leaves reduction on."""
+        """A context in which backward passes accumulate gradients without reducing them.
+
+        Leaves reduction on, also after an exception: write ``try`` and ``finally`` around the ``yield``.
+        """
 
     def reshard(self, module: nn.Module) -> None:
         """Free what is still gathered of the parameters. Called often, mostly with nothing to do.

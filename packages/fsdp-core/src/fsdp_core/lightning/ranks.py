@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, Self
 
@@ -92,6 +93,19 @@ class RanksOfStrategy:
         """The root that a module becomes."""
         check_materialization(self.strategy_name, module)
         return self.backend.shard(module)
+
+    @contextmanager
+    def _no_sync(self, root: nn.Module) -> Iterator[None]:
+        """The backend's ``no_sync``, left as if nothing was raised in it: reduction is on then without ``finally`` too.
+
+        Otherwise every gradient would be ``None`` from an exception on, without a word.
+        """
+        context = self.backend.no_sync(root)
+        context.__enter__()
+        try:
+            yield
+        finally:
+            context.__exit__(None, None, None)
 
     def _check_empty_init(self, empty_init: bool | None) -> None:
         if empty_init:

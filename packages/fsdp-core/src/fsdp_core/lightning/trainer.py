@@ -246,7 +246,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         assert self.model is not None
         self.require(Capability.GRADIENT_ACCUMULATION, "an accumulation of gradients")
-        with self.backend.no_sync(self.model):
+        with self._no_sync(self.model):
             yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
