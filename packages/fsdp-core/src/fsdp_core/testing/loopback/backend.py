@@ -16,7 +16,7 @@ from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.fqn import named_parameters
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.materialize import place
-from fsdp_core.parts import Layout, Part
+from fsdp_core.parts import Layout, Part, stand_in
 from fsdp_core.replicated import ReplicatedParameters
 from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
 
@@ -74,15 +74,14 @@ class LoopbackBackend(Backend):
         shards = shards_of(module)
         stand_ins: list[nn.Parameter] = []
         for shard in shards:
-            data = shard.held.detach().new_zeros(()).expand(shard.shape)  # takes no memory
-            stand_ins.append(nn.Parameter(data, requires_grad=shard.held.requires_grad))
+            stand_ins.append(stand_in(shard.shape, shard.held))
             self._note_written(module, shard.names[0], stand_ins[-1])
             shard.put(stand_ins[-1])
         try:
             yield
         finally:
-            for shard, stand_in in zip(shards, stand_ins, strict=True):
-                shard.held.requires_grad_(stand_in.requires_grad)
+            for shard, parameter in zip(shards, stand_ins, strict=True):
+                shard.held.requires_grad_(parameter.requires_grad)
                 shard.put(shard.held)
 
     def layout(self, module: nn.Module) -> Layout:
