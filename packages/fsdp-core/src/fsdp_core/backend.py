@@ -270,7 +270,9 @@ class Backend(ABC):
     def resume_forward(self, module: nn.Module) -> None:
         """Go on with a forward pass of the root after a backward pass or an optimizer step inside it.
 
-        Gradients must have arrived at the shards, and the root's parameters be gathered with their current values.
+        Gradients must have arrived at the shards, and the root's parameters be gathered with their current values. What
+        is gathered must show those gradients as its ``grad``, or raise: see
+        :class:`~fsdp_core.step_gradients.StepGradients`.
         """
 
     def follow_requires_grad(self, module: nn.Module) -> None:

@@ -302,6 +302,8 @@ def _restored(
 ) -> Any:
     """A state value as the optimizer keeps it: laid out as its parameter if it has that shape, else whole."""
     value = values[0]
+    if isinstance(value, list):  # LBFGS keeps lists of vectors
+        return [_restored(parameter, parts, group, key, members) for members in zip(*values, strict=True)]
     if not isinstance(value, SavedTensor | Tensor):
         return value
     shape = tuple(value.shape)

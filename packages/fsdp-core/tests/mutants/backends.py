@@ -307,6 +307,15 @@ class KeepsRequiringGrad(LoopbackBackend):
         pass
 
 
+@backend("gradients_hidden_in_step")
+class HidesGradients(LoopbackBackend):
+    """What is gathered after a backward pass inside the forward pass has no gradient, and does not say so."""
+
+    def resume_forward(self, module: nn.Module) -> None:
+        super().resume_forward(module)
+        self.suspend_forward(module)
+
+
 @backend("interrupted_counts")
 class NotReset(LoopbackBackend):
     """Gradients of a backward pass that an exception has ended are part of the next."""

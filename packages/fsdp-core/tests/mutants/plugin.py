@@ -41,6 +41,7 @@ FAULTS = (
     # loops
     "stale_in_forward",
     "requires_grad_not_followed",
+    "gradients_hidden_in_step",
     "interrupted_counts",
     # checkpoints
     "state_off_by_one",
