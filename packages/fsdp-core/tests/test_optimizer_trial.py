@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,31 +131,45 @@ def test_tensors_outside_of_the_state_are_refused() -> None:
         model.repoint(OwnBuffers(list(model.written)))
 
 
-class Normalised(torch.optim.Optimizer):
-    """A stranger's: divides each gradient by its norm."""
+def by_its_norm(parameter: Tensor, grad: Tensor) -> Tensor:
+    return grad / grad.norm()
 
-    def __init__(self, params: Any, lr: float = 0.1, elementwise: bool = False) -> None:
-        super().__init__(params, {"lr": lr})
-        self.elementwise = elementwise
+
+def by_the_parameters_norm(parameter: Tensor, grad: Tensor) -> Tensor:
+    """As LARS does, a small part of the gradient."""
+    return grad * 1e-3 * parameter.norm() / grad.norm()
+
+
+def by_its_signs(parameter: Tensor, grad: Tensor) -> Tensor:
+    return grad.sign()
+
+
+class Strangers(torch.optim.Optimizer):
+    """Makes something of a gradient."""
+
+    def __init__(self, params: Any, update: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.update = update
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    grad = parameter.grad.sign() if self.elementwise else parameter.grad / parameter.grad.norm()
-                    parameter -= group["lr"] * grad
+                    parameter -= group["lr"] * self.update(parameter, parameter.grad)
 
 
-def test_a_strangers_optimizer_is_tried() -> None:
+@pytest.mark.parametrize("update", [by_its_norm, by_the_parameters_norm])
+def test_a_strangers_optimizer_is_refused_that_takes_norms(update: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = Model((6, 4))
-    with pytest.raises(
-        OptimizerMismatchError, match="more of a parameter than single elements, such as its shape or a"
-    ):
-        model.repoint(Normalised(model.written))
+    with pytest.raises(OptimizerMismatchError, match="more of a parameter than single elements, such as its shape"):
+        model.repoint(Strangers(model.written, update))
+
+
+def test_a_strangers_optimizer_is_taken_that_is_elementwise() -> None:
     model = Model((6, 4))
     torch.manual_seed(3)
-    model.repoint(Normalised(model.written, elementwise=True))
+    model.repoint(Strangers(model.written, by_its_signs))
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))  # nothing else was drawn

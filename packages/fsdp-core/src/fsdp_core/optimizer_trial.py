@@ -244,8 +244,7 @@ def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind
 
 def _small(kind: _Kind, device: torch.device, shown: _Shown, generator: torch.Generator) -> _Small:
     start, target, signs = (torch.randn(kind.shape, generator=generator) for _ in range(3))
-    for tensor in (start, target):  # larger in the first elements than in the others, so that norms of pieces differ
-        tensor.reshape(-1)[: _cut(tensor)] *= 4.0
+    target.reshape(-1)[: _cut(target)] *= 4.0  # so that norms of pieces differ, and how they relate to the parameter's
     signs.reshape(-1)[_cut(signs) :] += 1.0
     start, target, signs = (one.to(device.type if device.type == "cuda" else "cpu") for one in (start, target, signs))
     return _Small(
