@@ -132,12 +132,12 @@ def test_tensors_outside_of_the_state_are_refused() -> None:
 
 
 def by_its_norm(parameter: Tensor, grad: Tensor) -> Tensor:
-    return grad / grad.norm()
+    return grad.div(grad.norm())
 
 
 def by_the_parameters_norm(parameter: Tensor, grad: Tensor) -> Tensor:
     """As LARS does, a small part of the gradient."""
-    return grad * 1e-3 * parameter.norm() / grad.norm()
+    return grad.mul(1e-3).mul(parameter.norm()).div(grad.norm())
 
 
 def by_its_signs(parameter: Tensor, grad: Tensor) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -27,6 +29,9 @@ _COMPARED = 5
 
 #: The shape of a small tensor, by the dimensions of a parameter. Some optimizers look at matrices from a size on only.
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (150,), 2: (136, 132), 3: (20, 18, 7), 4: (20, 18, 3, 3)}
+
+#: Lets one thread at a time keep torch from compiling a step that is taken once.
+_ALONE = threading.Lock()
 
 #: Of a step's largest change: an optimizer that computes with bf16 inside rounds no further than that.
 _TOLERANCE = 0.05
@@ -233,7 +238,8 @@ def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind
                 small.set_gradient(number)
         return torch.ones(())
 
-    with torch.compiler.set_stance("force_eager"):
+    # ranks that are threads share the stance; ranks that wait for each other in a step are none
+    with nullcontext() if shown is _as_dtensor else _ALONE, torch.compiler.set_stance("force_eager"):
         for number in range(_STEPS):
             evaluate(number)
             step(partial(evaluate, number))
