@@ -31,6 +31,7 @@ CHOSEN = {
     "checkpoint.chunks": ("Chunk", "ChunkedTensor", "chunked"),
     "checkpoint.loading": ("SavedTensor",),
     "checkpoint.filling": ("fill",),
+    "step_gradients": ("StepGradients",),
     "registry": ("describe", "resolve", "strategies"),
     "lightning.options": ("refuse_unknown_options",),
     "testing.ranks": ("RankError", "RankPool", "Ranks"),

@@ -257,7 +257,10 @@ class Backend(ABC):
 
     @abstractmethod
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A context in which backward passes accumulate gradients without reducing them. Leaves reduction on."""
+        """A context in which backward passes accumulate gradients without reducing them.
+
+        Leaves reduction on, also after an exception: write ``try`` and ``finally`` around the ``yield``.
+        """
 
     def reshard(self, module: nn.Module) -> None:
         """Free what is still gathered of the parameters. Called often, mostly with nothing to do.
@@ -278,7 +281,9 @@ class Backend(ABC):
     def resume_forward(self, module: nn.Module) -> None:
         """Go on with a forward pass of the root after a backward pass or an optimizer step inside it.
 
-        Gradients must have arrived at the shards, and the root's parameters be gathered with their current values.
+        Gradients must have arrived at the shards, and the root's parameters be gathered with their current values. What
+        is gathered must show those gradients as its ``grad``, or raise: see
+        :class:`~fsdp_core.step_gradients.StepGradients`.
         """
 
     def follow_requires_grad(self, module: nn.Module) -> None:

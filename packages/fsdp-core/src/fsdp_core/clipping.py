@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_core.runtime import Runtime
+from fsdp_core.step_gradients import plain
 from fsdp_core.torch_private import foreach_mul_, foreach_norm
 
 __all__ = ["clip_grads_by_norm", "clip_grads_by_value", "is_sharded_dtensor", "local_tensor"]
@@ -18,7 +19,7 @@ __all__ = ["clip_grads_by_norm", "clip_grads_by_value", "is_sharded_dtensor", "l
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing memory with it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else plain(tensor)
 
 
 def clip_grads_by_norm(

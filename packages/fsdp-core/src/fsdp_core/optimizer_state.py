@@ -78,8 +78,9 @@ def load_optimizer_state(
         restore: Lays a value out as the optimizer keeps it; by default as DTensors, flat shards and whole tensors need.
 
     Raises:
-        CheckpointMismatchError: A parameter is not in the saved groups, a shape differs, or parameters of one group
-            were saved in groups of different settings.
+        CheckpointMismatchError: A parameter is not in the saved groups, a shape differs, parameters of one group were
+            saved in groups of different settings, or parameters of one saved group are in several now, each of which
+            would lose its own settings.
     """
     saved = state_by_name(optimizer, layout, saved)
     saved = {**saved, "param_groups": [_plain(group) for group in saved["param_groups"]]}
@@ -107,6 +108,7 @@ def load_optimizer_state(
                 "Build the optimizer with the param groups that it was saved with."
             )
         settings.append(found[0] if found else {})
+    _check_divided(optimizer, layout, saved["param_groups"])
     _check_state(optimizer, layout, saved["state"])
     if check_only:
         return
@@ -123,6 +125,39 @@ def load_optimizer_state(
                     key: restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
                     for key in values
                 }
+
+
+_SAVED_GROUPS = (
+    "Build the optimizer with the param groups that it was saved with. To go on with others on purpose, change them "
+    "when the state is loaded, in a LightningModule's on_train_start or after fabric.load: take parameters out of a "
+    "group's 'params', and give them to optimizer.add_param_group({'params': [...], 'lr': ...}); or load the weights "
+    "alone."
+)
+
+
+def _check_divided(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to give several groups the settings of the one that their parameters were saved in."""
+    saved_in = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    divided: dict[int, dict[int, list[str]]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for name in _names(layout, group["params"]):
+            divided.setdefault(saved_in[name], {}).setdefault(index, []).append(name)
+    for theirs, mine in divided.items():
+        if len(mine) > 1:
+            told = [
+                f"    param group {index}, of {_some(names)}{_lost(optimizer.param_groups[index], saved[theirs])}\n"
+                for index, names in mine.items()
+            ]
+            raise CheckpointMismatchError(
+                f"param groups {' and '.join(map(str, mine))} of the optimizer were saved as one, param group {theirs} "
+                f"of {len(saved)}, whose settings all of them would get:\n{''.join(told)}{_SAVED_GROUPS}"
+            )
+
+
+def _lost(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """What of a group's settings the saved ones would replace."""
+    differing = [key for key in group if key != "params" and key in saved and str(group[key]) != str(saved[key])]
+    return ": " * bool(differing) + ", ".join(f"{key} {saved[key]} in the place of {group[key]}" for key in differing)
 
 
 def _described(part: Part, held: Tensor, value: Any) -> Any:
@@ -214,7 +249,7 @@ def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mappi
     if [len(g) for g in numbers] != [len(g) for g in in_order]:
         raise CheckpointMismatchError(
             f"the checkpoint's optimizer has param groups of {[len(g) for g in numbers]} parameters, this one of "
-            f"{[len(g) for g in in_order]}.\nBuild the optimizer with the param groups that it was saved with."
+            f"{[len(g) for g in in_order]}.\n{_SAVED_GROUPS}"
         )
     name_of = dict(zip(chain.from_iterable(numbers), chain.from_iterable(in_order), strict=True))
     return {
@@ -267,6 +302,8 @@ def _restored(
 ) -> Any:
     """A state value as the optimizer keeps it: laid out as its parameter if it has that shape, else whole."""
     value = values[0]
+    if isinstance(value, list):  # LBFGS keeps lists of vectors
+        return [_restored(parameter, parts, group, key, members) for members in zip(*values, strict=True)]
     if not isinstance(value, SavedTensor | Tensor):
         return value
     shape = tuple(value.shape)

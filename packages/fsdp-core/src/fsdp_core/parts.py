@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_core.checkpoint import Chunk, ChunkedTensor
 
-__all__ = ["FlatRange", "Layout", "Part", "boxes", "whole_parts"]
+__all__ = ["FlatRange", "Layout", "Part", "boxes", "stand_in", "whole_parts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,25 @@ Layout = Mapping[nn.Parameter, tuple[Part, ...]]
 def whole_parts(named: Iterator[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, tuple[Part, ...]]:
     """The layout of parameters that are held as what they are."""
     return {p: (Part(name=name, shape=tuple(p.shape)),) for name, p in named}
+
+
+def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
+    """A parameter of a shape that takes no memory, to stand for one that is sharded.
+
+    Its elements are NaN, so that what is computed from them is not taken for a result.
+
+    Args:
+        shape: The shape as written.
+        like: Whose dtype and device it has, and whether it requires gradients.
+
+    Example:
+        >>> stand_in((2, 3), torch.ones(4)).shape
+        torch.Size([2, 3])
+    """
+    element = torch.zeros((), dtype=like.dtype, device=like.device)
+    if element.is_floating_point():
+        element.fill_(torch.nan)
+    return nn.Parameter(element.expand(shape), requires_grad=like.requires_grad)
 
 
 def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

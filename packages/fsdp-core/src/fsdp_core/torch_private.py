@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "process_groups",
     "queue_backward_callback",
     "watch_iterators",
+    "without_torch_function",
 ]
 
 
@@ -79,6 +81,12 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def without_torch_function() -> AbstractContextManager[Any]:
+    """A context in which a subclass of ``Tensor`` computes as a plain one; the public ways give the subclass back."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
 def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[Tensor], Tensor]) -> None:
     """Let ``scaler`` see an overflow that happened in another rank's shard.
 
@@ -101,7 +109,8 @@ def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[
                 if parameter.grad is None:
                     continue
                 grad = parameter.grad
-                local = grad.to_local() if hasattr(grad, "to_local") else grad
+                with without_torch_function():  # it may be guarded, see step_gradients
+                    local = grad.to_local() if hasattr(grad, "to_local") else grad.as_subclass(Tensor)
                 by_kind.setdefault((local.device, local.dtype), []).append(local)
         found: dict[torch.device, Tensor] = {inv_scale.device: found_inf.clone()}
         for (device, _), grads in by_kind.items():

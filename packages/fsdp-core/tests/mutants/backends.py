@@ -288,6 +288,16 @@ class LeavesSyncOff(LoopbackBackend):
         yield
 
 
+@backend("sync_left_off_by_exceptions")
+class WithoutFinally(LoopbackBackend):
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        context = self.kept = super().no_sync(module)
+        context.__enter__()
+        yield
+        context.__exit__(None, None, None)
+
+
 @backend("no_sync_ignored")
 class AlwaysSyncs(LoopbackBackend):
     @contextmanager
@@ -319,6 +329,15 @@ class KeepsRequiringGrad(LoopbackBackend):
 
     def follow_requires_grad(self, module: nn.Module) -> None:
         pass
+
+
+@backend("gradients_hidden_in_step")
+class HidesGradients(LoopbackBackend):
+    """What is gathered after a backward pass inside the forward pass has no gradient, and does not say so."""
+
+    def resume_forward(self, module: nn.Module) -> None:
+        super().resume_forward(module)
+        self.suspend_forward(module)
 
 
 @backend("interrupted_counts")
@@ -391,6 +410,17 @@ class ByPosition(LoopbackBackend):
             groups = [{**g, "params": [renamed[name] for name in g["params"]]} for g in state["param_groups"]]
             state = {"state": {renamed[name]: of for name, of in state["state"].items()}, "param_groups": groups}
         super().load_optimizer_state(module, optimizer, state, check_only=check_only)
+
+
+@backend("saved_group_divided")
+class DividesGroups(LoopbackBackend):
+    """Every param group gets the settings of the one that its parameters were saved in."""
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+        saved = {name: group for group in state["param_groups"] for name in group["params"]}
+        now = self.optimizer_state(module, optimizer)["param_groups"]
+        groups = [{**saved[group["params"][0]], "params": group["params"]} for group in now]
+        super().load_optimizer_state(module, optimizer, {**state, "param_groups": groups}, check_only=check_only)
 
 
 @backend("gradients_not_restored")

@@ -38,10 +38,12 @@ FAULTS = (
     "micro_batches_twice",
     "micro_batches_lost",
     "sync_left_off",
+    "sync_left_off_by_exceptions",
     "no_sync_ignored",
     # loops
     "stale_in_forward",
     "requires_grad_not_followed",
+    "gradients_hidden_in_step",
     "interrupted_counts",
     # what users do with a sharded module
     "ranks_not_compared",
@@ -56,6 +58,7 @@ FAULTS = (
     "moments_by_position",
     "random_numbers_not_restored",
     "async_save_not_copied",
+    "saved_group_divided",
     "gradients_not_restored",
     "strict_ignored",
     "changed_before_check",

@@ -29,6 +29,7 @@ from fsdp_core.materialize import place
 from fsdp_core.parts import Layout
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.replicated import ReplicatedParameters, stays_whole
+from fsdp_core.step_gradients import StepGradients
 from fsdp_core.torch_private import is_flattened
 from fsdp_core.wrapping import (
     ActivationCheckpointingPolicy,
@@ -74,6 +75,7 @@ class NativeBackend(Backend):
     _units: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[FullyShardedDataParallel]]] = (
         weakref.WeakKeyDictionary()
     )
+    _steps: ClassVar[weakref.WeakKeyDictionary[nn.Module, StepGradients]] = weakref.WeakKeyDictionary()
     # of roots whose forward pass was suspended and is still going on
     _pending: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[torch_private.Pending]]] = weakref.WeakKeyDictionary()
 
@@ -167,6 +169,9 @@ class NativeBackend(Backend):
         assert root is not None
         root.check_is_root()  # now, while nothing has moved: shards get the memory that they keep
         self._units[root] = weakref.WeakSet(torch_private.units_of(root))
+        self._steps[root] = StepGradients(root)
+        for unit in self._units[root]:
+            unit.register_forward_hook(_follow_gathered)
         self.reshard(root)
         in_order = [p for p in module.parameters() if any(p is w for w in whole)]
         if in_order:
@@ -237,11 +242,14 @@ class NativeBackend(Backend):
                 "forward_prefetch=True can't be combined with manual optimization, whose steps are taken while units "
                 "are gathered ahead.\nLeave forward_prefetch out."
             )
+        self._steps[root].on = False
         torch_private.suspend_forward(root, loss, self._pending.setdefault(root, []))
 
     def resume_forward(self, module: nn.Module) -> None:
         root = _root_of(module)
         torch_private.resume_forward(root, self._pending.setdefault(root, []))
+        _follow_gathered(root, None, None)
+        self._steps[root].on = True
 
     def follow_requires_grad(self, module: nn.Module) -> None:
         root = _root_of(module)
@@ -254,6 +262,9 @@ class NativeBackend(Backend):
             drop_gradients(unit)
         torch_private.reset(root)
         _forget_pending(root, None, None)
+
+    def holds_part(self, parameter: Tensor) -> bool:
+        return self._shards and is_flattened(parameter)
 
     def clip_norm(
         self,
@@ -270,7 +281,7 @@ class NativeBackend(Backend):
             parameters,
             max_norm,
             runtime=self.runtime,
-            is_sharded=lambda parameter: self._shards and is_flattened(parameter),
+            is_sharded=self.holds_part,
             group=group[0] if isinstance(group, tuple) else group,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
@@ -393,6 +404,14 @@ def _leave_gradients(module: nn.Module, args: Any, output: Any) -> None:
     root = _root_of(module)
     if root in NativeBackend._pending:
         torch_private.leave_gradients(root)
+
+
+def _follow_gathered(unit: nn.Module, args: Any, output: Any) -> None:
+    """Let what a unit has gathered inside a step by hand show the gradients of its shards."""
+    for root in NativeBackend._pending:
+        if unit in NativeBackend._units[root]:
+            for gathered, shard, is_part in torch_private.gathered_parameters(_root_of(unit)):
+                NativeBackend._steps[root].follow(gathered, shard, is_part=is_part)
 
 
 def _forget_pending(root: nn.Module, args: Any, output: Any) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "follow_requires_grad",
     "forget_pending",
     "forget_views",
+    "gathered_parameters",
     "handle_of",
     "leave_gradients",
     "no_reduction",
@@ -149,6 +150,20 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
             replica=replica,
             is_flat=handle.uses_sharded_strategy or not handle._use_orig_params,
         )
+
+
+def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor, nn.Parameter, bool]]:
+    """What a unit's modules hold in the place of parameters while these are gathered.
+
+    Yields:
+        It, what an optimizer holds, and whether that is this rank's piece of the parameter.
+    """
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    for index, place in enumerate(flat._param_infos):
+        shown = place.module._parameters.get(place.param_name)
+        if handle._use_orig_params and shown is not None and shown is not flat._params[index]:
+            yield shown, flat._params[index], handle.uses_sharded_strategy
 
 
 def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_core.fqn import clean_name
-from fsdp_core.parts import FlatRange, Layout, Part
+from fsdp_core.parts import FlatRange, Layout, Part, stand_in
 from fsdp_cuda_native.torch_private import FlatMember, flat_members, tied_members, units_of
 
 __all__ = ["layout_of", "local_part", "local_parts", "named_members", "note_order", "stand_ins", "unwrapped"]
@@ -109,8 +109,7 @@ def stand_ins(root: FullyShardedDataParallel) -> Iterator[dict[str, nn.Parameter
             before[owner] = dict(owner._parameters)
 
     for name, member in named_members(root):
-        data = torch.zeros((), dtype=member.held.dtype, device=member.held.device).expand(member.shape)
-        by_name[name] = nn.Parameter(data, requires_grad=member.held.requires_grad)
+        by_name[name] = stand_in(member.shape, member.held)
         held[name] = member.held
         put(member.owner, member.attribute, by_name[name])
     for unit in units_of(root):
@@ -128,7 +127,7 @@ def stand_ins(root: FullyShardedDataParallel) -> Iterator[dict[str, nn.Parameter
                     hidden.append((owner, name, owner.__dict__.pop(name)))
             elif name != _FLAT and name in parameters:
                 owner._parameters[name] = parameters[name]
-    frozen = {name: stand_in.requires_grad for name, stand_in in by_name.items()}
+    frozen = {name: parameter.requires_grad for name, parameter in by_name.items()}
     try:
         yield by_name
     finally:
@@ -137,6 +136,6 @@ def stand_ins(root: FullyShardedDataParallel) -> Iterator[dict[str, nn.Parameter
             owner._parameters.update(parameters)
         for owner, name, value in hidden:
             owner.__dict__[name] = value
-        for name, stand_in in by_name.items():
-            if stand_in.requires_grad != frozen[name]:
-                held[name].requires_grad_(stand_in.requires_grad)
+        for name, parameter in by_name.items():
+            if parameter.requires_grad != frozen[name]:
+                held[name].requires_grad_(parameter.requires_grad)

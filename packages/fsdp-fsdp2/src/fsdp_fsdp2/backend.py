@@ -28,6 +28,7 @@ from fsdp_core.marking import options_of
 from fsdp_core.materialize import place
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.replicated import ReplicatedParameters, stays_whole
+from fsdp_core.step_gradients import StepGradients
 from fsdp_core.wrapping import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
@@ -39,6 +40,7 @@ from fsdp_fsdp2.torch_private import (
     Gathering,
     UnusedParameters,
     finish_backward,
+    gathered_parameters,
     set_unreduced_gradients,
     take_unfrozen,
     unreduced_gradients,
@@ -72,6 +74,7 @@ class FSDP2Backend(Backend):
     _units: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[FSDPModule]]] = weakref.WeakKeyDictionary()
     _gathering: ClassVar[weakref.WeakKeyDictionary[nn.Module, Gathering]] = weakref.WeakKeyDictionary()
     _unused: ClassVar[weakref.WeakKeyDictionary[nn.Module, UnusedParameters]] = weakref.WeakKeyDictionary()
+    _steps: ClassVar[weakref.WeakKeyDictionary[nn.Module, StepGradients]] = weakref.WeakKeyDictionary()
     _shards: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]]] = weakref.WeakKeyDictionary()
 
     def __init__(
@@ -159,6 +162,7 @@ class FSDP2Backend(Backend):
         self._units[module] = weakref.WeakSet(_fsdp(unit) for unit in (*units, module))
         self._gathering[module] = Gathering(self._units[module])
         self._unused[module] = UnusedParameters([_fsdp(unit) for unit in (*units, module)], self.runtime)
+        self._steps[module] = StepGradients(module)
         if compute is not None:
             module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
         self._shards[module] = dict(module.named_parameters())
@@ -193,11 +197,19 @@ class FSDP2Backend(Backend):
     def reshard(self, module: nn.Module) -> None:
         self._gathering[module].reshard()
 
+    def suspend_forward(self, module: nn.Module, loss: Tensor | None = None) -> None:
+        self._steps[module].on = False
+
     def resume_forward(self, module: nn.Module) -> None:
-        root = _fsdp(module)
+        root, step = _fsdp(module), self._steps[module]
+        step.on = False
         finish_backward(root)
         self.reshard(module)  # all units: one that is kept after forward and got no gradient would be stale
         root.unshard()
+        for unit in self._units[module]:
+            for gathered, shard in gathered_parameters(unit):
+                step.follow(gathered, shard, is_part=False)
+        step.on = True
 
     def follow_requires_grad(self, module: nn.Module) -> None:
         shards = self._shards[module]

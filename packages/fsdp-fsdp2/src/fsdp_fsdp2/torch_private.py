@@ -18,6 +18,7 @@ __all__ = [
     "Gathering",
     "UnusedParameters",
     "finish_backward",
+    "gathered_parameters",
     "set_unreduced_gradients",
     "take_unfrozen",
     "unreduced_gradients",
@@ -172,6 +173,11 @@ def take_unfrozen(unit: FSDPModule) -> None:
         chosen = getattr(group, "_orig_dtype", None) is not None
         if not chosen and any(p.sharded_param.requires_grad for p in group.fsdp_params):
             group._init_mp_dtypes()
+
+
+def gathered_parameters(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """What a unit's parameters have been gathered to, each with its shard. These objects live as long as the unit."""
+    return ((p._unsharded_param, p.sharded_param) for p in _parameters(unit) if hasattr(p, "_unsharded_param"))
 
 
 def unreduced_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -85,7 +85,7 @@ def written(root: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     by_place: dict[nn.Module, dict[str, nn.Parameter]] = {}
     units = list(units_of(root))
     for name, member in named_members(root):
-        data = torch.zeros((), dtype=member.shard.dtype).expand(member.shape)
+        data = torch.full((), torch.nan, dtype=member.shard.dtype).expand(member.shape)
         by_name[name] = nn.Parameter(data, requires_grad=member.shard.requires_grad)
         shard_of[name] = member.shard
         by_place.setdefault(member.owner, {})[member.attribute] = by_name[name]

@@ -81,6 +81,12 @@ class ZeRO1Backend(Backend):
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         return nullcontext() if self.sync_each_batch else self._shards[module].end.disabled()
 
+    def suspend_forward(self, module: nn.Module, loss: Tensor | None = None) -> None:
+        self._shards[module].step.on = False
+
+    def resume_forward(self, module: nn.Module) -> None:
+        self._shards[module].step.on = True
+
     def follow_requires_grad(self, module: nn.Module) -> None:
         for whole, shard in self._shards[module].of.items():
             whole.requires_grad_(shard.requires_grad)

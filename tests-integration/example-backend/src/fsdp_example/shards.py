@@ -12,6 +12,7 @@ from fsdp_core.backward import EndOfBackward
 from fsdp_core.fqn import named_parameters
 from fsdp_core.parts import FlatRange, Part
 from fsdp_core.runtime import Runtime
+from fsdp_core.step_gradients import StepGradients
 
 __all__ = ["Shards"]
 
@@ -31,6 +32,7 @@ class Shards:
         of: The shard of each parameter.
         layout: Which elements of which parameter each shard has.
         end: The end of each backward pass, where gradients are reduced.
+        step: What whole parameters show for their gradients inside a step by hand.
     """
 
     def __init__(self, module: nn.Module, runtime: Runtime) -> None:
@@ -45,6 +47,9 @@ class Shards:
             shard = self.of[whole] = nn.Parameter(run, requires_grad=whole.requires_grad)
             elements = FlatRange(offset=0, start=start, length=run.numel())
             self.layout[shard] = (Part(name=name, shape=tuple(whole.shape), range=elements),)
+        self.step = StepGradients(module)
+        for whole, shard in self.of.items():
+            self.step.follow(whole, shard, is_part=True)
         self.end = EndOfBackward(list(self.whole.values()), module, self.reduce)
         module.register_forward_pre_hook(lambda *_: self._follow_whole())
 

@@ -268,7 +268,7 @@ class _NoSync(BackwardSyncControl):
     """Tells Fabric how to leave out the reduction of gradients."""
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
-        self._backend, self._require = strategy.backend, strategy.require
+        self._no_sync, self._require = strategy._no_sync, strategy.require
         self.accumulating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
@@ -276,7 +276,7 @@ class _NoSync(BackwardSyncControl):
             return nullcontext()
         self._require(Capability.GRADIENT_ACCUMULATION, "no_backward_sync()")
         self.accumulating.add(root_of(module))
-        return self._backend.no_sync(root_of(module))
+        return self._no_sync(root_of(module))
 
 
 # See fsdp_core/lightning/trainer.py for why.

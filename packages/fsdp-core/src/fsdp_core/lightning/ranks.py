@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, Self
 from weakref import WeakKeyDictionary, ref
@@ -153,6 +154,19 @@ class RanksOfStrategy:
         if self.backend.owner_of(module) is not None:
             return {**facts, "state": "sharded already"}
         return {**facts, "state": "not sharded yet", **facts_of_module(module, self.backend.units)}
+
+    @contextmanager
+    def _no_sync(self, root: nn.Module) -> Iterator[None]:
+        """The backend's ``no_sync``, left as if nothing was raised in it: reduction is on then without ``finally`` too.
+
+        Otherwise every gradient would be ``None`` from an exception on, without a word.
+        """
+        context = self.backend.no_sync(root)
+        context.__enter__()
+        try:
+            yield
+        finally:
+            context.__exit__(None, None, None)
 
     def _check_empty_init(self, empty_init: bool | None) -> None:
         if empty_init:

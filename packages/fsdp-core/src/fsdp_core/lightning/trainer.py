@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
@@ -41,6 +42,7 @@ from fsdp_core.lightning.trainer_checkpoints import load_checkpoint, load_optimi
 from fsdp_core.pieces import refuse_again
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
+from fsdp_core.step_gradients import guard, unguard
 from fsdp_core.strategy_info import Capability
 
 __all__ = ["ShardedTrainerStrategy"]
@@ -248,6 +250,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             return self._step("training_step", *args, **kwargs)
         finally:
             self._in_step = False
+            unguard(self._pieces())
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._eval_step("validation_step", *args, **kwargs)
@@ -275,12 +278,13 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         assert self.model is not None
         self.require(Capability.GRADIENT_ACCUMULATION, "an accumulation of gradients")
-        with self.backend.no_sync(self.model):
+        with self._no_sync(self.model):
             yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._inside_root_forward:
             assert self.model is not None
+            unguard(self._pieces())
             self.backend.suspend_forward(self.model, closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -288,6 +292,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self._inside_root_forward:
             assert self.model is not None
             self.backend.resume_forward(self.model)
+            guard(self._pieces())
+
+    def _pieces(self) -> Iterator[Tensor | None]:
+        """This rank's pieces of gradients, which are no DTensors that compute over all ranks."""
+        held = {p: None for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        return (p.grad for p in held if self.backend.holds_part(p) and not isinstance(p, DTensor))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         root = self.model
@@ -302,6 +312,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         def closure_inside_forward() -> Any:
             self.backend.resume_forward(root)
             result = closure()
+            unguard(self._pieces())
             self.backend.suspend_forward(root)
             return result
 
@@ -310,6 +321,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         finally:
             self._exact_resume.on_step(optimizer)
             self.backend.resume_forward(root)
+            guard(self._pieces())
 
     @property
     def _inside_root_forward(self) -> bool:

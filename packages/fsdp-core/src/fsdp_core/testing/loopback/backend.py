@@ -16,8 +16,9 @@ from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.fqn import named_parameters
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.materialize import place
-from fsdp_core.parts import Layout, Part
+from fsdp_core.parts import Layout, Part, stand_in
 from fsdp_core.replicated import ReplicatedParameters
+from fsdp_core.step_gradients import StepGradients
 from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
 
 __all__ = ["LoopbackBackend", "shards_of"]
@@ -31,11 +32,13 @@ class Sharded:
         shards: Of its parameters, in the module's order.
         replicated: Its 0-dim parameters, which stay whole.
         end: Tells when to reduce gradients.
+        step: What gathered parameters show for their gradients inside a step by hand.
     """
 
     shards: list[FlatShard]
     replicated: ReplicatedParameters
     end: EndOfBackward
+    step: StepGradients
 
 
 class LoopbackBackend(Backend):
@@ -63,7 +66,8 @@ class LoopbackBackend(Backend):
         replicated = ReplicatedParameters(whole, module, self.runtime)
         end = EndOfBackward([], module, lambda: self._after_backward(module))
         # the module keeps it, for a module outlives the strategy that sharded it
-        module.__dict__[_SHARDED] = Sharded(shards=shards, replicated=replicated, end=end)
+        step = StepGradients(module)
+        module.__dict__[_SHARDED] = Sharded(shards=shards, replicated=replicated, end=end, step=step)
         module.register_forward_pre_hook(lambda root, _: self.gather(root))
         self.mark_sharded(module)
         return module
@@ -74,15 +78,14 @@ class LoopbackBackend(Backend):
         shards = shards_of(module)
         stand_ins: list[nn.Parameter] = []
         for shard in shards:
-            data = shard.held.detach().new_zeros(()).expand(shard.shape)  # takes no memory
-            stand_ins.append(nn.Parameter(data, requires_grad=shard.held.requires_grad))
+            stand_ins.append(stand_in(shard.shape, shard.held))
             self._note_written(module, shard.names[0], stand_ins[-1])
             shard.put(stand_ins[-1])
         try:
             yield
         finally:
-            for shard, stand_in in zip(shards, stand_ins, strict=True):
-                shard.held.requires_grad_(stand_in.requires_grad)
+            for shard, parameter in zip(shards, stand_ins, strict=True):
+                shard.held.requires_grad_(parameter.requires_grad)
                 shard.put(shard.held)
 
     def layout(self, module: nn.Module) -> Layout:
@@ -132,9 +135,17 @@ class LoopbackBackend(Backend):
                 shard.gathered = None
                 shard.put(shard.held)
 
+    def suspend_forward(self, module: nn.Module, loss: Tensor | None = None) -> None:
+        _sharded(module).step.on = False
+
     def resume_forward(self, module: nn.Module) -> None:
         self.reshard(module)
         self.gather(module)
+        step = _sharded(module).step
+        for shard in shards_of(module):
+            if shard.gathered is not None:
+                step.follow(shard.gathered, shard.held, is_part=True)
+        step.on = True
 
     def follow_requires_grad(self, module: nn.Module) -> None:
         for shard in shards_of(module):

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import fsdp_core
 from fsdp_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -24,7 +25,7 @@ from fsdp_core.errors import (
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
-from fsdp_core.testing.state import copied_state
+from fsdp_core.testing.state import copied_state, full_state
 from fsdp_core.testing.suite.clauses import KINDS, Clauses, on_ranks, requires
 from fsdp_core.testing.suite.damage import DAMAGE, OF_RANK_ONE
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
@@ -157,6 +158,41 @@ class MoreTrained(Lit):
         nn.init.ones_(self.net.inp.weight)
 
 
+class MoreGroups(Lit):
+    """Has a block learn at a rate of its own, which the checkpoint's optimizer had in a group with others."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw_groups", width=_WIDTH)
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        first, second = (group["params"] for group in optimizer.param_groups)
+        own = {id(p) for p in self.net.blocks[1].parameters()}
+        return torch.optim.AdamW(
+            [
+                {"params": [p for p in first if id(p) not in own], "weight_decay": 0.1},
+                {"params": second, "weight_decay": 0.0},
+                {"params": [p for p in first if id(p) in own], "weight_decay": 0.5, "lr": 0.125},
+            ],
+            lr=0.01,
+            eps=1e-3,
+        )
+
+
+class RegroupsLater(Lit):
+    """Builds the param groups that were saved, and changes them when they are loaded: one parameter is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw_groups", width=_WIDTH)
+
+    def on_train_start(self) -> None:
+        optimizer: Any = self.optimizers()
+        for group in list(optimizer.param_groups):
+            group["params"], others = group["params"][:1], group["params"][1:]
+            optimizer.add_param_group({"params": others, "lr": 0.0})
+        optimizer.param_groups[1]["lr"] = 0.0
+
+
 #: Into what the checkpoint is loaded, and what the refusal says.
 MISFITS: dict[type[Lit], list[str]] = {
     Renamed: ["2 are missing in it:\n    extra.weight", "7 are in it alone:\n    net.blocks.2.gain", "nothing was"],
@@ -165,6 +201,13 @@ MISFITS: dict[type[Lit], list[str]] = {
         "nothing was loaded",
     ],
     TwoOptimizers: ["the state of 1 optimizers", "made 2", "Return the optimizers"],
+    MoreGroups: [
+        "param groups 0 and 2 of the optimizer were saved as one, param group 0 of 2",
+        "'net.blocks.1.up.weight'",
+        "lr 0.01 in the place of 0.125",
+        "weight_decay 0.1 in the place of 0.5",
+        "on_train_start or after fabric.load",
+    ],
     MoreTrained: ["'net.frozen.weight'", "param group 0", "or load the weights alone"],
 }
 
@@ -173,6 +216,16 @@ def _load_misfit(strategy: str, tmp: str, path: str, front_end: str, module_clas
     if front_end == "trainer":
         return _refused_by_trainer(strategy, tmp, path, module_class(), CheckpointMismatchError)
     return _refused_by_fabric(strategy, path, module_class(), CheckpointMismatchError)
+
+
+def _regrouped(strategy: str, tmp: str, path: str) -> tuple[list[str], list[str]]:
+    """Names of what has changed since the checkpoint, and of what was to."""
+    run, module = new_trainer(tmp, strategy, 2, max_epochs=2), RegroupsLater()
+    run.fit(module, loader(1, 2), ckpt_path=path)
+    used: Any = run.strategy
+    before, now, layout = fsdp_core.load_state_dict(path), full_state(used), used.backend.layout(used.model)
+    kept = [part.name for p in run.optimizers[0].param_groups[0]["params"] for part in layout[p]]
+    return [name for name, tensor in before.items() if not torch.equal(tensor, now[name].cpu())], kept
 
 
 def _load_absent_key(strategy: str, path: str) -> str:
@@ -297,7 +350,7 @@ class BadCheckpointsSuite(Clauses):
                 assert_says(told, "strict_loading = False")  # the Trainer knows no strict=
 
     @KINDS
-    @pytest.mark.parametrize("module_class", [Renamed, Resized, MoreTrained])
+    @pytest.mark.parametrize("module_class", [Renamed, Resized, MoreTrained, MoreGroups])
     def test_another_models_checkpoint_under_fabric(
         self, ranks: Ranks, tmp_path: Path, saved: SavedAt, module_class: type[Lit], kind: str
     ) -> None:
@@ -307,6 +360,14 @@ class BadCheckpointsSuite(Clauses):
             assert_says(told, *MISFITS[module_class])
             if module_class is Renamed:
                 assert_says(told, "strict=False")
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_new_param_groups_on_purpose(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:
+        """As the refusal of :class:`MoreGroups` says."""
+        saved("trainer", "sharded", tmp_path / "checkpoint")
+        for changed, kept in ranks.run(2, _regrouped, self.strategy, str(tmp_path), str(tmp_path / "checkpoint")):
+            assert len(kept) == 1
+            assert set(kept) <= set(changed) <= {*kept, "net.out.weight"}  # which is tied to the first
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_checkpoint_without_a_key(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,11 +13,12 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import root_of
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import Clauses, requires
 from fsdp_core.testing.suite.parameters import Gains, gains_of, own_share
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
@@ -90,6 +92,38 @@ def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, 
     return "", gains_of(used)
 
 
+class RaisesWithoutSync(Lit):
+    """Has an exception end a block without reduction, and trains on."""
+
+    def on_train_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        with suppress(ZeroDivisionError), strategy.block_backward_sync():
+            raise ZeroDivisionError
+
+
+def _losses_after_no_sync(strategy: str, tmp: str, of: str) -> list[float]:
+    """Three steps after an exception in a context without reduction, the front end's or the backend's own."""
+    if of == "trainer":
+        module = RaisesWithoutSync("sgd")
+        new_trainer(tmp, strategy, 2).fit(module, loader(3, 2))
+        return means(module.losses)
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    used: Any = fabric.strategy
+    context = fabric.no_backward_sync(model) if of == "fabric" else used.backend.no_sync(root_of(used))
+    with suppress(ZeroDivisionError), context:
+        raise ZeroDivisionError
+    losses = []
+    for x, y in fabric.setup_dataloaders(loader(3, 2)):
+        loss = mse_loss(model(x), y)
+        losses.append(loss)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return means(losses)
+
+
 class RaisesWhenArmed(pl.Callback):
     """Raises before a stage is set up."""
 
@@ -134,6 +168,14 @@ class ExceptionsSuite(Clauses):
     def test_an_exception_between_stages_shows_itself(self, ranks: Ranks, tmp_path: Path) -> None:
         for told in ranks.run(2, _between_stages, self.strategy, str(tmp_path)):
             assert told == "between two stages"
+
+    @requires(Capability.GRADIENT_ACCUMULATION)
+    @pytest.mark.parametrize("of", ["trainer", "fabric", "backend"])
+    def test_an_exception_leaves_reduction_on(self, ranks: Ranks, tmp_path: Path, of: str) -> None:
+        """Of no_sync and what front ends make of it; else every gradient would be missing from then on."""
+        want, _ = oracle.train_plain(3, oracle.sgd)
+        for losses in ranks.run(2, _losses_after_no_sync, self.strategy, str(tmp_path), of):
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
     def test_whole_parameters_stay_equal_after_an_exception(self, ranks: Ranks) -> None:
         """0-dim parameters take no part of the interrupted backward pass into the next."""

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
+from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
+from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
@@ -87,6 +89,58 @@ def _manual_clip(strategy: str, tmp: str) -> list[float]:
     module = ManualClip()
     new_trainer(tmp, strategy, 2, precision="16-mixed").fit(module, loader(4, 2))
     return means(module.losses)
+
+
+class LooksAtGradients(Lit):
+    """Does something with gradients by torch's own functions, in its training step.
+
+    Args:
+        what: ``"clipped"``; ``"after a forward pass"``, which may gather what was not; ``"accumulated"`` over two
+            backward passes; ``"scaled"``: each by itself; ``"zeroed"``: between two backward passes.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__("momentum")
+        self.automatic_optimization = False
+        self.what = what
+        self.seen: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        self.manual_backward(loss)
+        if self.what == "zeroed":
+            self.zero_grad()
+        if self.what in ("accumulated", "zeroed"):
+            self.manual_backward(mse_loss(self(batch[0]), 2 * batch[1]))
+        if self.what == "after a forward pass":
+            self(batch[0])
+        if self.what == "scaled":
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= 0.5
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        self.seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOKS = ["clipped", "after a forward pass", "accumulated", "scaled", "zeroed"]
+
+
+def _looks(strategy: str, tmp: str, world_size: int) -> dict[str, tuple[list[float], list[float]] | str]:
+    """Losses and norms, or what is said."""
+    outcomes: dict[str, tuple[list[float], list[float]] | str] = {}
+    for what in LOOKS:
+        module = LooksAtGradients(what)
+        try:
+            new_trainer(tmp, strategy, world_size).fit(module, loader(2, world_size))
+        except UnsupportedCapabilityError as refused:
+            outcomes[what] = str(refused)
+        else:
+            outcomes[what] = means(module.losses), module.seen
+    return outcomes
 
 
 class UsesRootTwice(Lit):
@@ -231,6 +285,21 @@ class LoopsSuite(Clauses):
             assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
             for name, tensor in plain.state_dict().items():
                 torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+    @requires(Capability.MANUAL_OPTIMIZATION)
+    def test_torchs_functions_on_gradients_inside_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
+        """They are right, or it is said what to write; on all ranks, and never nothing is done without a word."""
+        got = ranks.run(2, _looks, self.strategy, str(tmp_path), 2)
+        for what in LOOKS:
+            plain = LooksAtGradients(what)
+            new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
+            for of_rank in got:
+                outcome = of_rank[what]
+                if isinstance(outcome, str):
+                    assert_says(outcome, "piece", "Write self.clip_gradients(optimizer", "optimizer.zero_grad()")
+                else:
+                    assert outcome[0] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE), what
+                    assert outcome[1] == pytest.approx(plain.seen, abs=FP32_TOLERANCE), what
 
     @requires(
         Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM, Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING

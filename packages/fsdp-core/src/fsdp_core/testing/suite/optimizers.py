@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, root_of, trained_by
-from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["OptimizersSuite", "assert_all_trained", "built_after_evaluation", "built_before_sharding"]
@@ -83,6 +85,55 @@ class Stale(Lit):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.listed, lr=0.1)
+
+
+class WithAdagrad(Lit):
+    """Its optimizer makes state when it is built."""
+
+    def configure_optimizers(self) -> Any:
+        return any_optimizer("Adagrad", self)
+
+
+#: Every optimizer of torch but for LBFGS, which asks for the loss several times a step.
+OF_TORCH = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+)
+
+
+def any_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of torch over what it takes of a module, with a large eps where there is one, as the oracle's."""
+    kind = getattr(torch.optim, name)
+    eps = inspect.signature(kind).parameters.get("eps")
+    settings = {"eps": 1e-3} if eps is not None and isinstance(eps.default, float) else {}
+    parameters = [p for p in module.parameters() if p.requires_grad and (name != "Muon" or p.ndim == 2)]
+    optimizer: torch.optim.Optimizer = kind(parameters, lr=0.01, **settings)
+    return optimizer
+
+
+def _with_each_optimizer(strategy: str, tmp: str) -> dict[str, Trained | str]:
+    """What comes of two steps of each optimizer, or why it is refused."""
+    fabric = new_fabric(strategy)
+    used: Any = fabric.strategy
+    outcomes: dict[str, Trained | str] = {}
+    for name in OF_TORCH:
+        net = oracle.new_net()
+        try:
+            model, optimizer = fabric.setup(net, any_optimizer(name, net))
+        except OptimizerMismatchError as refused:
+            outcomes[name] = str(refused)
+            continue
+        losses = []
+        for x, y in fabric.setup_dataloaders(loader(2, 2)):
+            loss = mse_loss(model(x), y)
+            losses.append(loss.detach())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes[name] = means(losses), full_state(used, used.roots[-1])
+    outcomes["Adagrad, Trainer"] = _fit_epochs(strategy, tmp, WithAdagrad, 1)
+    return outcomes
 
 
 def _fit_epochs(strategy: str, tmp: str, module_class: type[Lit], epochs: int) -> Trained:
@@ -204,6 +255,36 @@ class OptimizersSuite(Clauses):
     def test_optimizer_built_after_evaluation_trains_the_shards(self, ranks: Ranks) -> None:
         for got in ranks.run(2, built_after_evaluation, self.strategy, "momentum"):
             assert_all_trained(got, "momentum")
+
+    @on_ranks("processes")  # elsewhere each is a program to compile
+    def test_every_optimizer_of_torch_is_right_or_refused(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Also one that makes state when it is built; and what all elements are alike to is refused nowhere."""
+        got = ranks.run(2, _with_each_optimizer, self.strategy, str(tmp_path))
+        for name in [*OF_TORCH, "Adagrad, Trainer"]:
+            kind = name.partition(",")[0]
+            if any(isinstance(of_rank[name], str) for of_rank in got):
+                assert kind not in (
+                    "Adadelta",
+                    "Adagrad",
+                    "Adam",
+                    "Adamax",
+                    "AdamW",
+                    "NAdam",
+                    "RAdam",
+                    "RMSprop",
+                    "SGD",
+                )
+                for of_rank in got:
+                    assert_says(of_rank[name], kind, "Use")
+                continue
+            want_losses, want = oracle.train_plain(2, partial(any_optimizer, kind))
+            # Muon computes in bf16, where directions of no gradient come out as those of rounding
+            tolerance = 1e-2 if kind == "Muon" else FP32_TOLERANCE
+            for of_rank in got:
+                losses, state = of_rank[name]
+                assert losses == pytest.approx(want_losses, abs=tolerance), name
+                for of, tensor in want.items():
+                    torch.testing.assert_close(state[of], tensor, atol=tolerance, rtol=tolerance, msg=f"{name}: {of}")
 
     def test_optimizers_over_other_parameters_are_refused(self, ranks: Ranks, tmp_path: Path) -> None:
         (told,) = ranks.run(1, _refusals, self.strategy, str(tmp_path))

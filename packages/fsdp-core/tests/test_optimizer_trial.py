@@ -1,0 +1,175 @@
+"""Optimizers over runs of elements: right, or refused before they step; and what they hold besides their groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.parts import FlatRange, Layout, Part, stand_in
+from fsdp_core.repointing import repoint
+
+#: What the documentation's table says of torch's optimizers over 1-D pieces.
+REFUSED_OVER_PIECES = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
+
+OF_TORCH = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+)
+
+
+class Model:
+    """Whole parameters as an optimizer gets them, and the pieces that a rank holds of them."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        self.written = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        self.held = [nn.Parameter(torch.zeros(3)) for _ in shapes]
+        run = FlatRange(offset=0, start=0, length=3)
+        self.layout: Layout = {
+            held: (Part(name=str(number), shape=shape, range=run),)
+            for number, (held, shape) in enumerate(zip(self.held, shapes, strict=True))
+        }
+
+    def repoint(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        pieces = dict(zip(self.written, self.held, strict=True))
+        return repoint(optimizer, lambda p: p if p in self.layout else pieces.get(p), self.layout)
+
+
+def variants(name: str) -> list[dict[str, Any]]:
+    known = inspect.signature(getattr(torch.optim, name)).parameters
+    return [{}, *({word: True} for word in ("foreach", "fused", "amsgrad", "centered", "nesterov") if word in known)]
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_each_optimizer_of_torch_over_pieces(name: str) -> None:
+    for settings in variants(name):
+        model = Model((6, 4), *([] if name == "Muon" else [(6,)]))
+        extra = {"momentum": 0.9} if settings.get("nesterov") and name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)(model.written, lr=0.1, **settings, **extra)
+        if name in REFUSED_OVER_PIECES:
+            with pytest.raises(OptimizerMismatchError, match=name):
+                model.repoint(optimizer)
+            continue
+        model.repoint(optimizer)
+        for held in model.held:
+            held.grad = torch.ones(3)
+        optimizer.step()
+        assert all(held.any() for held in model.held)
+        assert set(optimizer.state) <= set(model.held)
+
+
+def test_state_from_before_the_first_step_is_made_anew() -> None:
+    model = Model((6, 4))
+    optimizer = model.repoint(torch.optim.Adagrad(model.written, initial_accumulator_value=0.25))
+    ((held, state),) = optimizer.state.items()
+    assert held is model.held[0]
+    assert state["sum"].tolist() == [0.25] * 3
+    assert state["step"] == 0
+
+
+class Copies(torch.optim.SGD):
+    """Copies parameters when it is built."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["first"] = parameter.detach().clone()
+
+
+def test_copies_of_parameters_are_refused() -> None:
+    """Also of those that stand in for them in ``configure_optimizers``, all of whose elements are alike."""
+    for like in (torch.randn(24), stand_in((6, 4), torch.randn(3)).detach()):
+        model = Model((6, 4))
+        model.written = [nn.Parameter(like.reshape(6, 4))]
+        with pytest.raises(OptimizerMismatchError, match="has copied them, and its state \\('first'\\)"):
+            model.repoint(Copies(model.written))
+
+
+class Holds(torch.optim.SGD):
+    """Keeps parameters in places of its own."""
+
+    def __init__(self, params: list[Tensor], inner: torch.optim.Optimizer) -> None:
+        super().__init__(params, lr=0.1)
+        self.inner = inner
+        self.listed = list(params)
+        self.paired = (params[0], "of")
+        self.named = {"first": params[0], params[1]: 1}
+        self.one = params[1]
+
+
+def test_what_an_optimizer_holds_besides_its_groups_follows() -> None:
+    model = Model((6, 4), (6,))
+    inner = torch.optim.AdamW(model.written)
+    optimizer: Any = model.repoint(Holds(list(model.written), inner))
+    first, second = model.held
+    assert optimizer.listed == [first, second]
+    assert optimizer.paired[0] is first
+    assert optimizer.named["first"] is first
+    assert second in optimizer.named
+    assert optimizer.one is second
+    assert inner.param_groups[0]["params"] == [first, second]
+
+
+class OwnBuffers(torch.optim.SGD):
+    """Keeps a tensor for each parameter where no state is looked for."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.buffers = [torch.zeros_like(parameter) for parameter in params]
+
+
+def test_tensors_outside_of_the_state_are_refused() -> None:
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match="keeps tensors of its parameters' shapes outside of its state"):
+        model.repoint(OwnBuffers(list(model.written)))
+
+
+def by_its_norm(parameter: Tensor, grad: Tensor) -> Tensor:
+    return grad.div(grad.norm())
+
+
+def by_the_parameters_norm(parameter: Tensor, grad: Tensor) -> Tensor:
+    """As LARS does, a small part of the gradient."""
+    return grad.mul(1e-3).mul(parameter.norm()).div(grad.norm())
+
+
+def by_its_signs(parameter: Tensor, grad: Tensor) -> Tensor:
+    return grad.sign()
+
+
+class Strangers(torch.optim.Optimizer):
+    """Makes something of a gradient."""
+
+    def __init__(self, params: Any, update: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * self.update(parameter, parameter.grad)
+
+
+@pytest.mark.parametrize("update", [by_its_norm, by_the_parameters_norm])
+def test_a_strangers_optimizer_is_refused_that_takes_norms(update: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match="more of a parameter than single elements, such as its shape"):
+        model.repoint(Strangers(model.written, update))
+
+
+def test_a_strangers_optimizer_is_taken_that_is_elementwise() -> None:
+    model = Model((6, 4))
+    torch.manual_seed(3)
+    model.repoint(Strangers(model.written, by_its_signs))
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))  # nothing else was drawn
