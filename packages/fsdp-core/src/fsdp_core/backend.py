@@ -43,7 +43,8 @@ class Backend(ABC):
     A backend must write :meth:`shard` and :meth:`no_sync`. The rest is written here for libraries that shard in place
     and show parameters as DTensors, whose ``state_dict()`` shares memory with the module. One that wraps writes
     :meth:`written_module` too, and one that shows something else than the parameters :meth:`as_written`,
-    :meth:`layout` and :meth:`holds_part`.
+    :meth:`layout` and :meth:`holds_part`. Where modules show pieces of parameters, the adapters have their
+    ``state_dict()`` raise; what reads the pieces on purpose calls ``type(module).state_dict(module)``.
 
     Example:
         The smallest backend keeps every parameter whole and averages gradients after the backward pass:
