@@ -284,7 +284,7 @@ def by_shape(tmp: str, optimizer: str, world_size: int, options: dict[str, Any])
 def test_optimizer_that_looks_at_shapes(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     """Over shards it is refused; where every rank holds the parameters whole it trains."""
     for told, losses in ranks.run(2, by_shape, str(tmp_path), optimizer, 2, {}):
-        assert_says(told, optimizer, "shape", "1-D shards", "strategy='fsdp2'", "another optimizer")
+        assert_says(told, optimizer, "shape or a norm", "1-D piece", "strategy='fsdp2'", "an optimizer whose")
         assert not losses
     plain = ByShape(optimizer)
     new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
@@ -293,15 +293,17 @@ def test_optimizer_that_looks_at_shapes(ranks: RankPool, tmp_path: Path, optimiz
         assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
 
 
-def adafactor_under_fabric() -> str:
+def unfit_under_fabric(name: str) -> str:
     fabric = new_fabric("fsdp_native")
     net = oracle.new_net()
-    return refusal(OptimizerMismatchError, lambda: fabric.setup(net, torch.optim.Adafactor(net.parameters())))
+    make = getattr(torch.optim, name)
+    return refusal(OptimizerMismatchError, lambda: fabric.setup(net, make(net.parameters())))
 
 
-def test_optimizer_that_looks_at_shapes_under_fabric(ranks: RankPool) -> None:
-    for told in ranks.run(2, adafactor_under_fabric):
-        assert_says(told, "Adafactor", "strategy='fsdp2'")
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
+def test_optimizer_that_looks_beyond_elements_under_fabric(ranks: RankPool, name: str) -> None:
+    for told in ranks.run(2, unfit_under_fabric, name):
+        assert_says(told, name, "strategy='fsdp2'")
 
 
 # -- parameters that are kept elsewhere --------------------------------------------------------------------------------
