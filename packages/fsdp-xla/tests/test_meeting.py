@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from fsdp_xla.meeting import Meeting, RankLostError, StoreMeeting, ThreadMeeting
+from fsdp_xla.rendezvous import Rendezvous
 
 RANKS = 3
 SOON = timedelta(seconds=2)
@@ -106,3 +108,21 @@ def test_ranks_that_are_threads_build_from_the_same_random_state() -> None:
     first, *others = on_all(build)
     assert others == [first, first]
     assert len(set(first)) == 3
+
+
+def test_a_rank_that_waits_is_told_of_one_that_has_ended() -> None:
+    meeting, begun = Rendezvous(2, SOON), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        meeting.wait(0, "exchanges values")
+
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(wait)
+        assert begun.wait(10.0)
+        while not meeting._waiting:
+            time.sleep(0.001)
+        meeting.leave(1)
+        with pytest.raises(RankLostError, match="rank 1 has ended"):
+            waits.result(10.0)
+    assert meeting.broken
