@@ -36,7 +36,7 @@ def repoint(
             its steps over shards would not be those over whole parameters.
     """
     groups: list[list[nn.Parameter]] = []
-    moved: dict[Tensor, nn.Parameter] = {}
+    held: dict[Tensor, nn.Parameter] = {}
     counts: dict[nn.Parameter, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         now: dict[nn.Parameter, None] = {}
@@ -54,19 +54,19 @@ def repoint(
                 if target in counts and target not in now:
                     raise _divided(optimizer, layout[target])
                 counts[target] = counts.get(target, 0) + 1
-                moved[parameter] = target
+            held[parameter] = target
             now[target] = None
         groups.append(list(now))
     for target, count in counts.items():
         if len(layout.get(target, ())) > 1 and count < len(layout[target]):
             raise _divided(optimizer, layout[target])
-    if moved:
-        state = _moved_state(optimizer, moved)
+    if counts:
+        state = _moved_state(optimizer, held)
         for inner in _optimizers_in(vars(optimizer), [optimizer]):
             repoint(inner, sharded, layout)
         for name, value in list(vars(optimizer).items()):
             if name != "state":
-                vars(optimizer)[name] = _follow(value, moved, optimizer)
+                vars(optimizer)[name] = _follow(value, held, optimizer)
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"][:] = params  # in place: LBFGS, for one, holds this very list
         optimizer.state.clear()
@@ -75,12 +75,12 @@ def repoint(
     return optimizer
 
 
-def _moved_state(optimizer: torch.optim.Optimizer, moved: Mapping[Tensor, nn.Parameter]) -> dict[Any, dict[str, Any]]:
+def _moved_state(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, nn.Parameter]) -> dict[Any, dict[str, Any]]:
     """The state for shards that an optimizer has made for whole parameters before its first step."""
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     made: dict[Any, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
-        target = moved.get(parameter, cast("nn.Parameter", parameter))
+        target = held.get(parameter, cast("nn.Parameter", parameter))
         remade = {}
         for key, value in values.items():
             if not _is_first(key, value):
@@ -122,37 +122,38 @@ def _optimizers_in(value: Any, known: list[Any]) -> Iterator[torch.optim.Optimiz
             yield from _optimizers_in(inner, known)
 
 
-def _follow(value: Any, moved: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> Any:
+def _follow(value: Any, held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> Any:
     """What to keep in the place of a value that an optimizer keeps: containers are changed in place."""
     if isinstance(value, Tensor):
-        known = value in moved or any(value is target for target in moved.values())
-        if not known and value.numel() > 1 and any(value.shape == parameter.shape for parameter in moved):
+        known = value in held or any(value is target for target in held.values())
+        shapes = (parameter.shape for parameter, target in held.items() if target is not parameter)
+        if not known and value.numel() > 1 and value.shape in shapes:
             raise OptimizerMismatchError(
                 f"{type(optimizer).__name__} keeps tensors of its parameters' shapes outside of its state, which can't "
                 "follow them into shards.\nUse another optimizer; or one that makes them at its first step, in "
                 "self.state[parameter]."
             )
-        return moved.get(value, value)
+        return held.get(value, value)
     if isinstance(value, dict):
-        items = [(_follow(key, moved, optimizer), _follow(kept, moved, optimizer)) for key, kept in value.items()]
+        items = [(_follow(key, held, optimizer), _follow(kept, held, optimizer)) for key, kept in value.items()]
         value.clear()
         value.update(items)
     elif isinstance(value, list):
-        value[:] = _each(value, moved, optimizer)
+        value[:] = _each(value, held, optimizer)
     elif isinstance(value, set):
-        members = _each(value, moved, optimizer)
+        members = _each(value, held, optimizer)
         value.clear()
         value.update(members)
     elif type(value) is tuple:
-        return tuple(_each(value, moved, optimizer))
+        return tuple(_each(value, held, optimizer))
     return value
 
 
-def _each(values: Iterable[Any], moved: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
+def _each(values: Iterable[Any], held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
     """The members of a container; one flat parameter comes once, where several came that it is made of."""
     members: list[Any] = []
     for value in values:
-        now = _follow(value, moved, optimizer)
+        now = _follow(value, held, optimizer)
         if now is value or not isinstance(value, Tensor) or not any(now is one for one in members):
             members.append(now)
     return members

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.background import BackgroundSaves
-from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
+from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.late_parameters import refuse_late
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
 from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
@@ -153,6 +153,10 @@ class RanksOfStrategy:
         }
         if self.backend.owner_of(module) is not None:
             return {**facts, "state": "sharded already"}
+        try:
+            self.backend.check_shardable(module)
+        except ShardingError as error:  # sharding raises it, on all ranks where it is the same on all
+            return {**facts, "state": str(error)}
         return {**facts, "state": "not sharded yet", **facts_of_module(module, self.backend.units)}
 
     @contextmanager
