@@ -83,6 +83,9 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     is_flat = any(kind.is_flat for kind in kinds.values())
     if not is_flat and all(kind.mesh is None for kind in kinds.values()):
         return
+    settings = _settings(optimizer, kinds)
+    if settings is not None and settings in _right:
+        return
     try:
         whole = _course(optimizer, kinds, _as_it_is)
     except Exception:
@@ -92,6 +95,7 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
         try:
             first, last = (_course(optimizer, kinds, run) for run in (_first_run, _last_run))
             if _alike(whole, _joined(first, last)):
+                _right.add(settings)
                 return
         except Exception as raised:
             failure = raised
@@ -106,6 +110,7 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     except Exception as raised:
         alike, failure = False, raised
     if _on_all_ranks(alike, next(kind.mesh for kind in kinds.values() if kind.mesh is not None)):
+        _right.add(settings)
         return
     fused = [word for word in ("fused", "foreach") if any(group.get(word) for group in optimizer.param_groups)]
     instead = f"Leave {fused[0]}=True out, or use" if fused else "Use"
@@ -114,6 +119,29 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
         f"a step of {name} {what} DTensors, which this strategy shows as parameters{_told(failure)}.\n"
         f"{instead} another optimizer, such as AdamW; or strategy='fsdp_native', if its update is elementwise."
     )
+
+
+#: What was found right in this process: the same on every rank, since all ranks try the same, one after the other.
+_right: set[object] = set()
+
+
+def _settings(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind]) -> object:
+    """All that a trial depends on, if it is known: of torch's optimizers, which keep it in their groups."""
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
+        return None
+    return type(optimizer), tuple(
+        (
+            repr({key: value for key, value in group.items() if key != "params"}),
+            tuple(dict.fromkeys((p.device.type, _described(kinds[p])) for p in group["params"] if p in kinds)),
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def _described(kind: _Kind) -> tuple[object, ...]:
+    """A kind without its mesh, whose process groups are to end with the run."""
+    mesh = kind.mesh and (kind.mesh.device_type, tuple(kind.mesh.mesh.flatten().tolist()))
+    return kind.shape, kind.is_flat, kind.trained, kind.placements, mesh
 
 
 def _told(failure: object) -> str:
