@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import verify
 from fsdp_core.checkpoint.importing import import_checkpoint
+from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, new_net, train_plain
 from fsdp_core.testing.training import loader, means, new_fabric, new_trainer
@@ -86,12 +87,22 @@ def train_old(name: str, path: str) -> list[float]:
     return steps(fabric, model, optimizer, STEPS, 2 * STEPS)
 
 
-def go_on(strategy: str, world_size: int, path: str) -> list[float]:
+def one_group(module: nn.Module) -> torch.optim.Optimizer:
+    """What :func:`adamw_groups` makes of FSDP1's shards: all of them are 1-D, so all are in its second group."""
+    return torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3, weight_decay=0.0)
+
+
+def go_on(strategy: str, world_size: int, path: str, old: str) -> list[float]:
     fabric = new_fabric(strategy, world_size)
     bare = net()
     for parameter in bare.parameters():
         nn.init.zeros_(parameter)
-    model, optimizer = fabric.setup(bare, adamw_groups(bare))
+    if old == "fsdp":
+        model, optimizer = fabric.setup(bare, adamw_groups(bare))
+        with pytest.raises(CheckpointMismatchError, match=r"weight_decay 0\.0 in the place of 0\.1"):
+            fabric.load(path, {"model": model, "optimizer": optimizer, "at": 0})
+        bare = net()
+    model, optimizer = fabric.setup(bare, (one_group if old == "fsdp" else adamw_groups)(bare))
     state = {"model": model, "optimizer": optimizer, "at": 0}
     assert fabric.load(path, state) == {}
     assert state["at"] == STEPS
@@ -104,7 +115,7 @@ def test_a_fabric_loop_goes_on(ranks: RankPool, tmp_path: Path, old: str) -> Non
     import_checkpoint(tmp_path / "old", tmp_path / "new")
     verify(tmp_path / "new")
     for strategy, world_size in (("fsdp2", 1), ("fsdp_native", 2)):
-        for losses in ranks.run(world_size, go_on, strategy, world_size, str(tmp_path / "new")):
+        for losses in ranks.run(world_size, go_on, strategy, world_size, str(tmp_path / "new"), old):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
 
