@@ -111,6 +111,13 @@ class Suite(Clauses):
     def helped(self) -> None: ...
 
 
+def test_a_suites_settings_may_be_set() -> None:
+    mine = type("TestMine", (Suite,), {"strategy": "mine", "limit": 2})
+    assert mine.changed() == []  # type: ignore[attr-defined]
+    mine.test_it = lambda self: None  # type: ignore[attr-defined]
+    assert mine.changed() == ["Suite.test_it"]  # type: ignore[attr-defined]
+
+
 class OtherSuite(Clauses):
     """Has the same clause."""
 

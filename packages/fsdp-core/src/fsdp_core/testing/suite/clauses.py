@@ -169,7 +169,12 @@ class Clauses:
                         "Give it another name; a clause that is known to fail is named in expected_failures."
                     )
                 homes[name] = base
-        cls._defined = {name: (vars(cls)[name], _marks(vars(cls)[name])) for name, home in homes.items() if home is cls}
+        own = inspect.get_annotations(cls)  # its settings, for subclasses to change
+        cls._defined = {
+            name: (vars(cls)[name], _marks(vars(cls)[name]))
+            for name, home in homes.items()
+            if home is cls and name not in own
+        }
 
     @classmethod
     def changed(cls) -> list[str]:
