@@ -173,3 +173,15 @@ def test_a_strangers_optimizer_is_taken_that_is_elementwise() -> None:
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))  # nothing else was drawn
+
+
+def of_one_shape(parameter: Tensor, grad: Tensor) -> Tensor:
+    if parameter.shape not in ((6, 4), (3,)):
+        raise RuntimeError("made for another shape")
+    return grad.sign()
+
+
+def test_what_cannot_be_tried_is_warned_of() -> None:
+    model = Model((6, 4))
+    with pytest.warns(UserWarning, match=r"Strangers could not be tried .*made for another shape.*devices=1"):
+        model.repoint(Strangers(model.written, of_one_shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     """Refuse an optimizer whose steps over shards are not its steps over whole parameters. All ranks must call it.
 
     A copy of it steps over small tensors: over whole ones, and over what this strategy would show of them. What can't
-    be copied, or doesn't step over whole ones either, is let go.
+    be copied, or doesn't step over whole ones either, is let go with a warning.
 
     Args:
         optimizer: It holds the parameters that it is to train. Is left as it was.
@@ -88,8 +89,13 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
         return
     try:
         whole = _course(optimizer, kinds, _as_it_is)
-    except Exception:
-        return  # of what it fails at over whole parameters, its user is told by the first step
+    except Exception as raised:
+        warnings.warn(
+            f"{name} could not be tried over small tensors{_told(raised)}, so it is not known whether its steps over "
+            "shards are right. Compare some losses with those of devices=1.",
+            stacklevel=2,
+        )
+        return
     failure: Exception | None = None
     if is_flat:
         try:

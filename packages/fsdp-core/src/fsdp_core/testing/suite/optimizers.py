@@ -124,14 +124,7 @@ def _with_each_optimizer(strategy: str, tmp: str) -> dict[str, Trained | str]:
         except OptimizerMismatchError as refused:
             outcomes[name] = str(refused)
             continue
-        losses = []
-        for x, y in fabric.setup_dataloaders(loader(2, 2)):
-            loss = mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        outcomes[name] = means(losses), full_state(used, used.roots[-1])
+        outcomes[name] = _two_steps(fabric, model, optimizer, used.roots[-1])
     outcomes["Adagrad, Trainer"] = _fit_epochs(strategy, tmp, WithAdagrad, 1)
     return outcomes
 
@@ -146,7 +139,7 @@ def _fit_epochs(strategy: str, tmp: str, module_class: type[Lit], epochs: int) -
     return means(module.losses), {name.removeprefix("net."): tensor for name, tensor in state.items()}
 
 
-def _two_steps(fabric: Fabric, model: Any, optimizer: Any) -> Trained:
+def _two_steps(fabric: Fabric, model: Any, optimizer: Any, root: nn.Module | None = None) -> Trained:
     losses = []
     for x, y in fabric.setup_dataloaders(loader(2, 2)):
         loss = mse_loss(model(x), y)
@@ -154,7 +147,7 @@ def _two_steps(fabric: Fabric, model: Any, optimizer: Any) -> Trained:
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return means(losses), full_state(fabric.strategy)
+    return means(losses), full_state(fabric.strategy, root)
 
 
 def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
