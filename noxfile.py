@@ -51,7 +51,7 @@ CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope", "--no-loadscope-
 
 
 # What every environment has besides, to build and install our packages and to run their sessions.
-BUILDS = ("ruff", "nox", "build", "hatchling", "editables", "psutil", "torchdata")
+BUILDS = ("pip", "ruff", "nox", "build", "hatchling", "editables", "psutil", "torchdata")
 # Lightning imports matplotlib where it is, which takes a tenth of a second of every process that the tests start.
 TOOLS = ("mypy", "sphinx", "furo", "myst-parser", "matplotlib")
 
@@ -126,6 +126,27 @@ def pip_install(session: nox.Session, python: str, *what: str, pins: Path = PINS
     session.run_install(*pip, "--constraint", str(pins), *what, external=True)
 
 
+def uv_install(session: nox.Session, python: str, *what: str, pins: Path = PINS) -> None:
+    """Install much, and the same as :func:`pip_install`: uv links files from its cache, and unpacks no wheel twice.
+
+    Not into :func:`layered` environments: uv does not see what is installed below, and would install it again. Where
+    pip has been told by its environment variables to look for packages, uv looks too.
+    """
+
+    def fill(python: str) -> None:
+        pip_install(session, python, "uv")
+
+    uv = (kept_environment(session, "uv", [PINS], fill), "-m", "uv", "pip", "install", "--quiet")
+    settings = {
+        f"UV_{name}": os.environ[f"PIP_{name}"]
+        for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL")
+        if os.environ.get(f"PIP_{name}")
+    }
+    environment = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NO_CONFIG": "1", **settings}
+    words = ("--python", python, "--constraint", str(pins))
+    session.run_install(*uv, *words, *what, env=environment, external=True)
+
+
 def kept_environment(
     session: nox.Session, name: str, sources: list[Path], fill: Callable[[str], None], *, with_pip: bool = True
 ) -> str:
@@ -138,7 +159,7 @@ def kept_environment(
         name: The folder's name.
         sources: The files that say what is in it.
         fill: Installs, given the interpreter.
-        with_pip: Whether it needs a pip of its own: not if it sees another's.
+        with_pip: Whether it needs a pip of its own: not if it sees another's, nor for uv.
     """
     place = ROOT / ".nox" / name
     python = place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -162,10 +183,9 @@ def third_party(session: nox.Session) -> str:
     needs = {need for package in SHARING for need in package.other_dependencies}
 
     def fill(python: str) -> None:
-        pip_install(session, python, "torch")  # first and alone, so that nothing else can choose another build of it
-        pip_install(session, python, *sorted({*TESTS_NEED, *BUILDS, *needs}))
+        uv_install(session, python, *sorted({*TESTS_NEED, *BUILDS, *needs}))
 
-    return kept_environment(session, "third-party", [PINS, *pyprojects(SHARING)], fill)
+    return kept_environment(session, "third-party", [PINS, *pyprojects(SHARING)], fill, with_pip=False)
 
 
 def layered(session: nox.Session, name: str, packages: list[Package], *needs: str) -> str:
@@ -232,11 +252,10 @@ def own_python(session: nox.Session, package: Package, *more: str, name: str = "
 
     def fill(python: str) -> None:
         editable = [word for one in with_dependencies(package) for word in ("--editable", f"./{one.path.as_posix()}")]
-        pip_install(session, python, "torch", pins=package.pins)
-        pip_install(session, python, *TESTS_NEED, *package.tests_need, *more, *editable, pins=package.pins)
+        uv_install(session, python, *TESTS_NEED, *package.tests_need, *more, *editable, pins=package.pins)
 
     sources = [package.pins, *pyprojects(with_dependencies(package))]
-    return kept_environment(session, name or package.name, sources, fill)
+    return kept_environment(session, name or package.name, sources, fill, with_pip=False)
 
 
 def wheels(session: nox.Session, *kinds: str) -> list[str]:
