@@ -133,20 +133,17 @@ def plain_play(mode: str, tmp_path: Path) -> Trained:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("mode", "options"),
     [
-        {},
-        {"auto_wrap_policy": None},
-        {"auto_wrap_policy": {Block, nn.Linear}},
-        FLAT,
-        {"sharding_strategy": "SHARD_GRAD_OP"},
-        {"sharding_strategy": "NO_SHARD"},
-        {**FLAT, "sharding_strategy": "NO_SHARD"},
-        {"backward_prefetch": None},
+        *((mode, options) for mode in MODES for options in ({}, FLAT, {"sharding_strategy": "NO_SHARD"})),
+        *((mode, {"auto_wrap_policy": None}) for mode in ("one by one", "closure")),
+        *((mode, {"auto_wrap_policy": {Block, nn.Linear}}) for mode in ("zeroed last", "both")),
+        *((mode, {"sharding_strategy": "SHARD_GRAD_OP"}) for mode in ("one by one", "both")),
+        *((mode, {**FLAT, "sharding_strategy": "NO_SHARD"}) for mode in ("zeroed last", "closure")),
+        *((mode, {"backward_prefetch": None}) for mode in ("one by one", "both")),
     ],
     ids=shown,
 )
-@pytest.mark.parametrize("mode", MODES)
 def test_losses_and_weights_equal_plain(ranks: RankPool, tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
     assert_played(ranks.run(2, play, mode, str(tmp_path), 2, options), plain_play(mode, tmp_path))
 
@@ -387,7 +384,9 @@ PLACES = ["in the forward", "in the backward", "after the backward"]
 @pytest.mark.parametrize(
     ("mode", "place", "options"),
     [
-        *((mode, place, {}) for mode in MODES for place in PLACES),
+        *((mode, place, {}) for mode in ("one by one", "both") for place in PLACES),
+        ("zeroed last", "in the backward", {}),
+        ("closure", "in the forward", {}),
         *(("one by one", place, FLAT) for place in PLACES),
         *(("both", place, {"sharding_strategy": "NO_SHARD"}) for place in PLACES),
     ],

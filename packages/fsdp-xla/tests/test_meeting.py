@@ -19,20 +19,24 @@ from fsdp_xla.rendezvous import Rendezvous
 
 RANKS = 3
 SOON = timedelta(seconds=2)
+LATE = timedelta(minutes=2)
 
 
-def of_threads() -> list[Meeting]:
-    return [ThreadMeeting(RANKS, SOON)] * RANKS
+def of_threads(timeout: timedelta) -> list[Meeting]:
+    return [ThreadMeeting(RANKS, timeout)] * RANKS
 
 
-def of_processes() -> list[Meeting]:
+def of_processes(timeout: timedelta) -> list[Meeting]:
     """As processes have it: a client of the store for each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    main = TCPStore("127.0.0.1", port, RANKS, is_master=True, timeout=SOON, wait_for_workers=False)
-    others = [TCPStore("127.0.0.1", port, RANKS, is_master=False, timeout=SOON) for _ in range(RANKS - 1)]
-    return [StoreMeeting(store, RANKS) for store in (main, *others)]
+    main = TCPStore("127.0.0.1", port, RANKS, is_master=True, timeout=LATE, wait_for_workers=False)
+    others = [TCPStore("127.0.0.1", port, RANKS, is_master=False, timeout=LATE) for _ in range(RANKS - 1)]
+    stores = [main, *others]
+    for store in stores:
+        store.set_timeout(timeout)
+    return [StoreMeeting(store, RANKS) for store in stores]
 
 
 def on_all(function: Callable[[int], Any]) -> list[Any]:
@@ -40,9 +44,12 @@ def on_all(function: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(function, range(RANKS)))
 
 
-@pytest.fixture(params=[of_threads, of_processes])
+KINDS = [of_threads, of_processes]
+
+
+@pytest.fixture(params=KINDS)
 def meetings(request: pytest.FixtureRequest) -> list[Meeting]:
-    return list(request.param())
+    return list(request.param(LATE))
 
 
 def test_every_rank_gets_what_all_have_brought(meetings: list[Meeting]) -> None:
@@ -76,7 +83,10 @@ def test_another_meeting_is_apart(meetings: list[Meeting]) -> None:
         assert beside == [f"beside {rank}" for rank in range(RANKS)]
 
 
-def test_who_waits_for_a_rank_that_does_not_come_is_told(meetings: list[Meeting]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_waits_for_a_rank_that_does_not_come_is_told(kind: Callable[[timedelta], list[Meeting]]) -> None:
+    meetings = kind(SOON)
+
     def talk(rank: int) -> str:
         if rank == 0:
             return "did not come"

@@ -1,24 +1,37 @@
-"""Modules that show a rank's pieces of parameters, or nothing of them: ``state_dict()`` of one is refused.
+"""A rank's pieces of parameters, which must not be saved as if they were whole.
 
-Who saves what it returns would save pieces under the names of whole parameters, and learn of it when they are loaded. A
-library whose parameters are DTensors shows what they are, and is left alone; so is one that shows whole parameters.
+Where a library shows pieces as plain tensors, or nothing of them, ``state_dict()`` of a module is refused. Where it
+shows DTensors, ``state_dict()`` is right: they say what they are, and torch's own tools rely on them. A file of
+them, by ``torch.save`` or ``safetensors``, is refused, and so is one of the shards in an optimizer's state. What shows
+whole tensors is left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import clean_name
 from fsdp_core.parts import Layout
 
-__all__ = ["refuse_again", "refuse_state_dicts"]
+__all__ = ["refuse_again", "refuse_files_of_optimizer", "refuse_files_of_shards", "refuse_state_dicts"]
 
 _PIECE = "_fsdp_core_piece"
+#: What a shard belongs to, on an optimizer or a module whose shards are refused to files.
+_SHARDS = "_fsdp_core_shards"
+
+_INSTEAD = (
+    'Save a checkpoint, which all ranks call: trainer.save_checkpoint(path), or fabric.save(path, {"model": model}). '
+    "fsdp_core.load_state_dict(path) gives whole values from it, and `fsdp checkpoint consolidate PATH OUT --to "
+    "huggingface` (or safetensors, or lightning) writes them as others read them."
+)
 
 
 def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, strategy: str) -> None:
@@ -67,9 +80,79 @@ def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         name, strategy = self.__dict__[_PIECE]
         raise ShardingError(
             f"state_dict() of {type(self).__name__} can't be read while {strategy!r} has it sharded: of {name!r} it "
-            "would hold this rank's piece, or nothing.\n"
-            "Save a checkpoint, which all ranks call: trainer.save_checkpoint(path), or fabric.save(path, "
-            '{"model": model}). fsdp_core.load_state_dict(path) gives whole values from it, and `fsdp checkpoint '
-            "consolidate PATH OUT --to huggingface` (or safetensors, or lightning) writes them as others read them."
+            f"would hold this rank's piece, or nothing.\n{_INSTEAD}"
         )
     return type(self).state_dict(self, *args, **kwargs)
+
+
+def refuse_files_of_shards(root: nn.Module, strategy: str) -> None:
+    """Let the DTensors in ``state_dict()`` of a module, and of each part of it, be refused to files. Idempotent.
+
+    Args:
+        root: A sharded root.
+        strategy: The name that users type.
+    """
+    for module in root.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            if _SHARDS not in module.__dict__:
+                module.register_state_dict_post_hook(_mark_state_dict)
+            module.__dict__[_SHARDS] = strategy
+
+
+def refuse_files_of_optimizer(optimizer: Optimizer, holds_piece: Callable[[Tensor], bool], strategy: str) -> None:
+    """Let the shards in ``state_dict()`` of an optimizer be refused to files. Idempotent.
+
+    Args:
+        optimizer: One that holds sharded parameters.
+        holds_piece: Whether a parameter is a rank's piece of the user's, as a plain tensor.
+        strategy: The name that users type.
+    """
+    if _SHARDS not in optimizer.__dict__:
+        optimizer.register_state_dict_post_hook(_mark_optimizer_state)
+    optimizer.__dict__[_SHARDS] = holds_piece, strategy
+
+
+def _mark_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # a parameter, if keep_vars
+            _refuse_files_of(value, f"{prefix + name!r} in state_dict() of a module", module.__dict__[_SHARDS])
+
+
+def _mark_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    holds_piece, strategy = optimizer.__dict__[_SHARDS]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    marked = {}
+    for number, values in state["state"].items():
+        held = parameters[number] if isinstance(number, int) and number < len(parameters) else number
+        is_piece = isinstance(held, Tensor) and holds_piece(held)
+        if isinstance(values, dict):
+            values = {  # others than the optimizer's own tensors, and the same memory
+                name: _refuse_files_of(
+                    value.detach(), f"{name!r} in state_dict() of {type(optimizer).__name__}", strategy
+                )
+                if isinstance(value, DTensor) or (is_piece and isinstance(value, Tensor) and value.ndim)
+                else value
+                for name, value in values.items()
+            }
+        marked[number] = values
+    return {**state, "state": marked}
+
+
+def _refuse_files_of(shard: Tensor, name: str, strategy: str) -> Tensor:
+    """Let pickling a shard raise, and the reading of its memory, which no library can where it is a DTensor."""
+    methods = ["__reduce_ex__", *(["untyped_storage", "storage"] if isinstance(shard, DTensor) else [])]
+    shard.__dict__.update(dict.fromkeys(methods, partial(_refuse_file, name, strategy)))
+    return shard
+
+
+def _refuse_file(name: str, strategy: str, *_: Any) -> NoReturn:
+    """In the place of a shard's own methods that give its bytes.
+
+    Raises:
+        ShardingError: Always.
+    """
+    raise ShardingError(
+        f"{name} can't be written to a file: {strategy!r} has it sharded, and the file would hold the shard of the "
+        f"rank that writes it.\n{_INSTEAD}"
+    )

@@ -22,7 +22,7 @@ from fsdp_core.lightning.capabilities import check_checkpoint, check_materializa
 from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.private import reset_seed
-from fsdp_core.pieces import refuse_state_dicts
+from fsdp_core.pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.same_on_ranks import check_same, facts_of_module, facts_of_options, facts_of_packages
@@ -114,6 +114,7 @@ class RanksOfStrategy:
             self._refuse_late(root)
         sharded_by.setdefault(self.backend.written_module(root), (self.strategy_name, name))
         refuse_state_dicts(root, self.backend.remembered_names(root), self.backend.layout(root), self.strategy_name)
+        refuse_files_of_shards(root, self.strategy_name)
         return root
 
     def _refuse_late(self, root: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -129,6 +130,7 @@ class RanksOfStrategy:
         self.backend.repoint(optimizers, roots)
         for optimizer in optimizers:
             _held[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
+            refuse_files_of_optimizer(optimizer, self.backend.holds_part, self.strategy_name)
 
     def _look_at(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
         """Have what an optimizer was given since it was last looked at re-pointed or refused, before it is stepped."""

@@ -5,6 +5,7 @@ It is right, or refused with what to write instead; and nothing is lost without 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fsdp_core.gathering import whole
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
-from fsdp_core.testing.state import full_state
+from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
@@ -43,7 +44,7 @@ class Exporting(Lit):
 
     def configure_optimizers(self) -> Any:
         self.read_parts("in configure_optimizers")
-        return oracle.sgd(self)
+        return oracle.momentum(self)
 
     def on_train_end(self) -> None:
         self.read_parts("in on_train_end")
@@ -81,7 +82,32 @@ def _export(strategy: str, tmp: str) -> list[str]:
             assert shapes[0] == shapes[1], f"state_dict() of {place} shows {name} of {shapes[1]} as {shapes[0]}"
             if "configure" not in place:  # where what is trained may be stood for
                 assert torch.equal(found.cpu(), value.cpu()), f"state_dict() of {place}: {name}"
+        if "configure" not in place:
+            told, read = _in_a_file(got)
+            refused += told
+            for name, saved in read.items():
+                assert type(saved) is Tensor, f"state_dict() of {place}, from a file: {name} is a {type(saved)}"
+                assert torch.equal(saved, expected[name].cpu()), f"state_dict() of {place}, from a file: {name}"
+    moments = full_optimizer_state(used, run.optimizers[0])
+    told, read = _in_a_file(run.optimizers[0].state_dict())
+    refused += told
+    for values in read.get("state", {}).values():
+        found = values["momentum_buffer"]
+        assert any(
+            one["momentum_buffer"].shape == found.shape and torch.equal(one["momentum_buffer"].cpu(), found)
+            for one in moments.values()
+        ), f"the optimizer's state_dict(), from a file, holds {tuple(found.shape)}, which is no parameter's"
     return refused
+
+
+def _in_a_file(state: Mapping[str, Any]) -> tuple[list[str], dict[Any, Any]]:
+    """What is said to writing it, or what is read again."""
+    file = io.BytesIO()
+    told = refusal(ShardingError, lambda: torch.save(dict(state), file))
+    if was_refused(told):
+        return [told], {}
+    file.seek(0)
+    return [], torch.load(file, map_location="cpu", weights_only=True)
 
 
 # -- adding ------------------------------------------------------------------------------------------------------------
@@ -224,9 +250,8 @@ class ShardedModulesSuite(Clauses):
         """What ``save_pretrained``, ``torch.save(module.state_dict())`` and the like get."""
         for refused in ranks.run(2, _export, self.strategy, str(tmp_path)):
             for message in refused:
-                assert_says(
-                    message, "can't be read", repr(self.strategy), "trainer.save_checkpoint(path)", "consolidate"
-                )
+                assert "can't be read" in message or "can't be written to a file" in message
+                assert_says(message, repr(self.strategy), "trainer.save_checkpoint(path)", "consolidate")
 
     def test_late_parameters_are_refused_under_trainer(self, ranks: Ranks, tmp_path: Path) -> None:
         """What comes after sharding would be trained by each rank for itself."""
