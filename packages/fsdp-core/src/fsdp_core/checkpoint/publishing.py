@@ -206,7 +206,8 @@ def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
         )
     if kind == "folder" and not holds_manifest(final):
         foreign = [name for name in final.files() if not is_ours(name)]
-        if foreign or final.size(MANIFEST) is not None:
+        # asked again, for another job may have published since
+        if foreign or (final.size(MANIFEST) is not None and not holds_manifest(final)):
             more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
             shown = ", ".join((foreign or [MANIFEST])[:5]) + more
             raise CheckpointExistsError(
