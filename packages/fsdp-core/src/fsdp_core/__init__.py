@@ -1,8 +1,8 @@
 """Sharded training by name: what strategies there are, and what every backend of them shares.
 
 Importing this package costs next to nothing: each public name below is imported when it is first used, and only
-:class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :func:`load_state_dict` and
-:func:`wrap` import torch.
+:class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :func:`full_state_dict`,
+:func:`load_state_dict` and :func:`wrap` import torch.
 
 Example:
     >>> import fsdp_core
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         UnsupportedCapabilityError,
     )
     from fsdp_core.hookspecs import hookimpl
+    from fsdp_core.lightning.exporting import full_state_dict
     from fsdp_core.marking import wrap
     from fsdp_core.random_state import RandomState
     from fsdp_core.registry import describe, resolve, strategies
@@ -76,6 +77,7 @@ __all__ = [
     "UnsupportedCapabilityError",
     "__version__",
     "describe",
+    "full_state_dict",
     "hookimpl",
     "load_state_dict",
     "resolve",
@@ -93,6 +95,7 @@ _HOMES = {
     "Runtime": "runtime",
     "StrategyInfo": "strategy_info",
     "describe": "registry",
+    "full_state_dict": "lightning.exporting",
     "hookimpl": "hookspecs",
     "load_state_dict": "checkpoint",
     "resolve": "registry",

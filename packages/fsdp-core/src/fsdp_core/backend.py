@@ -171,6 +171,20 @@ class Backend(ABC):
         """The backend that has sharded this very module, or ``None``."""
         return cls._owners.get(module)
 
+    @classmethod
+    def root_around(cls, module: nn.Module) -> tuple[nn.Module, str] | None:
+        """The sharded root that a module is or is in, and what names in the root begin with; ``None`` if there is none.
+
+        Args:
+            module: A root, the module that it stands for, or one inside them.
+        """
+        for root in list(cls._owners):
+            for raw, inner in root.named_modules():
+                if inner is module:
+                    name = clean_name(raw)
+                    return root, f"{name}." if name else ""
+        return None
+
     def terms(self) -> dict[str, Any]:
         """What a sharded module can't change any more, by name, for comparison."""
         return {"backend": type(self).__name__, "precision": self.precision}

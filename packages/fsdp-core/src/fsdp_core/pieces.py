@@ -28,9 +28,9 @@ _PIECE = "_fsdp_core_piece"
 _SHARDS = "_fsdp_core_shards"
 
 _INSTEAD = (
-    'Save a checkpoint, which all ranks call: trainer.save_checkpoint(path), or fabric.save(path, {"model": model}). '
-    "fsdp_core.load_state_dict(path) gives whole values from it, and `fsdp checkpoint consolidate PATH OUT --to "
-    "huggingface` (or safetensors, or lightning) writes them as others read them."
+    "fsdp_core.full_state_dict(module), which all ranks call, gives whole weights to rank 0. Or save a checkpoint, "
+    'which all ranks call too: trainer.save_checkpoint(path), or fabric.save(path, {"model": model}); `fsdp checkpoint '
+    "consolidate PATH OUT --to huggingface` (or safetensors, or lightning) writes its weights as others read them."
 )
 
 

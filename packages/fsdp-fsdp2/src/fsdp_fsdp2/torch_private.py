@@ -52,7 +52,8 @@ class UnusedParameters:
     different parameters, what they reduce is not the same: one parameter's gradient is added to another's if the sizes
     agree, and gloo aborts the process if they don't. So a parameter without a gradient takes part with one of zeros, in
     every unit that the backward pass has reached. One that no rank has used has none afterwards, as in plain torch:
-    ranks compare what they have used once a backward pass, on the host.
+    ranks tell each other what they have used once a backward pass, on the host. Only a rank that has left something
+    out waits for what the others tell.
 
     torch 2.13 can fill up with zeros too (``set_reduce_scatter_unused_params``); it leaves them to the optimizer, where
     weight decay and momentum act on what nobody has used.
@@ -74,6 +75,7 @@ class UnusedParameters:
             group.pre_forward = partial(_count_first, weakref.ref(self), weakref.ref(group))
             group.post_backward = partial(_fill_first, weakref.ref(self), weakref.ref(group))
         self._count = len(self._index)
+        self._telling: tuple[Any, Tensor] | None = None  # held until the next, for it may still be under way
         state: Any = units[-1]._get_fsdp_state()
         state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
 
@@ -118,7 +120,12 @@ class UnusedParameters:
         if self._runtime.world_size > 1:
             # on the host, or the step would wait for the device; where only the device's library can, there
             on_host = self._runtime.device.type == "cpu" or "cpu" in dist.get_backend_config()
-            used = self._runtime.all_reduce(used if on_host else used.to(self._runtime.device), "max").cpu()
+            used = used if on_host else used.to(self._runtime.device)
+            self._telling = dist.all_reduce(used, dist.ReduceOp.MAX, async_op=True), used
+        if not filled:
+            return  # who has used all of it tells the others, and needs no answer
+        if self._telling is not None:
+            self._telling[0].wait()
         for index, (shard, had_none) in filled.items():
             if had_none and not used[index]:
                 shard.grad = None

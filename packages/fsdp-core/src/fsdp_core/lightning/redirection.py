@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
-__all__ = ["call_inside_forward"]
+__all__ = ["call_inside_forward", "is_inside_forward"]
+
+_inside: WeakSet[nn.Module] = WeakSet()
 
 
 def call_inside_forward(root: nn.Module, module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +44,14 @@ def call_inside_forward(root: nn.Module, module: nn.Module, method: str, *args: 
         return getattr(module, method)(*args, **kwargs)
 
     module.forward = step
+    _inside.update((root, module))
     try:
         return root()
     finally:
+        _inside.difference_update((root, module))
         module.forward = forward
+
+
+def is_inside_forward(module: nn.Module) -> bool:
+    """Whether :func:`call_inside_forward` is under way for a root, or for the module that it stands for."""
+    return module in _inside

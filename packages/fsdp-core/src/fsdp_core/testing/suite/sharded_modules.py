@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gathering import whole
+from fsdp_core.lightning.exporting import full_state_dict
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.clauses import Clauses, on_ranks
+from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 __all__ = ["ShardedModulesSuite"]
@@ -108,6 +109,44 @@ def _in_a_file(state: Mapping[str, Any]) -> tuple[list[str], dict[Any, Any]]:
         return [told], {}
     file.seek(0)
     return [], torch.load(file, map_location="cpu", weights_only=True)
+
+
+class ReadAsWhole(Lit):
+    """Reads whole values where people export them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[str, dict[str, Any]] = {}
+        self.told = ""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        self.told = refusal(ShardingError, lambda: full_state_dict(self))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.read = {part: full_state_dict(self.get_submodule(part)) for part in PARTS}
+
+
+def _read_as_whole(strategy: str, tmp: str) -> tuple[str, int]:
+    """What is said inside a step, and how many tensors this rank has got; they are compared with the state's."""
+    module = ReadAsWhole()
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(module, loader(2, 2))
+    fabric = new_fabric(strategy)
+    model = fabric.setup(oracle.new_net())
+    under_fabric = full_state_dict(model)
+    for used, parts in ((run.strategy, module.read), (fabric.strategy, {"": under_fabric})):
+        want = full_state(used)
+        for part, got in parts.items():
+            expected = {name.removeprefix(f"{part}."): v for name, v in want.items() if name.startswith(part)}
+            assert got.keys() in (expected.keys(), {}.keys()), f"full_state_dict of {part or 'all'} holds {list(got)}"
+            for name, value in got.items():
+                assert type(value) is Tensor and value.device.type == "cpu", f"{part}: {name} is {type(value)}"
+                assert torch.equal(value, expected[name].cpu()), f"full_state_dict of {part or 'all'}: {name}"
+    if under_fabric:
+        assert under_fabric["inp.weight"] is under_fabric["out.weight"]
+        oracle.new_net().load_state_dict(under_fabric)
+    return module.told, sum(map(len, [*module.read.values(), under_fabric]))
 
 
 # -- adding ------------------------------------------------------------------------------------------------------------
@@ -252,6 +291,13 @@ class ShardedModulesSuite(Clauses):
             for message in refused:
                 assert "can't be read" in message or "can't be written to a file" in message
                 assert_says(message, repr(self.strategy), "trainer.save_checkpoint(path)", "consolidate")
+
+    def test_full_state_dict(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Whole values of the module, and of parts of it, on rank 0."""
+        everything = each_ranks(ranks, ranks.run(2, _read_as_whole, self.strategy, str(tmp_path)))
+        for rank, (told, tensors) in enumerate(everything):
+            assert_says(told, "full_state_dict() was called inside a step", "on_train_batch_end()")
+            assert bool(tensors) == (rank == 0), f"rank {rank} has got {tensors} tensors"
 
     def test_late_parameters_are_refused_under_trainer(self, ranks: Ranks, tmp_path: Path) -> None:
         """What comes after sharding would be trained by each rank for itself."""
