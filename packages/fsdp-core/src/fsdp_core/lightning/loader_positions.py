@@ -77,10 +77,11 @@ class TrainingLoaders:
                 # Lightning goes through the end of the epoch, and then makes new iterators.
                 load_loader_states(loop, self._restored)
             _count_batches_anew(loop, combined)
-        if self._interrupted and not self._restored and any(map(position_of, combined.flattened)):
+        if self._interrupted and not self._restored:
             rank_zero_warn(
                 "The checkpoint was saved amid an epoch and does not hold the position of the data loader, so that "
-                "epoch's samples begin anew. Resume from a checkpoint that was saved at the end of an epoch."
+                "epoch's samples begin anew. Resume from a checkpoint that was saved at the end of an epoch; or give "
+                "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
             )
         self._epoch_is_over = self._last_batch_was_done = self._interrupted = False
         self._restored, self._before_fetch = [], None
@@ -126,7 +127,7 @@ class TrainingLoaders:
         rest = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}
         return {
             **_with_loop(checkpoint, {**loop, "state_dict": rest}),
-            **({_KEY: {"world_size": runtime.world_size, "loaders": loaders}} if loaders else {}),
+            _KEY: {"world_size": runtime.world_size, "loaders": loaders},
         }
 
     def load(self, checkpoint: dict[str, Any], trainer: pl.Trainer, runtime: Runtime) -> dict[str, Any]:
@@ -144,7 +145,9 @@ class TrainingLoaders:
         if loop is None or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         saved = checkpoint.get(_KEY) or {"world_size": 1, "loaders": _of_other_strategies(loop["state_dict"])}
-        at_end = all(is_at_end(state) for one in saved["loaders"] for state in states_in(one))
+        # where no loader has a position, the count of batches alone tells, and Lightning's own is not looked into
+        known = [is_at_end(state) for one in saved["loaders"] for state in states_in(one)]
+        at_end = all(known) and (bool(known) or _KEY not in checkpoint)
         loop = _with_true_epochs(loop, at_end or _KEY not in checkpoint)
         batches = loop["epoch_loop.batch_progress"]
         self._epoch_is_over, self._interrupted = _epoch_is_over(loop), _is_amid_an_epoch(loop)
@@ -173,7 +176,11 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
         checkpoint: What one of our strategies has saved of a Trainer.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop")
-    if loop is not None and checkpoint.get(_KEY) and _is_amid_an_epoch(_with_true_epochs(loop, at_end=False)):
+    if (
+        loop is not None
+        and checkpoint.get(_KEY, {}).get("loaders")
+        and _is_amid_an_epoch(_with_true_epochs(loop, at_end=False))
+    ):
         rank_zero_warn(
             "The checkpoint was saved amid an epoch, and this strategy does not restore the positions that it holds of "
             "the data loaders, so that epoch's samples begin anew.\n"

@@ -18,6 +18,7 @@ from fsdp_core.testing.suite.loader_runs import (
     Run,
     Seen,
     assert_sees,
+    divided_by_hand,
     fabric_epochs,
     fabric_refused,
     fit,
@@ -195,6 +196,14 @@ class LoaderPositionsSuite(Clauses):
             assert_says(message, "24 samples", "now has 30", "same dataset", "end of an epoch")
         self._fit_of(ranks, tmp_path, 2, Run(save=("epoch end", 0, 5), path=path))
         assert_sees(self._fit_of(ranks, tmp_path, 2, run), 1, 30)
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_samples_divided_by_hand(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A loader without a position: what is left of an epoch is trained, with its first samples, and it is told."""
+        results = ranks.run(2, divided_by_hand, self.strategy, str(tmp_path))
+        assert [batches for batches, _ in each_ranks(ranks, results)] == [3] * len(each_ranks(ranks, results))
+        texts = [text for _, warnings in results for text in warnings]
+        assert any("does not hold the position of the data loader" in text for text in texts)
 
     @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.FULL_CHECKPOINT)

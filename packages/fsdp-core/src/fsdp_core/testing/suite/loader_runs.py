@@ -302,6 +302,21 @@ def refused(strategy: str, tmp: str, world_size: int, run: Run) -> str:
     return refusal(CheckpointMismatchError, lambda: fit(strategy, tmp, world_size, run))
 
 
+def divided_by_hand(strategy: str, tmp: str) -> tuple[int, list[str]]:
+    """How many batches a run does that goes on after one of four, in an epoch of each rank's own samples; and warnings."""
+    samples = list(oracle.dataset(8))[here().rank :: here().shares(2)]
+    loader: Any = DataLoader(samples, batch_size=len(samples) // 4)  # type: ignore[arg-type]
+    own: dict[str, Any] = {"use_distributed_sampler": False}
+    first = new_trainer(tmp, strategy, 2, max_epochs=-1, max_steps=1, **own)
+    first.fit(Lit(), loader)
+    first.save_checkpoint(f"{tmp}/saved")
+    module = Lit()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        new_trainer(tmp, strategy, 2, **own).fit(module, loader, ckpt_path=f"{tmp}/saved")
+    return len(module.losses), [str(one.message) for one in caught]
+
+
 def order_of(epoch: int, size: int) -> list[int]:
     """The samples of an epoch in the order of one process, by torch's own sampler."""
     sampler: Any = DistributedSampler(range(size), 1, 0)  # type: ignore[arg-type]
