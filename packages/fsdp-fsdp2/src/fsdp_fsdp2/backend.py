@@ -244,6 +244,7 @@ class FSDP2Backend(Backend):
         for unit in module.modules():  # in one order on every rank, for each is gathered
             if isinstance(unit, FSDPModule):
                 set_unreduced_gradients(_fsdp(module), unit, unreduced)
+        self._unused[module].expect()
 
     def _check_not_interrupted(self, module: nn.Module) -> None:
         if module in self._interrupted:
