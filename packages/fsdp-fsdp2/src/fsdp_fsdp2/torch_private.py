@@ -64,6 +64,9 @@ class UnusedParameters:
     Args:
         units: The units, the root last; in the same order on every rank. They are not kept alive.
         runtime: The ranks.
+
+    Attributes:
+        due: Whether a backward pass inside the root's forward pass has begun, and autograd has not told of its end.
     """
 
     def __init__(self, units: Sequence[FSDPModule], runtime: Runtime) -> None:
@@ -73,7 +76,8 @@ class UnusedParameters:
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._visits: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._ending = self._ended = False
+        self._ending = self._ended = self.due = False
+        self._root = [weakref.ref(group) for group in _groups(units[-1])]
         self._groups = [weakref.ref(group) for unit in units for group in _groups(unit)]
         for group in filter(None, (ref() for ref in self._groups)):
             for parameter in group.fsdp_params:
@@ -91,6 +95,11 @@ class UnusedParameters:
                 self._calls.clear()  # not before, for another backward pass may come to the same calls
                 self._ended = False
             self._calls[group] = self._calls.get(group, 0) + 1
+
+    def begin(self) -> None:
+        """Note that a backward pass begins inside the root's forward pass: autograd tells nobody that it reaches it."""
+        self.due = True
+        self._waiting.update(group for ref in self._root if (group := ref()) is not None)
 
     def post_backward(self, group: Any, *args: Any) -> None:
         """Reduce a unit's gradients, if the backward pass does not come to it again, and free its parameters."""
@@ -144,7 +153,7 @@ class UnusedParameters:
 
     def _agree(self) -> None:
         """Take back the gradients of what no rank has used."""
-        filled, self._filled, self._ended = self._filled, {}, True
+        filled, self._filled, self._ended, self.due = self._filled, {}, True, False
         self._visits.clear()
         groups = (ref() for ref in self._groups)
         if not any(group is not None and group.reduce_grads for group in groups):
@@ -164,7 +173,7 @@ class UnusedParameters:
         self._calls.clear()
         self._visits.clear()
         self._waiting.clear()
-        self._filled = {}
+        self._filled, self.due = {}, False
 
 
 def _has_gradient(parameter: Any) -> bool:
@@ -196,14 +205,19 @@ def _agree_last(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any]) -> 
         type(state)._root_post_backward_final_callback(state)
 
 
-def finish_backward(root: FSDPModule) -> None:
+def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
     """Do what ``fully_shard`` does at the end of a backward pass: reduce what is left to reduce, and reshard.
 
     It registers this as a callback when a gradient reaches the output of a unit that it has run forward. A backward
     pass inside the root's forward pass that touches the root's own parameters alone reaches no such output, so their
-    gradients would never arrive at the shards. Doing it twice does nothing the second time.
+    gradients would never arrive at the shards. Doing it twice does nothing the second time: ranks of which autograd has
+    done it for some only compare what they have used once all the same.
     """
-    root._get_fsdp_state()._root_post_backward_final_callback()
+    state: Any = root._get_fsdp_state()
+    if unused.due:
+        unused.finish(state)
+    else:
+        type(state)._root_post_backward_final_callback(state)
 
 
 def take_unfrozen(unit: FSDPModule) -> None:
