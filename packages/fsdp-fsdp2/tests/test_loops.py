@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
-from fsdp_core.testing import RankPool
+import fsdp_core
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FEATURES
+from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.loops import assert_root_stays_gathered
 from fsdp_core.testing.suite.numbers import assert_numbers_alone
+from fsdp_core.testing.training import loader, new_trainer
 
 
 @pytest.mark.parametrize("reshard", [None, True, False, 1, 2])
@@ -19,3 +27,47 @@ def test_reshard_after_forward_leaves_the_root_gathered(ranks: RankPool, tmp_pat
 
 def test_resharding_the_root_too_leaves_numbers_alone(ranks: RankPool, tmp_path: Path) -> None:
     assert_numbers_alone(ranks, tmp_path, "fsdp2", {"reshard_after_forward": True})
+
+
+class ByHand(pl.LightningModule):
+    """Rank 0 alone uses parameters of the root, in a step by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        with oracle.seeded(1):
+            self.layer, self.head = nn.Sequential(nn.Linear(FEATURES, FEATURES)), nn.Linear(FEATURES, FEATURES)
+        fsdp_core.wrap(self.layer)
+
+    def loss(self, x: Tensor, y: Tensor, rank: int) -> Tensor:
+        """That of a rank."""
+        hidden = self.layer(x)
+        return mse_loss(self.head(hidden) if rank == 0 else hidden, y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """One step."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(*batch, self.global_rank))
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return oracle.momentum(self)
+
+
+def _by_hand(tmp: str) -> dict[str, Tensor]:
+    trainer = new_trainer(tmp, "fsdp2", 2)
+    trainer.fit(ByHand(), loader(3, 2))
+    return full_state(trainer.strategy)
+
+
+def test_ranks_may_differ_in_using_the_root_in_a_step_by_hand(ranks: RankPool, tmp_path: Path) -> None:
+    module = ByHand()
+    optimizer = oracle.momentum(module)
+    for x, y in oracle.global_batches(3):
+        optimizer.zero_grad()
+        torch.stack([module.loss(x[rank::2], y[rank::2], rank) for rank in range(2)]).mean().backward()
+        optimizer.step()
+    for state in ranks.run(2, _by_hand, str(tmp_path), timeout=60):
+        for name, want in module.state_dict().items():
+            torch.testing.assert_close(state[name], want)

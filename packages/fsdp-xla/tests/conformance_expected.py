@@ -19,6 +19,9 @@ CLASSIC = {
             "used twice on one rank",
             "nothing used on one rank",
             "an expert for each rank",
+            "a layer called twice",
+            "two layers skipped on one rank",
+            "a frozen layer skipped on one rank",
         )
         for steps in ("each step", "accumulated")
     },

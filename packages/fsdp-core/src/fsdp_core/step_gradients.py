@@ -20,6 +20,13 @@ _INSTEAD = (
 )
 
 
+#: What gives as many elements as it is given, or no tensor, and looks at more than one element for it.
+_NOT_ELEMENTWISE = frozenset(
+    {"__array__", "numpy", "tolist", "allclose", "equal", "normalize", "renorm", "softmax", "log_softmax", "softmin"}
+    | {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "flip", "roll"}
+)
+
+
 class StepGradients:
     """What parameters that are gathered inside a root's forward pass show for their gradients, which are at the shards.
 
@@ -124,8 +131,8 @@ class Piece(Tensor):
             result = func(*args, **(kwargs or {}))
             computed = _tensors(result)
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
-            if any(tensor.shape not in shapes for tensor in computed):
-                name = getattr(func, "__name__", func)
+            name = getattr(func, "__name__", func)
+            if name in _NOT_ELEMENTWISE or any(tensor.shape not in shapes for tensor in computed):
                 raise UnsupportedCapabilityError(
                     f"{name} of a gradient would see this rank's piece of it alone.\n{_INSTEAD}"
                 )

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._runtime_utils import (
     _root_pre_forward,
 )
 from torch.distributed.utils import _cast_forward_inputs
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "FlatMember",
@@ -218,10 +218,23 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
     FSDP1 reduces when the flat parameter gets a gradient. A rank whose backward pass goes through the unit and meets no
     parameter of it would leave the other ranks waiting, or exchange the next unit's gradients with them.
+
+    Where a unit returns what it was given, as a layer that is skipped does, one tensor would have the hooks of two
+    units, or those that begin and end a unit's backward pass. They run in the order in which they were made, which is
+    that of the forward pass. So what a unit is given is another tensor inside of it, and another one than the unit
+    before it has returned.
     """
     if handle_of(unit) is not None:
+        for module in (unit, unit.module):
+            module.register_forward_pre_hook(_tell_apart, with_kwargs=True)
         unit.register_forward_pre_hook(_note_first_call)
         unit.register_forward_hook(_reduce_when_passed, with_kwargs=True)
+
+
+def _tell_apart(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if torch.is_grad_enabled():
+        return tree_map_only(Tensor, lambda each: each.view_as(each) if each.requires_grad else each, (args, kwargs))
+    return None
 
 
 def _note_first_call(unit: FullyShardedDataParallel, args: Any) -> None:

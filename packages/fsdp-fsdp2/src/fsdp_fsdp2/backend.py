@@ -199,11 +199,13 @@ class FSDP2Backend(Backend):
 
     def suspend_forward(self, module: nn.Module, loss: Tensor | None = None) -> None:
         self._steps[module].on = False
+        if loss is not None:
+            self._unused[module].begin()
 
     def resume_forward(self, module: nn.Module) -> None:
         root, step = _fsdp(module), self._steps[module]
         step.on = False
-        finish_backward(root)
+        finish_backward(root, self._unused[module])
         self.reshard(module)  # all units: one that is kept after forward and got no gradient would be stale
         root.unshard()
         for unit in self._units[module]:
@@ -244,6 +246,7 @@ class FSDP2Backend(Backend):
         for unit in module.modules():  # in one order on every rank, for each is gathered
             if isinstance(unit, FSDPModule):
                 set_unreduced_gradients(_fsdp(module), unit, unreduced)
+        self._unused[module].expect()
 
     def _check_not_interrupted(self, module: nn.Module) -> None:
         if module in self._interrupted:

@@ -51,9 +51,13 @@ class UnusedParameters:
     ``fully_shard`` reduces together those gradients of a unit that this rank has. Where ranks have gradients of
     different parameters, what they reduce is not the same: one parameter's gradient is added to another's if the sizes
     agree, and gloo aborts the process if they don't. So a parameter without a gradient takes part with one of zeros, in
-    every unit that the backward pass has reached. One that no rank has used has none afterwards, as in plain torch:
-    ranks tell each other what they have used once a backward pass, on the host. Only a rank that has left something
-    out waits for what the others tell.
+    every unit that the backward pass has reached, or one before it that did not reduce. One that no rank has used has
+    none afterwards, as in plain torch: ranks tell each other what they have used once a backward pass, on the host.
+    Only a rank that has left something out waits for what the others tell.
+
+    A unit that was called several times is reduced when the backward pass has come to it as often. In which of its
+    visits autograd hands a gradient over depends on the calls in which this rank has used the parameter, so ranks that
+    reduced what each visit brings would not reduce equally often.
 
     torch 2.13 can fill up with zeros too (``set_reduce_scatter_unused_params``); it leaves them to the optimizer, where
     weight decay and momentum act on what nobody has used.
@@ -61,6 +65,9 @@ class UnusedParameters:
     Args:
         units: The units, the root last; in the same order on every rank. They are not kept alive.
         runtime: The ranks.
+
+    Attributes:
+        due: Whether a backward pass inside the root's forward pass has begun, and autograd has not told of its end.
     """
 
     def __init__(self, units: Sequence[FSDPModule], runtime: Runtime) -> None:
@@ -68,6 +75,10 @@ class UnusedParameters:
         self._index: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._filled: dict[int, tuple[nn.Parameter, bool]] = {}
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._visits: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ending = self._ended = self.due = False
+        self._root = [weakref.ref(group) for group in _groups(units[-1])]
         self._groups = [weakref.ref(group) for unit in units for group in _groups(unit)]
         for group in filter(None, (ref() for ref in self._groups)):
             for parameter in group.fsdp_params:
@@ -81,19 +92,53 @@ class UnusedParameters:
 
     def count(self, group: Any) -> None:
         """Note that a unit is called: a backward pass comes to it as often."""
-        self._calls[group] = self._calls.get(group, 0) + torch.is_grad_enabled()
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # else it is called to recompute
+            if self._ended:
+                self._calls.clear()  # not before, for another backward pass may come to the same calls
+                self._ended = False
+            self._calls[group] = self._calls.get(group, 0) + 1
 
-    def fill(self, group: Any) -> None:
-        """Give what this rank has not used gradients of zeros, if the backward pass has come to the unit."""
-        reached = group._training_state.name == "PRE_BACKWARD"
-        self._calls[group] = calls_left = self._calls.get(group, 0) - reached
-        if not group.reduce_grads:
-            return
+    def begin(self) -> None:
+        """Note that a backward pass begins inside the root's forward pass: autograd tells nobody that it reaches it."""
+        self.due = True
+        self._waiting.update(group for ref in self._root if (group := ref()) is not None)
+
+    def post_backward(self, group: Any, *args: Any) -> None:
+        """Reduce a unit's gradients, if the backward pass does not come to it again, and free its parameters."""
+        if group._training_state.name == "PRE_BACKWARD":
+            self._visits[group] = self._visits.get(group, 0) + 1
+            self._waiting.add(group)
+        if not group.reduce_grads or not (group in self._waiting or any(_has_gradient(p) for p in group.fsdp_params)):
+            type(group).post_backward(group, *args)
+        elif self._ending or self._visits.get(group, 0) >= self._calls.get(group, 0):
+            self._waiting.discard(group)
+            self._fill(group)
+            type(group).post_backward(group, *args)
+        else:
+            group.reduce_grads = False
+            try:
+                type(group).post_backward(group, *args)
+            finally:
+                group.reduce_grads = True
+            group._training_state = type(group._training_state).IDLE  # what the backward pass ends with comes to it
+
+    def finish(self, state: Any) -> None:
+        """End a backward pass: reduce what waits for it, and agree on what was used. All ranks must call it."""
+        self._ending = True
+        try:
+            type(state)._root_post_backward_final_callback(state)
+        finally:
+            self._ending = False
+        self._agree()
+
+    def expect(self) -> None:
+        """Reduce all units at the next occasion, for they have got gradients that no backward pass has brought."""
+        self._waiting.update(group for ref in self._groups if (group := ref()) is not None)
+
+    def _fill(self, group: Any) -> None:
+        """Give what this rank has not used gradients of zeros."""
         trainable = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.sharded_param.requires_grad]
-        without = [p for p in trainable if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None]
-        # autograd adds up a gradient over all calls of a unit, and hands it over at the last one that it comes to
-        if len(without) == len(trainable) and (calls_left > 0 or not reached):
-            return
+        without = [p for p in trainable if not _has_gradient(p)]
         for parameter in trainable if self._filled else ():
             if parameter not in without:
                 self._filled.pop(self._index[parameter], None)
@@ -108,10 +153,10 @@ class UnusedParameters:
                 parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad.to(next(iter(dtypes)))
                 parameter._unsharded_param.grad = None
 
-    def agree(self) -> None:
-        """Take back the gradients of what no rank has used. All ranks must call it after each backward pass."""
-        filled = self._filled
-        self.forget()
+    def _agree(self) -> None:
+        """Take back the gradients of what no rank has used."""
+        filled, self._filled, self._ended, self.due = self._filled, {}, True, False
+        self._visits.clear()
         groups = (ref() for ref in self._groups)
         if not any(group is not None and group.reduce_grads for group in groups):
             return
@@ -133,7 +178,14 @@ class UnusedParameters:
     def forget(self) -> None:
         """Begin anew, whatever an exception has interrupted."""
         self._calls.clear()
-        self._filled = {}
+        self._visits.clear()
+        self._waiting.clear()
+        self._filled, self.due = {}, False
+
+
+def _has_gradient(parameter: Any) -> bool:
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
 
 
 def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> Any:
@@ -146,28 +198,33 @@ def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *a
 
 def _fill_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
     group, filling = of(), unused()
-    if group is not None:
-        if filling is not None:
-            filling.fill(group)
+    if group is not None and filling is not None:
+        filling.post_backward(group, *args)
+    elif group is not None:
         type(group).post_backward(group, *args)
 
 
 def _agree_last(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any]) -> None:
     state, agreeing = of(), unused()
-    if state is not None:
+    if state is not None and agreeing is not None:
+        agreeing.finish(state)
+    elif state is not None:
         type(state)._root_post_backward_final_callback(state)
-        if agreeing is not None:
-            agreeing.agree()
 
 
-def finish_backward(root: FSDPModule) -> None:
+def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
     """Do what ``fully_shard`` does at the end of a backward pass: reduce what is left to reduce, and reshard.
 
     It registers this as a callback when a gradient reaches the output of a unit that it has run forward. A backward
     pass inside the root's forward pass that touches the root's own parameters alone reaches no such output, so their
-    gradients would never arrive at the shards. Doing it twice does nothing the second time.
+    gradients would never arrive at the shards. Doing it twice does nothing the second time: ranks of which autograd has
+    done it for some only compare what they have used once all the same.
     """
-    root._get_fsdp_state()._root_post_backward_final_callback()
+    state: Any = root._get_fsdp_state()
+    if unused.due:
+        unused.finish(state)
+    else:
+        type(state)._root_post_backward_final_callback(state)
 
 
 def take_unfrozen(unit: FSDPModule) -> None:

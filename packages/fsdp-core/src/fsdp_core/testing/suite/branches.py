@@ -32,6 +32,9 @@ WAYS: dict[str, Sequence[tuple[Way, Way]]] = {
     "used twice on one rank": [(("first", "first", "second"), ("first", "second"))] * 2,
     "nothing used on one rank": [((), ("first", "second")), (("first",), ())],
     "an expert for each rank": [(("first",), ("second",)), (("second",), ("first",))],
+    "a layer called twice": [(("first", "second"), ("first",)), (("first",), ())],
+    "two layers skipped on one rank": [(("first",), ()), ((), ("first", "second"))],
+    "a frozen layer skipped on one rank": [(("first",), ()), ((), ("first", "second"))],
 }
 
 
@@ -62,9 +65,44 @@ class Routed(nn.Module):
         return self.out(self.layer(self.inp(x), way))
 
 
+class Repeated(Routed):
+    """The layer is called twice: once with the first expert of a way, once with the others."""
+
+    def forward(self, x: Tensor, way: Way) -> Any:
+        return self.out(self.layer(self.layer(self.inp(x), way[:1]), way[1:]))
+
+
+class Stacked(Routed):
+    """Two layers, the second of which gets what the first has returned, and nothing in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with oracle.seeded(2):
+            self.further = fsdp_core.wrap(Layer())
+
+    def forward(self, x: Tensor, way: Way) -> Any:
+        return self.out(self.further(self.layer(self.inp(x), way), way))
+
+
+class Frozen(Stacked):
+    """The second layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.further.requires_grad_(False)
+
+
+#: The net of a case that has one of its own.
+NETS: dict[str, type[Routed]] = {
+    "a layer called twice": Repeated,
+    "two layers skipped on one rank": Stacked,
+    "a frozen layer skipped on one rank": Frozen,
+}
+
+
 def _plain(case: str, accumulate: int) -> Trained:
     """In one process, each rank's rows on the rank's way."""
-    net = Routed()
+    net = NETS.get(case, Routed)()
     optimizer = oracle.sgd(net)
     losses = []
     for i, ((x, y), ways) in enumerate(zip(oracle.global_batches(len(WAYS[case])), WAYS[case], strict=True)):
@@ -80,7 +118,7 @@ def _plain(case: str, accumulate: int) -> Trained:
 
 def _sharded(strategy: str, case: str, accumulate: int) -> Trained:
     fabric = new_fabric(strategy)
-    net = Routed()
+    net = NETS.get(case, Routed)()
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     losses = []
     for i, (batch, ways) in enumerate(zip(oracle.global_batches(len(WAYS[case])), WAYS[case], strict=True)):

@@ -303,7 +303,7 @@ def refused(strategy: str, tmp: str, world_size: int, run: Run) -> str:
 
 
 def divided_by_hand(strategy: str, tmp: str) -> tuple[int, list[str]]:
-    """How many batches a run does that goes on after one of four, in an epoch of each rank's own samples; and warnings."""
+    """How many batches a run does that goes on after one of four, over each rank's own samples; and its warnings."""
     samples = list(oracle.dataset(8))[here().rank :: here().shares(2)]
     loader: Any = DataLoader(samples, batch_size=len(samples) // 4)  # type: ignore[arg-type]
     own: dict[str, Any] = {"use_distributed_sampler": False}
