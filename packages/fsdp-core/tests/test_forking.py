@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -270,6 +271,48 @@ def test_a_rank_that_waited_is_not_said_to_have_taken_too_long(pool: RankPool) -
         pool.run(2, fail_alone, timeout=50)
     assert "ended, as it waited for one that failed" in str(raised.value)
     assert "no answer within" not in str(raised.value)
+
+
+def wait_for_nobody(folder: str) -> None:
+    (Path(folder) / os.environ.get("RANK", "0")).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+CALLER = """
+import sys
+import test_forking
+if __name__ == "__main__":
+    with getattr(test_forking, sys.argv[1])() as pool:
+        pool.run(2, test_forking.wait_for_nobody, sys.argv[2], timeout=600)
+"""
+
+
+@pytest.mark.skipif(not FORKS, reason="reads /proc")
+@pytest.mark.parametrize("kind", ["RankPool", "OneProcess"])
+def test_ranks_end_with_a_process_that_is_killed_amid_a_call(kind: str, tmp_path: Path) -> None:
+    """As a pytest that hangs is, by CI or by a shell's ``timeout``: a rank that waits for another reads no pipe."""
+    (tmp_path / "caller.py").write_text(CALLER)
+    caller = subprocess.Popen(
+        [sys.executable, "caller.py", kind, str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    )
+    files = [tmp_path / str(rank) for rank in range(1 if kind == "OneProcess" else 2)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        assert caller.poll() is None
+        time.sleep(0.01)
+    caller.kill()
+    caller.wait()
+    pids = [int(file.read_text()) for file in files]
+    try:
+        for pid in pids:
+            wait_until_ended(pid)
+    finally:
+        for pid in pids:
+            if not ended(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 SCRIPT = """

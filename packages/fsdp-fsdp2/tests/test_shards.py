@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.suite.shards import Shared
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
@@ -121,3 +122,43 @@ def test_optimizers_let_go_of_unsharded_parameters(ranks: RankPool, joint: bool)
 
 def test_each_shard_has_memory_of_its_own(ranks: RankPool) -> None:
     assert ranks.run(2, largest_storage) == [512 * 512 * 4 / 2] * 2
+
+
+class Teacher(nn.Module):
+    """Its average is taken as self-supervised methods take it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with oracle.seeded(1):
+            self.net, self.average = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) - self.average(x)
+
+
+def averaged(assigned: bool) -> tuple[str, float]:
+    """What is said of a forward pass after an average was taken, and how far off it is otherwise."""
+    fabric = new_fabric("fsdp2")
+    net, plain = Teacher(), Teacher()
+    model, x = fabric.setup(net), torch.ones(2, 4)
+    fabric.backward(model(x).sum())  # after which nothing is gathered
+    for teacher in (net, plain):
+        for mean, parameter in zip(teacher.average.parameters(), teacher.net.parameters(), strict=True):
+            if assigned:
+                mean.data = mean.data * 0.9 + parameter.data * 0.1
+            else:
+                mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+    try:
+        return "", (model(x) - plain(x)).abs().max().item()
+    except ShardingError as error:
+        return str(error), 0.0
+
+
+def test_an_average_that_is_assigned_to_data_is_refused_and_one_in_place_is_right(ranks: RankPool) -> None:
+    """torch would keep the shard as it was, without a word."""
+    for told, _ in ranks.run(2, averaged, True):
+        assert "'average." in told
+        assert "parameter.data.copy_(values)" in told
+    for told, off in ranks.run(2, averaged, False):
+        assert told == ""
+        assert off < 1e-6

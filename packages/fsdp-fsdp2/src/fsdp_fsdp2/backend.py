@@ -37,6 +37,7 @@ from fsdp_core.wrapping import (
     select_units,
 )
 from fsdp_fsdp2.torch_private import (
+    AssignedData,
     Gathering,
     UnusedParameters,
     finish_backward,
@@ -73,6 +74,7 @@ class FSDP2Backend(Backend):
     _interrupted: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
     _units: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[FSDPModule]]] = weakref.WeakKeyDictionary()
     _gathering: ClassVar[weakref.WeakKeyDictionary[nn.Module, Gathering]] = weakref.WeakKeyDictionary()
+    _assigned: ClassVar[weakref.WeakKeyDictionary[nn.Module, AssignedData]] = weakref.WeakKeyDictionary()
     _unused: ClassVar[weakref.WeakKeyDictionary[nn.Module, UnusedParameters]] = weakref.WeakKeyDictionary()
     _steps: ClassVar[weakref.WeakKeyDictionary[nn.Module, StepGradients]] = weakref.WeakKeyDictionary()
     _shards: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]]] = weakref.WeakKeyDictionary()
@@ -163,6 +165,8 @@ class FSDP2Backend(Backend):
         self._gathering[module] = Gathering(self._units[module])
         self._unused[module] = UnusedParameters([_fsdp(unit) for unit in (*units, module)], self.runtime)
         self._steps[module] = StepGradients(module)
+        self._assigned[module] = AssignedData(self._units[module])
+        module.register_forward_pre_hook(_check_assigned, prepend=True)
         if compute is not None:
             module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
         self._shards[module] = dict(module.named_parameters())
@@ -288,6 +292,13 @@ class FSDP2Backend(Backend):
         if isinstance(self.cpu_offload, OffloadPolicy):
             return self.cpu_offload
         return CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+
+
+@torch.compiler.disable
+def _check_assigned(root: nn.Module, args: Any) -> None:
+    assigned = FSDP2Backend._assigned.get(root)  # a copy of a root has none
+    for unit in FSDP2Backend._units[root] if assigned is not None else ():
+        assigned.check(unit)
 
 
 def _take_unfrozen_units(root: nn.Module, args: Any) -> None:

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 
 __all__ = [
+    "AssignedData",
     "Gathering",
     "UnusedParameters",
     "finish_backward",
@@ -43,6 +45,43 @@ class Gathering:
             group = ref()
             if group is not None and not group.is_sharded:
                 group.reshard()
+
+
+class AssignedData:
+    """Tells ``parameter.data = …``, which does nothing to a DTensor, from an update that has come to the shard.
+
+    torch takes the assignment without a word: it exchanges the storage of the DTensor itself, which has no memory, and
+    what the DTensor stands for stays as it was. So the average of a teacher that is assigned would never move.
+
+    Args:
+        units: The units. They are not kept alive.
+    """
+
+    def __init__(self, units: Iterable[FSDPModule]) -> None:
+        self._seen: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+        for unit in units:
+            self.check(unit)
+
+    def check(self, unit: FSDPModule) -> None:
+        """Look at a unit's shards.
+
+        Raises:
+            ShardingError: One was assigned to.
+        """
+        for parameter in _parameters(unit):
+            shard = parameter.sharded_param
+            # the storage is kept, or another might get its address
+            storage, local = shard.untyped_storage(), shard._local_tensor
+            before, storage_before, local_before = self._seen.get(parameter, (None, None, None))
+            if before is shard and storage._cdata != storage_before._cdata and local is local_before:
+                name = parameter._param_fqn or parameter._module_info.param_name
+                raise ShardingError(
+                    f"{name!r} was given other values by an assignment to its .data, which changes nothing in a "
+                    "sharded parameter: torch keeps the old ones, and says nothing.\n"
+                    "Write parameter.data.copy_(values) instead, or within torch.no_grad() an operation in place, such "
+                    "as average.lerp_(parameter, 0.1)."
+                )
+            self._seen[parameter] = (shard, storage, local)
 
 
 class UnusedParameters:

@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -170,7 +171,23 @@ def _work(
     os.environ.update(environment)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # random does so by itself after a fork
+    _end_with_parent()
     work(connection, *arguments)
+
+
+def _end_with_parent() -> None:
+    """Let this process be ended as soon as the one that asked for it is gone, also by a signal that nobody can answer.
+
+    The end of its pipe says so too, but a rank reads that between two calls, and not while it waits for a peer.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_exit_after, args=(parent,), name="ends with its parent", daemon=True).start()
+
+
+def _exit_after(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _can_fork() -> bool:
