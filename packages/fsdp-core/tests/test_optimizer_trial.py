@@ -159,6 +159,55 @@ class Strangers(torch.optim.Optimizer):
                     parameter -= group["lr"] * self.update(parameter, parameter.grad)
 
 
+class Later(torch.optim.Optimizer):
+    """Elementwise in its first step, and by the norm of what it is given from then on.
+
+    Args:
+        params: The parameters.
+        lr: The learning rate.
+        spikes: Whether it is so where a gradient is much larger than the last one only.
+    """
+
+    def __init__(self, params: Any, *, lr: float, spikes: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.spikes = spikes
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                before, now = self.state[parameter].get("norm"), parameter.grad.norm()
+                by_norm = before is not None and (now > 5 * before if self.spikes else True)
+                rate = group["lr"] / (now + 1e-3) if by_norm else group["lr"]
+                parameter.data.add_(parameter.grad * -rate)
+                self.state[parameter]["norm"] = now
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.0])
+@pytest.mark.parametrize("spikes", [False, True])
+def test_norms_that_are_taken_later_are_seen(spikes: bool, lr: float) -> None:
+    """Also where the learning rate begins at 0, as a warm-up's does."""
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match="looks at more of a parameter than single elements"):
+        model.repoint(Later(model.written, lr=lr, spikes=spikes))
+
+
+class Keeps(torch.optim.SGD):
+    """Keeps a history of gradients, whose shape is not theirs."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["history"] = torch.stack([parameter.grad, parameter.grad])
+        return super().step(closure)
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    """A checkpoint would take one rank's for the whole."""
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match=r"'history' of shape .* a checkpoint would hold that of one rank"):
+        model.repoint(Keeps(model.written, lr=0.1))
+
+
 @pytest.mark.parametrize("update", [by_its_norm, by_the_parameters_norm])
 def test_a_strangers_optimizer_is_refused_that_takes_norms(update: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = Model((6, 4))

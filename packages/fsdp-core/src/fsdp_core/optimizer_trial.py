@@ -6,7 +6,7 @@ import copy
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,11 @@ from fsdp_core.parts import Layout
 __all__ = ["check_steps"]
 
 #: How many steps are taken, and how many values of a parameter are compared; some optimizers evaluate often in a step.
-_STEPS = 4
-_COMPARED = 5
+_STEPS = 6
+_COMPARED = 7
+
+#: The least learning rate of a trial: where it begins at 0, nothing would be seen.
+_RATE = 1e-2
 
 #: The shape of a small tensor, by the dimensions of a parameter. Some optimizers look at matrices from a size on only.
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (150,), 2: (136, 132), 3: (20, 18, 7), 4: (20, 18, 3, 3)}
@@ -36,6 +39,9 @@ _ALONE = threading.Lock()
 
 #: Of a step's largest change: an optimizer that computes with bf16 inside rounds no further than that.
 _TOLERANCE = 0.05
+
+#: Of a value, in either of the two between which a step lies: fp32 rounds by a half of that.
+_ROUNDED = 2.0**-22
 
 #: Optimizers that need gradients which shards don't have, by the name of a class.
 _REFUSED = {
@@ -103,6 +109,8 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
             if _alike(whole, _joined(first, last)):
                 _right.add(settings)
                 return
+        except _OtherShape as odd:
+            raise _not_saved(name, odd) from None
         except Exception as raised:
             failure = raised
         raise OptimizerMismatchError(
@@ -113,6 +121,8 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
         )
     try:
         alike = _alike(_of_this_rank(whole), _course(optimizer, kinds, _as_dtensor))
+    except _OtherShape as odd:  # on every rank
+        raise _not_saved(name, odd) from None
     except Exception as raised:
         alike, failure = False, raised
     if _on_all_ranks(alike, next(kind.mesh for kind in kinds.values() if kind.mesh is not None)):
@@ -124,6 +134,13 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     raise OptimizerMismatchError(
         f"a step of {name} {what} DTensors, which this strategy shows as parameters{_told(failure)}.\n"
         f"{instead} another optimizer, such as AdamW; or strategy='fsdp_native', if its update is elementwise."
+    )
+
+
+def _not_saved(name: str, odd: _OtherShape) -> OptimizerMismatchError:
+    return OptimizerMismatchError(
+        f"{name} keeps {odd}, of which this strategy could not tell what each rank holds: a checkpoint would hold that "
+        "of one rank.\nUse an optimizer whose state is of the parameters' shapes, such as AdamW."
     )
 
 
@@ -168,8 +185,8 @@ def _kind(parameter: nn.Parameter, layout: Layout) -> _Kind:
     return _Kind((first, *shape[1:]), False, parameter.requires_grad, parameter.device_mesh, parameter.placements)
 
 
-#: By param group and kind, of the small tensor that stands for it, flat: how far it is from its start, each time that
-#: the gradient is computed. Of shape ``(times, elements)``.
+#: By param group and kind, of the small tensor that stands for it, flat: its values, each time that the gradient is
+#: computed. Of shape ``(times, elements)``.
 _Course = dict[tuple[int, _Kind], Tensor]
 
 #: What is shown of a small tensor.
@@ -226,12 +243,14 @@ class _Small:
         held: What the optimizer steps over.
         target: Where the gradient leads to, as this rank's part of ``held``.
         signs: What turns some elements of the gradient round, as ``target``.
+        spikes: What makes some elements of the gradient large, as ``target``.
         is_matrix: Whether what it stands for has several dimensions.
     """
 
     held: nn.Parameter
     target: Tensor
     signs: Tensor
+    spikes: Tensor
     is_matrix: bool
 
     def set_gradient(self, step: int) -> None:
@@ -243,6 +262,8 @@ class _Small:
         elif step == 3 and self.is_matrix:  # some ask whether the gradient of a row is orthogonal to it
             pairs = now.reshape(-1, 2)
             grad = torch.stack([pairs[:, 1], -pairs[:, 0]], 1).view(now.shape)
+        elif step == 4:  # some compare its size with that of earlier ones
+            grad *= self.spikes
         if isinstance(self.held, DTensor):
             self.held.grad = torch.zeros_like(self.held.detach())
             local_tensor(self.held.grad).copy_(grad)
@@ -262,7 +283,7 @@ def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind
                 smalls[index, kind] = _small(kind, parameter.device, shown, generator)
             memo[id(parameter)] = smalls[index, kind].held
     seen: list[list[Tensor]] = []
-    step = _copied(optimizer, memo)
+    copied, step = _copied(optimizer, memo)
 
     def evaluate(number: int) -> Tensor:
         if len(seen) <= _COMPARED:
@@ -278,36 +299,59 @@ def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind
             evaluate(number)
             step(partial(evaluate, number))
     evaluate(_STEPS)
-    courses = (torch.stack([now - values[0] for now in values[1:]]) for values in zip(*seen, strict=True))
-    return dict(zip(smalls, courses, strict=True))
+    if shown is not _as_it_is:
+        _check_state(copied, [small.held for small in smalls.values()])
+    return dict(zip(smalls, (torch.stack(values) for values in zip(*seen, strict=True)), strict=True))
+
+
+class _OtherShape(Exception):
+    """State that can't be saved."""
+
+
+def _check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Refuse state of a parameter that is neither a number nor of its shape: nobody knows what a rank has of it."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return  # which is known
+    for parameter in parameters:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                raise _OtherShape(f"{key!r} of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
 
 
 def _small(kind: _Kind, device: torch.device, shown: _Shown, generator: torch.Generator) -> _Small:
     start, target, signs = (torch.randn(kind.shape, generator=generator) for _ in range(3))
+    spikes = torch.ones(kind.shape)
+    spikes.reshape(-1)[_cut(spikes) :] = 30.0
     target.reshape(-1)[: _cut(target)] *= 4.0  # so that norms of pieces differ, and how they relate to the parameter's
     signs.reshape(-1)[_cut(signs) :] += 1.0
-    start, target, signs = (one.to(device.type if device.type == "cuda" else "cpu") for one in (start, target, signs))
+    where = device.type if device.type == "cuda" else "cpu"
+    start, target, signs, spikes = (one.to(where) for one in (start, target, signs, spikes))
     return _Small(
         held=nn.Parameter(shown(start, kind).detach().clone(), requires_grad=kind.trained),
         target=local_tensor(shown(target, kind)),
         signs=local_tensor(shown(signs.sign(), kind)),
+        spikes=local_tensor(shown(spikes, kind)),
         is_matrix=len(kind.shape) > 1,
     )
 
 
 def _alike(want: _Course, got: _Course) -> bool:
-    for key, expected in want.items():
-        if expected.shape != got[key].shape:
+    """Whether each step has changed the same by as much."""
+    for key, values in want.items():
+        if values.shape != got[key].shape:
             return False
-        if expected.numel() and not bool(
-            ((expected - got[key]).abs() <= _TOLERANCE * expected.abs().amax(1, keepdim=True) + 1e-7).all()
-        ):
+        expected, found = values.diff(dim=0), got[key].diff(dim=0)
+        largest = expected.abs().amax(1, keepdim=True) if expected.numel() else expected
+        rounded = _ROUNDED * values.abs().amax() if values.numel() else 0.0
+        if not bool(((expected - found).abs() <= _TOLERANCE * largest + rounded).all()):
             return False
     return True
 
 
-def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> Callable[[Callable[[], Tensor]], Any]:
-    """The step of a copy of an optimizer that holds other parameters, wherever it holds any.
+def _copied(
+    optimizer: torch.optim.Optimizer, memo: dict[int, Any]
+) -> tuple[torch.optim.Optimizer, Callable[[Callable[[], Tensor]], Any]]:
+    """A copy of an optimizer that holds other parameters, wherever it holds any; and its step.
 
     Args:
         optimizer: The optimizer.
@@ -326,13 +370,15 @@ def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> Callable[
         copied.state = type(optimizer.state)(dict, state)  # a defaultdict
     for group in copied.param_groups:
         group["params"][:] = dict.fromkeys(group["params"])  # in place, for others may hold the list
+        if isinstance(group.get("lr"), float):
+            group["lr"] = max(group["lr"], _RATE)
     train = getattr(copied, "train", None)
     if callable(train):
         train()  # of schedule-free optimizers
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        return lambda evaluate: copied.step(evaluate)
-    return lambda evaluate: copied.step()
+        return copied, lambda evaluate: copied.step(evaluate)
+    return copied, lambda evaluate: copied.step()
 
 
 def _small_state(value: Any, parameter: Tensor, stand_in: Tensor) -> Any:

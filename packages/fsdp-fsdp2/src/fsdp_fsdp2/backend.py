@@ -202,8 +202,8 @@ class FSDP2Backend(Backend):
         self._gathering[module].reshard()
 
     def suspend_forward(self, module: nn.Module, loss: Tensor | None = None) -> None:
-        self._steps[module].on = False
-        if loss is not None:
+        if loss is not None:  # else a step over the shards, and hooks before it that look at gradients
+            self._steps[module].on = False
             self._unused[module].begin()
 
     def resume_forward(self, module: nn.Module) -> None:

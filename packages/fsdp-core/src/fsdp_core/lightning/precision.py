@@ -107,12 +107,24 @@ class _Casting:
 
 
 class ShardedTrainerPrecision(Precision):
-    """Precision of sharded training under the Trainer. Clips through the strategy's backend."""
+    """Precision of sharded training under the Trainer. Clips through the strategy's backend.
+
+    Args:
+        precision: The dtypes.
+        strategy: Whose backend it is.
+        scaler: The gradient scaler that the user has given.
+        guarding: What the user's hooks that look at gradients run in.
+    """
 
     def __init__(
-        self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None = None
+        self,
+        precision: ShardPrecision,
+        strategy: _HasBackend,
+        scaler: torch.amp.GradScaler | None = None,
+        guarding: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._casting = _Casting(precision, strategy, scaler)
+        self._guarding = guarding
         self._unscaled: set[int] = set()
         self.precision: Any = precision.name
 
@@ -145,6 +157,14 @@ class ShardedTrainerPrecision(Precision):
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        with self._guarding():
+            return super().post_backward(tensor, module)
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        with self._guarding():
+            super()._after_closure(model, optimizer)
 
     def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins for the Trainer have it
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any

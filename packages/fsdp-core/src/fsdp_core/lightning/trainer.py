@@ -140,7 +140,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         asked = ShardPrecision.named(name)
         check_precision(self.strategy_name, asked)
         precision = self.backend.effective_precision(asked)
-        self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler)
+        self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler, self._guarded_pieces)
 
     @property
     def shard_precision(self) -> ShardPrecision:
@@ -297,7 +297,16 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def _pieces(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients, which are no DTensors that compute over all ranks."""
         held = {p: None for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        return (p.grad for p in held if self.backend.holds_part(p) and not isinstance(p, DTensor))
+        return (p.grad for p in held if not isinstance(p, DTensor) and self.backend.holds_part(p))
+
+    @contextmanager
+    def _guarded_pieces(self) -> Iterator[None]:
+        """Refuse what the user's hooks would compute of pieces of gradients, if it is not elementwise."""
+        guard(self._pieces())
+        try:
+            yield
+        finally:
+            unguard(self._pieces())
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         root = self.model

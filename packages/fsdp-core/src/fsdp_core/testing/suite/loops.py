@@ -143,6 +143,50 @@ def _looks(strategy: str, tmp: str, world_size: int) -> dict[str, tuple[list[flo
     return outcomes
 
 
+class HooksLook(Lit):
+    """Takes the norm of all gradients in hooks before a step, where people log it.
+
+    Args:
+        automatic: Whether Lightning takes the steps.
+    """
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__("momentum")
+        self.automatic_optimization = automatic
+        self.seen: list[float] = []
+
+    def look(self) -> None:
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self.seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def on_after_backward(self) -> None:
+        if self.automatic_optimization:  # else the gradients are on their way
+            self.look()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.look()
+
+
+def _hooks_look(strategy: str, tmp: str, world_size: int, automatic: bool) -> tuple[list[float], list[float]] | str:
+    """Losses and norms, or what is said."""
+    module = HooksLook(automatic)
+    try:
+        new_trainer(tmp, strategy, world_size).fit(module, loader(2, world_size))
+    except UnsupportedCapabilityError as refused:
+        return str(refused)
+    return means(module.losses), module.seen
+
+
 class UsesRootTwice(Lit):
     """Calls itself, then uses a parameter of its own."""
 
@@ -300,6 +344,23 @@ class LoopsSuite(Clauses):
                 else:
                     assert outcome[0] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE), what
                     assert outcome[1] == pytest.approx(plain.seen, abs=FP32_TOLERANCE), what
+
+    @pytest.mark.parametrize(
+        "automatic",
+        [True, pytest.param(False, marks=requires(Capability.MANUAL_OPTIMIZATION))],
+        ids=["by itself", "by hand"],
+    )
+    def test_torchs_functions_on_gradients_in_hooks(self, ranks: Ranks, tmp_path: Path, automatic: bool) -> None:
+        """The norm of all gradients before a step is right, or it is said what to write; it is never a part's."""
+        plain = HooksLook(automatic)
+        new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
+        assert len(plain.seen) == 2 * (1 + automatic)
+        for outcome in ranks.run(2, _hooks_look, self.strategy, str(tmp_path), 2, automatic):
+            if isinstance(outcome, str):
+                assert_says(outcome, "piece", "Write self.clip_gradients(optimizer")
+            else:
+                assert outcome[0] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+                assert outcome[1] == pytest.approx(plain.seen, abs=FP32_TOLERANCE)
 
     @requires(
         Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM, Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING
