@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, Self
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -27,6 +27,7 @@ from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.same_on_ranks import check_same, facts_of_module, facts_of_options, facts_of_packages
 from fsdp_core.strategy_info import Capability
+from fsdp_core.zero_grad import when_zeroed
 
 __all__ = ["RanksOfStrategy", "sharded_by"]
 
@@ -63,6 +64,7 @@ class RanksOfStrategy:
     timeout: timedelta | None
     background: BackgroundSaves | None
     sequential_save: bool = False
+    _unreduced: WeakSet[nn.Module]  # roots with backward passes since the last step that reduced nothing
 
     # of Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None
@@ -97,6 +99,7 @@ class RanksOfStrategy:
         self.state_dict_type = state_dict_type
         self.timeout = timeout
         self.background = BackgroundSaves(self.runtime) if async_save else None
+        self._unreduced = WeakSet()
 
     def require(self, capability: Capability, asked: str) -> None:
         """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare this."""
@@ -128,7 +131,25 @@ class RanksOfStrategy:
             self._refuse_late(root, optimizers)
         self.backend.repoint(optimizers, roots)
         for optimizer in optimizers:
+            self._follow_zero_grad(optimizer, roots)
             _held[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
+
+    def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
+        """Let ``zero_grad()`` give up too what waits for a reduction, which is elsewhere than at the shards."""
+        held = {id(parameter) for parameter in _parameters_of(optimizer)}
+        trained: list[tuple[ref[nn.Module], set[str]]] = []
+        for root in roots:
+            parts = [part for p, parts in self.backend.layout(root).items() if id(p) in held for part in parts]
+            trained.append((ref(root), {part.name for part in parts}))
+        backend, unreduced = self.backend, self._unreduced
+
+        def give_up() -> None:
+            for one, names in trained:
+                root = one()
+                if root is not None and root in unreduced:
+                    backend.forget_unreduced(root, names)
+
+        when_zeroed(optimizer, give_up)
 
     def _look_at(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
         """Have what an optimizer was given since it was last looked at re-pointed or refused, before it is stepped."""
@@ -165,6 +186,7 @@ class RanksOfStrategy:
 
         Otherwise every gradient would be ``None`` from an exception on, without a word.
         """
+        self._unreduced.add(root)
         context = self.backend.no_sync(root)
         context.__enter__()
         try:
