@@ -79,6 +79,9 @@ class Positioned(nn.Module):
         self.register_buffer("saved", torch.full((FEATURES,), value))
         self.register_buffer("unsaved", torch.full((FEATURES,), value), persistent=False)
 
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x * self.saved) + self.unsaved
+
 
 def _buffers(strategy: str) -> tuple[float, float]:
     fabric = new_fabric(strategy)
