@@ -12,8 +12,8 @@ ASKS = {Capability.RESHARD_AFTER_FORWARD: {"sharding_strategy": "SHARD_GRAD_OP"}
 
 
 _FLAT = (
-    "FSDP1 steps the parameters of a unit as one flat parameter: what no rank has used has a gradient of zeros, on which "
-    "weight decay and momentum act"
+    "FSDP1 steps the parameters of a unit as one flat parameter: what no rank has used has a gradient of zeros, on "
+    "which weight decay and momentum act"
 )
 _ONE_BACKWARD = (
     "FSDP1 frees what a forward pass has gathered at the end of the next backward pass, and a second one fails: "

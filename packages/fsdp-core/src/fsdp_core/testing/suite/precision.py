@@ -110,7 +110,8 @@ def _summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
             fabric.backward((model(row) * net.LARGE).sum())
         fabric.backward((model(row) * net.SMALL).sum())
     else:
-        fabric.backward((model(row) * 2 * (net.LARGE if fabric.global_rank == 0 else net.SMALL)).sum())
+        own = fabric.to_device(torch.tensor([2 * (net.LARGE if fabric.global_rank == 0 else net.SMALL)]))
+        fabric.backward((model(row) * own).sum())
     optimizer.step()
     return full_state(fabric.strategy)
 
