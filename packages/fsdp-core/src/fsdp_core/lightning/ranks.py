@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -141,6 +142,7 @@ class RanksOfStrategy:
         for root in roots:
             parts = [part for p, parts in self.backend.layout(root).items() if id(p) in held for part in parts]
             trained.append((ref(root), {part.name for part in parts}))
+            when_zeroed(root, partial(_give_all_up, ref(root), self._unreduced, self.backend))
         backend, unreduced = self.backend, self._unreduced
 
         def give_up() -> None:
@@ -305,6 +307,12 @@ class RanksOfStrategy:
                 "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
                 f"Leave them out, or write strategy={type(self).__name__}(state_dict_type='full')."
             )
+
+
+def _give_all_up(of: ref[nn.Module], unreduced: WeakSet[nn.Module], backend: Backend) -> None:
+    root = of()
+    if root is not None and root in unreduced:
+        backend.forget_unreduced(root, set(backend.remembered_names(root)))
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -45,7 +45,8 @@ class Hands:
         batches: Inputs and targets.
         backward: Runs a backward pass from a loss.
         unreduced: A context in which backward passes accumulate and reduce nothing.
-        forget: Gives gradients up.
+        forget: Gives the optimizer's gradients up.
+        forget_all: Gives the model's up.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class Hands:
     backward: Callable[..., None]
     unreduced: Callable[[], AbstractContextManager[Any]]
     forget: Callable[[], None]
+    forget_all: Callable[[], None]
 
     def loss(self, index: int) -> Tensor:
         """Of the model, on a batch."""
@@ -99,6 +101,10 @@ def _given_up(step: Hands) -> None:
     step.backward(step.loss(2))
 
 
+def _all_given_up(step: Hands) -> None:
+    _given_up(replace(step, forget=step.forget_all))
+
+
 _accumulates = requires(Capability.GRADIENT_ACCUMULATION)
 
 #: What a step of the optimizer is made of.
@@ -109,6 +115,7 @@ ORDERS: dict[str, Callable[[Hands], None]] = {
     "a forward pass within no_backward_sync": _forward_within,
     "a backward pass within no_backward_sync": _backward_within,
     "zero_grad amid an accumulation": _given_up,
+    "the model's zero_grad amid an accumulation": _all_given_up,
 }
 
 #: Those that need no_backward_sync.
@@ -123,6 +130,7 @@ def _plain(order: str, net: nn.Module) -> Trained:
         backward=Tensor.backward,
         unreduced=nullcontext,
         forget=optimizer.zero_grad,
+        forget_all=net.zero_grad,
     )
     for _ in range(STEPS):
         ORDERS[order](hands)
@@ -141,6 +149,7 @@ def _sharded(strategy: str, order: str) -> Trained:
         backward=fabric.backward,
         unreduced=lambda: fabric.no_backward_sync(model),
         forget=optimizer.zero_grad,
+        forget_all=model.zero_grad,
     )
     for _ in range(STEPS):
         ORDERS[order](hands)
