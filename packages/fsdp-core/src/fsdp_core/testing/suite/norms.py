@@ -50,7 +50,7 @@ def _clipped(strategy: str, order: float) -> tuple[list[float], dict[str, Tensor
     model, *optimizers = fabric.setup(net, *_halves(net))
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     fabric.backward(mse_loss(model(x), y))
-    clip = {"max_norm": MAX_NORM, "norm_type": order}
+    clip: dict[str, Any] = {"max_norm": MAX_NORM, "norm_type": order}
     norms: list[Any] = [fabric.clip_gradients(model, optimizer, **clip) for optimizer in optimizers]
     for optimizer in optimizers:
         optimizer.step()
