@@ -142,7 +142,9 @@ class RanksOfStrategy:
         for root in roots:
             parts = [part for p, parts in self.backend.layout(root).items() if id(p) in held for part in parts]
             trained.append((ref(root), {part.name for part in parts}))
-            when_zeroed(root, partial(_give_all_up, ref(root), self._unreduced, self.backend))
+            when_zeroed(
+                self.backend.written_module(root), partial(_give_all_up, ref(root), self._unreduced, self.backend)
+            )
         backend, unreduced = self.backend, self._unreduced
 
         def give_up() -> None:
