@@ -11,9 +11,29 @@ from fsdp_core.testing.suite import PresetSuite, StrategySuite
 ASKS = {Capability.RESHARD_AFTER_FORWARD: {"sharding_strategy": "SHARD_GRAD_OP"}}
 
 
+_FLAT = (
+    "FSDP1 steps the parameters of a unit as one flat parameter: what no rank has used has a gradient of zeros, on "
+    "which weight decay and momentum act"
+)
+_ONE_BACKWARD = (
+    "FSDP1 frees what a forward pass has gathered at the end of the next backward pass, and a second one fails: "
+    "https://github.com/pytorch/pytorch/issues/136861, https://github.com/pytorch/pytorch/issues/106637"
+)
+
+
 class TestNative(StrategySuite):
     strategy = "fsdp_native"
     asks: ClassVar = ASKS
+    expected_failures: ClassVar = {
+        "test_ranks_use_different_parameters[unused on all ranks-each step]": _FLAT,
+        "test_ranks_use_different_parameters[unused on all ranks-accumulated]": _FLAT,
+        "test_ranks_use_different_parameters[nothing used on one rank-each step]": _FLAT,
+        "test_order_of_passes[two forward passes, then two backward passes]": _ONE_BACKWARD,
+        "test_order_of_passes[two backward passes from one output]": _ONE_BACKWARD,
+        "test_gradients_are_added_in_full_precision[over micro-batches]": (
+            "FSDP1 adds up what it has not reduced in the dtype that it computes in; sync_each_batch=True adds in fp32"
+        ),
+    }
 
 
 class TestNativeWithOffload(PresetSuite):

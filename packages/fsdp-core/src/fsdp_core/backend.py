@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, ClassVar
@@ -397,6 +397,16 @@ class Backend(ABC):
         lasts adds those.
         """
         return held_at_parameters(self.layout(module))
+
+    def forget_unreduced(self, module: nn.Module, names: Collection[str]) -> None:
+        """Give up what :meth:`no_sync` has left to reduce of the gradients of these parameters.
+
+        ``optimizer.zero_grad()`` comes here amid an accumulation, when it has done what it does by itself. Written here
+        for what :meth:`accumulated_gradients` gives.
+        """
+        for name, gradient in self.accumulated_gradients(module).own.items():
+            if name in names:
+                gradient.zero_()
 
     def restore_gradients(
         self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
@@ -98,6 +99,111 @@ class MeanOverUsers(LoopbackBackend):
         super().reduce(root)
 
 
+@backend("unused_zeroed")
+class ZerosForUnused(LoopbackBackend):
+    """What no rank has used gets a gradient of zeros, on which weight decay acts."""
+
+    def reduce(self, root: nn.Module) -> None:
+        for shard in shards_of(root):
+            if shard.own is None and shard.held.requires_grad:
+                shard.own = shard.held.new_zeros(shard.shape)
+        super().reduce(root)
+
+
+@backend("second_backward_dropped")
+class KnowsLastForward(FlatShard):
+    """Only what was gathered last gives its gradient on."""
+
+    def take_gradient(self, gathered: Tensor) -> None:
+        if gathered is self.gathered:
+            super().take_gradient(gathered)
+
+
+class LastCall(FlatShard):
+    """Of several gradients in one backward pass, the last replaces the others."""
+
+    earlier: Tensor | None = None
+    backward_pass = -1
+
+    def take_gradient(self, gathered: Tensor) -> None:
+        this = torch._C._current_graph_task_id()
+        if this != self.backward_pass:
+            self.backward_pass, self.earlier = this, self.own
+        self.own = self.earlier
+        super().take_gradient(gathered)
+
+
+@backend("call_overwrites")
+class GathersEachCall(LoopbackBackend):
+    """Each call of a module has parameters of its own, of which those of the first call count."""
+
+    shard_class = LastCall
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        fresh = not self.is_sharded(module)
+        module = super().shard(module)
+        for one in module.modules() if fresh else ():
+            own = [shard for shard in shards_of(module) if one is not module and shard.places[0][0] is one]
+            one.register_forward_pre_hook(lambda _, __, own=own: self._anew(module, own))
+        return module
+
+    def _anew(self, root: nn.Module, shards: list[FlatShard]) -> None:
+        for shard in shards:
+            if len(shard.places) == 1:
+                shard.gathered = None
+        self.gather(root)
+
+
+@backend("decided_in_forward")
+class DecidesInForward(LoopbackBackend):
+    """Whether a backward pass reduces was decided when its forward pass began."""
+
+    syncs = synced = True
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        self.syncs = False
+        try:
+            yield
+        finally:
+            self.syncs = True
+
+    def gather(self, root: nn.Module) -> None:
+        self.synced = self.syncs
+        super().gather(root)
+
+    def reduce(self, root: nn.Module) -> None:
+        if self.synced:
+            super().reduce(root)
+
+
+@backend("sums_in_half")
+class SumsInHalf(FlatShard):
+    """Gradients are added up in the dtype that is computed in."""
+
+    def take_gradient(self, gathered: Tensor) -> None:
+        super().take_gradient(gathered)
+        assert self.own is not None
+        self.own = self.own.bfloat16().float()
+
+
+@backend("buffers_of_own")
+class OwnBuffers(LoopbackBackend):
+    """Buffers that are not saved are each rank's own."""
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        own = {
+            f"{prefix}.{name}".lstrip("."): one.get_buffer(name).clone()
+            for prefix, one in module.named_modules()
+            for name in one._non_persistent_buffers_set
+        }
+        module = super().shard(module)
+        for name, buffer in own.items():
+            if not buffer.is_meta:
+                module.get_buffer(name).copy_(buffer)
+        return module
+
+
 @backend("tail_truncated")
 class Truncated(FlatShard):
     """Elements that the ranks don't divide are left where they were, and forgotten."""
@@ -131,6 +237,24 @@ class Unfreezing(LoopbackBackend):
         for shard in shards_of(module):
             shard.held.requires_grad_(True)
         return module
+
+
+@backend("unfreezing_lost")
+class FreezesAsEvaluated(LoopbackBackend):
+    """After an evaluation, what is gathered requires gradients as it did then."""
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        module = super().shard(module)
+        self.frozen: list[FlatShard] = []
+        return module
+
+    def gather(self, root: nn.Module) -> None:
+        super().gather(root)
+        if not torch.is_grad_enabled():
+            self.frozen = [shard for shard in shards_of(root) if not shard.held.requires_grad]
+        for shard in self.frozen:
+            assert shard.gathered is not None
+            shard.gathered.requires_grad_(False)
 
 
 @backend("tied_untied")
@@ -233,6 +357,35 @@ class LocalInfiniteNorm(LoopbackBackend):
         return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
+@backend("norm_of_other_order")
+class AlwaysRootOfSquares(LoopbackBackend):
+    """The norms of parameters are combined as if their order were 2."""
+
+    def clip_norm(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False) -> Any:
+        if norm_type == float("inf"):
+            return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        parameters = [p for p in parameters if p.grad is not None]
+        norms = [super(AlwaysRootOfSquares, self).clip_norm([p], 1e9, norm_type) for p in parameters]
+        total = torch.stack(norms).norm()
+        for parameter in parameters:
+            parameter.grad.mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+
+@backend("norm_of_all")
+class NormOfAll(LoopbackBackend):
+    """Clips by the norm of all that the module has, also of what another optimizer holds."""
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        self.root = weakref.ref(module)
+        return super().shard(module)
+
+    def clip_norm(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False) -> Any:
+        root = self.root()
+        assert root is not None
+        return super().clip_norm(list(self.layout(root)), max_norm, norm_type, error_if_nonfinite)
+
+
 @backend("norm_nonfinite")
 class NeverRaises(LoopbackBackend):
     def clip_norm(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False) -> Any:
@@ -296,6 +449,12 @@ class WithoutFinally(LoopbackBackend):
         context.__enter__()
         yield
         context.__exit__(None, None, None)
+
+
+@backend("zero_grad_forgets_shards_alone")
+class KeepsUnreduced(LoopbackBackend):
+    def forget_unreduced(self, module: nn.Module, names: Any) -> None:
+        pass
 
 
 @backend("no_sync_ignored")
@@ -395,6 +554,68 @@ class WithoutMomentum(LoopbackBackend):
         state = super().optimizer_state(module, optimizer)
         kept = {name: {k: v for k, v in of.items() if k != "momentum_buffer"} for name, of in state["state"].items()}
         return {**state, "state": kept}
+
+
+@backend("options_not_restored")
+class KeepsOptions(LoopbackBackend):
+    """Of the options of param groups, the learning rate alone is the checkpoint's."""
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+        kept = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+        super().load_optimizer_state(module, optimizer, state, check_only=check_only)
+        for group, options in zip(optimizer.param_groups, kept, strict=True):
+            group.update(options)
+
+
+@backend("moments_of_frozen_dropped")
+class DropsFrozen(LoopbackBackend):
+    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+        super().load_optimizer_state(module, optimizer, state, check_only=check_only)
+        for parameter in [p for p in optimizer.state if not p.requires_grad and not check_only]:
+            del optimizer.state[parameter]
+
+
+class LoadedBeside(FlatShard):
+    """Computes with what was loaded, beside what is trained."""
+
+    loaded: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        if self.loaded is None:
+            return super().whole()
+        return self.runtime.all_gather(self.loaded).reshape(-1)[: self.numel].view(self.shape)
+
+
+@backend("weights_loaded_beside_optimizer")
+class TrainsWhatWasThere(LoopbackBackend):
+    """Weights that are loaded without an optimizer's state are computed with until the first step, and then gone."""
+
+    shard_class = LoadedBeside
+
+    def load_model_state(self, module: nn.Module, state: Any, strict: bool = True, *, check_only: bool = False) -> None:
+        before = [shard.held.detach().clone() for shard in shards_of(module)]
+        super().load_model_state(module, state, strict, check_only=check_only)
+        for shard, kept in zip(shards_of(module), before, strict=True):
+            if not check_only:
+                shard.loaded = shard.held.detach().clone()
+                shard.held.data.copy_(kept)
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+        super().load_optimizer_state(module, optimizer, state, check_only=check_only)
+        for shard in shards_of(module):
+            if shard.loaded is not None:
+                shard.held.data.copy_(shard.loaded)
+                shard.loaded = None
+
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Any) -> None:
+        optimizers, modules = list(optimizers), list(modules)
+        super().repoint(optimizers, modules)
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(lambda *_: self._forget(modules))
+
+    def _forget(self, modules: Any) -> None:
+        for shard in [shard for module in modules for shard in shards_of(module)]:
+            shard.loaded = None
 
 
 @backend("moments_by_position")

@@ -17,10 +17,17 @@ FAULTS = (
     "gradients_off_by_one",
     "gradients_of_few_dropped",
     "mean_over_users",
+    "unused_zeroed",
+    "second_backward_dropped",
+    "call_overwrites",
+    "decided_in_forward",
+    "sums_in_half",
+    "buffers_of_own",
     "padding_in_norm",
     "tail_truncated",
     "parameters_stale",
     "frozen_trained",
+    "unfreezing_lost",
     "tied_untied",
     "rank_0_not_heard",
     "left_gathered",
@@ -32,6 +39,8 @@ FAULTS = (
     # clipping
     "norm_local",
     "infinite_norm_local",
+    "norm_of_other_order",
+    "norm_of_all",
     "norm_nonfinite",
     "clip_value_ignored",
     # accumulation
@@ -40,6 +49,7 @@ FAULTS = (
     "sync_left_off",
     "sync_left_off_by_exceptions",
     "no_sync_ignored",
+    "zero_grad_forgets_shards_alone",
     # loops
     "stale_in_forward",
     "requires_grad_not_followed",
@@ -55,6 +65,9 @@ FAULTS = (
     "buffer_not_saved",
     "buffer_not_restored",
     "moment_not_saved",
+    "options_not_restored",
+    "moments_of_frozen_dropped",
+    "weights_loaded_beside_optimizer",
     "moments_by_position",
     "random_numbers_not_restored",
     "async_save_not_copied",
@@ -98,6 +111,7 @@ def _info(fault: str, **changes: Any) -> StrategyInfo:
 CHANGES: dict[str, dict[str, Any]] = {
     "accelerator_claimed": {"accelerators": ("cuda", "cpu")},
     "mixed_precision_claimed": {"capabilities": LOOPBACK.capabilities | {Capability.MIXED_PRECISION}},
+    "sums_in_half": {"capabilities": LOOPBACK.capabilities | {Capability.MIXED_PRECISION}},
     "offload_claimed": {"capabilities": LOOPBACK.capabilities | {Capability.CPU_OFFLOAD}},
     "checkpointing_claimed": {
         "capabilities": LOOPBACK.capabilities | {Capability.ACTIVATION_CHECKPOINTING},

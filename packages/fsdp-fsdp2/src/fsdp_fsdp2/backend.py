@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.fqn import clean_name
 from fsdp_core.gradients import HeldGradients
 from fsdp_core.marking import options_of
 from fsdp_core.materialize import place
@@ -237,6 +238,13 @@ class FSDP2Backend(Backend):
         for unit in self._units[module]:
             held.own.update((layout[shard][0].name, grad) for shard, grad in unreduced_gradients(unit))
         return held
+
+    def forget_unreduced(self, module: nn.Module, names: Collection[str]) -> None:
+        given_up = {id(shard) for name, shard in self._shards[module].items() if clean_name(name) in names}
+        for unit in self._units[module]:
+            for shard, gradient in unreduced_gradients(unit):
+                if id(shard) in given_up:
+                    gradient.zero_()
 
     def restore_gradients(
         self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]

@@ -6,7 +6,7 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ from fsdp_xla.read_late import DeviceFlat, gathered_in_turn, read_late
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.units import XlaFullyShardedDataParallel, is_shard
-from fsdp_xla.waiting_gradients import held_by_units, restore_to_units
+from fsdp_xla.waiting_gradients import forget_in_units, held_by_units, restore_to_units
 from fsdp_xla.written import layout_of, named_members, note_order, put_in_place, user_module, written
 
 __all__ = ["XLABackend"]
@@ -327,6 +327,9 @@ class XLABackend(Backend):
         self.reshard(root)
         xla.settle()
         return held_by_units(root, self.layout(root))
+
+    def forget_unreduced(self, module: nn.Module, names: Collection[str]) -> None:
+        forget_in_units(_root_of(module), names)
 
     def restore_gradients(
         self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from fsdp_xla.torch_xla_private import on_host
 from fsdp_xla.units import set_unreduced_gradients, units_of, unreduced_gradients
 from fsdp_xla.written import named_members
 
-__all__ = ["held_by_units", "restore_to_units"]
+__all__ = ["forget_in_units", "held_by_units", "restore_to_units"]
 
 
 def held_by_units(root: nn.Module, layout: Layout) -> HeldGradients:
@@ -33,6 +33,15 @@ def held_by_units(root: nn.Module, layout: Layout) -> HeldGradients:
             for part in parts:
                 held.reduced[part.name] = part.of(flat)
     return held
+
+
+def forget_in_units(root: nn.Module, names: Collection[str]) -> None:
+    """Make nothing of the gradients of these parameters that this rank has yet to have reduced."""
+    name_of = {(id(member.owner), member.attribute): name for name, member in named_members(root)}
+    for unit in units_of(root):
+        for owner, attribute, grad in unreduced_gradients(unit):
+            if name_of[id(owner), attribute] in names:
+                grad.zero_()
 
 
 def restore_to_units(

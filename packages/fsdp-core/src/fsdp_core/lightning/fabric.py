@@ -187,6 +187,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._look_at(optimizer, self.roots)
         output = super().optimizer_step(optimizer, **kwargs)
         self._backward_sync_control.accumulating.clear()
+        self._unreduced.clear()
         for root in self.roots:
             self.backend.reshard(root)
         return output

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -27,6 +28,7 @@ from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.same_on_ranks import check_same, facts_of_module, facts_of_options, facts_of_packages
 from fsdp_core.strategy_info import Capability
+from fsdp_core.zero_grad import when_zeroed
 
 __all__ = ["RanksOfStrategy", "sharded_by"]
 
@@ -63,6 +65,7 @@ class RanksOfStrategy:
     timeout: timedelta | None
     background: BackgroundSaves | None
     sequential_save: bool = False
+    _unreduced: WeakSet[nn.Module]  # roots with backward passes since the last step that reduced nothing
 
     # of Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None
@@ -97,6 +100,7 @@ class RanksOfStrategy:
         self.state_dict_type = state_dict_type
         self.timeout = timeout
         self.background = BackgroundSaves(self.runtime) if async_save else None
+        self._unreduced = WeakSet()
 
     def require(self, capability: Capability, asked: str) -> None:
         """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare this."""
@@ -129,8 +133,29 @@ class RanksOfStrategy:
             self._refuse_late(root, optimizers)
         self.backend.repoint(optimizers, roots)
         for optimizer in optimizers:
+            self._follow_zero_grad(optimizer, roots)
             _held[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
             refuse_files_of_optimizer(optimizer, self.backend.holds_part, self.strategy_name)
+
+    def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
+        """Let ``zero_grad()`` give up too what waits for a reduction, which is elsewhere than at the shards."""
+        held = {id(parameter) for parameter in _parameters_of(optimizer)}
+        trained: list[tuple[ref[nn.Module], set[str]]] = []
+        for root in roots:
+            parts = [part for p, parts in self.backend.layout(root).items() if id(p) in held for part in parts]
+            trained.append((ref(root), {part.name for part in parts}))
+            when_zeroed(
+                self.backend.written_module(root), partial(_give_all_up, ref(root), self._unreduced, self.backend)
+            )
+        backend, unreduced = self.backend, self._unreduced
+
+        def give_up() -> None:
+            for one, names in trained:
+                root = one()
+                if root is not None and root in unreduced:
+                    backend.forget_unreduced(root, names)
+
+        when_zeroed(optimizer, give_up)
 
     def _look_at(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
         """Have what an optimizer was given since it was last looked at re-pointed or refused, before it is stepped."""
@@ -167,6 +192,7 @@ class RanksOfStrategy:
 
         Otherwise every gradient would be ``None`` from an exception on, without a word.
         """
+        self._unreduced.add(root)
         context = self.backend.no_sync(root)
         context.__enter__()
         try:
@@ -285,6 +311,12 @@ class RanksOfStrategy:
                 "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
                 f"Leave them out, or write strategy={type(self).__name__}(state_dict_type='full')."
             )
+
+
+def _give_all_up(of: ref[nn.Module], unreduced: WeakSet[nn.Module], backend: Backend) -> None:
+    root = of()
+    if root is not None and root in unreduced:
+        backend.forget_unreduced(root, set(backend.remembered_names(root)))
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -315,6 +315,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if not self._inside_root_forward:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._exact_resume.on_step(optimizer)
+            self._unreduced.clear()
             self.backend.reshard(root)
             return output
 
@@ -328,6 +329,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         try:
             return super().optimizer_step(optimizer, closure_inside_forward, model, **kwargs)
         finally:
+            self._unreduced.clear()
             self._exact_resume.on_step(optimizer)
             self.backend.resume_forward(root)
             guard(self._pieces())

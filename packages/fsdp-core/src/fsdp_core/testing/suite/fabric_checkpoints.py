@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import SavedTensor
@@ -19,6 +20,7 @@ from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
+from fsdp_core.testing.suite.numbers import assert_same
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 
 __all__ = ["FabricCheckpointsSuite"]
@@ -207,6 +209,67 @@ def _goes_back(strategy: str, kind: str, path: str) -> list[dict[str, Any]]:
     return [first, outcome()]
 
 
+def _four_steps(
+    net: Any, model: Any, optimizer: Any, backward: Callable[[Tensor], None], batches: Any, done: int = 0
+) -> None:
+    """Take those of four steps that are not done yet. In the second, the first block is frozen."""
+    for i in range(done, done + len(batches)):
+        x, y = batches[i - done]
+        net.blocks[0].requires_grad_(i != 1)
+        backward(mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _net(seed: int, frozen: float) -> Any:
+    with oracle.seeded(seed):
+        net = oracle.Net()
+    nn.init.constant_(net.frozen.weight, frozen)
+    return net
+
+
+def _adamw(net: Any, lr: float, weight_decay: float, beta: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=lr, eps=1e-3, weight_decay=weight_decay, betas=(beta, 0.99))
+
+
+#: What a run begins with, and what another has in the place of it before it loads the first one's checkpoint.
+_FIRST, _OTHER = (0.01, 0.3, 0.8), (0.5, 0.0, 0.0)
+
+
+def _goes_on_elsewhere(strategy: str, path: str) -> dict[str, Any]:
+    """Take two steps and save; load beside other weights and options, and take the other two: the weights."""
+    fabric = new_fabric(strategy)
+    net = _net(1, 0.5)
+    model, optimizer = fabric.setup(net, _adamw(net, *_FIRST))
+    _four_steps(net, model, optimizer, fabric.backward, whole_batches(fabric, 2))
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    fabric = new_fabric(strategy)
+    net = _net(7, 7.0)
+    net.blocks[0].requires_grad_(False)  # as it was in the last step before the save
+    model, optimizer = fabric.setup(net, _adamw(net, *_OTHER))
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    _four_steps(net, model, optimizer, fabric.backward, whole_batches(fabric, 4)[2:], 2)
+    return full_state(fabric.strategy)
+
+
+def _weights_alone(strategy: str, path: str) -> dict[str, Any]:
+    """Load weights, and no optimizer's state, into a model that is set up with its optimizer; take two steps."""
+    fabric = new_fabric(strategy)
+    fabric.save(path, {"model": fabric.setup(oracle.new_net())})
+    fabric = new_fabric(strategy)
+    net = _net(7, 7.0)
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    batches = whole_batches(fabric, 2)
+    with torch.no_grad():
+        model(batches[0][0])  # what is gathered for this is not what is loaded
+    fabric.load(path, {"model": model})
+    for x, y in batches:
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state(fabric.strategy)
+
+
 class FabricCheckpointsSuite(Clauses):
     """What Fabric saves, with all that its users put beside a model, is restored bit for bit."""
 
@@ -225,6 +288,20 @@ class FabricCheckpointsSuite(Clauses):
         for first, again in ranks.run(2, _goes_back, self.strategy, kind, str(tmp_path / "checkpoint")):
             assert again["losses"] == first["losses"]
             assert_bit_equal(again, first)
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_a_checkpoint_wins_over_what_it_is_loaded_into(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Frozen weights, options of param groups, counts of steps, and moments of what was trained and is frozen."""
+        net = _net(1, 0.5)
+        _four_steps(net, net, _adamw(net, *_FIRST), Tensor.backward, oracle.global_batches(4))
+        got = ranks.run(2, _goes_on_elsewhere, self.strategy, str(tmp_path / "checkpoint"))
+        assert_same([([], state) for state in got], ([], net.state_dict()))
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_loaded_weights_are_trained_by_an_optimizer_that_is_older(self, ranks: Ranks, tmp_path: Path) -> None:
+        _, want = oracle.train_plain(2, oracle.momentum)
+        got = ranks.run(2, _weights_alone, self.strategy, str(tmp_path / "checkpoint"))
+        assert_same([([], state) for state in got], ([], want))
 
     @KINDS
     def test_state_dicts_are_saved_whole_or_refused(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:

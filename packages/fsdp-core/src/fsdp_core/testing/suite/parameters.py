@@ -98,13 +98,31 @@ def _gains(strategy: str, scenario: str) -> dict[str, float]:
     return gains_of(fabric.strategy)
 
 
-def _unfrozen(strategy: str, precision: Any) -> list[float]:
+def _unfrozen_oracle() -> list[float]:
+    net = oracle.new_net()
+    net.blocks[1].requires_grad_(False)
+    optimizer = oracle.sgd(net)
+    losses = []
+    for i, (x, y) in enumerate(oracle.global_batches(3)):
+        net.blocks[1].requires_grad_(i > 0)
+        loss = mse_loss(net(x), y)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _unfrozen(strategy: str, precision: Any, evaluated: bool = False) -> list[float]:
     fabric = new_fabric(strategy, precision=precision)
     net = oracle.new_net()
     net.blocks[1].requires_grad_(False)
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     losses = []
     for i, (x, y) in enumerate(whole_batches(fabric, 3)):
+        if i == 1 and evaluated:
+            with torch.no_grad():
+                model(x)
         if i == 1:
             net.blocks[1].requires_grad_(True)
         loss = mse_loss(model(x), y)
@@ -191,20 +209,13 @@ class ParametersSuite(Clauses):
 
     @precisions("32-true", "bf16-mixed")
     def test_a_block_unfrozen_later(self, ranks: Ranks, precision: str) -> None:
-        net = oracle.new_net()
-        net.blocks[1].requires_grad_(False)
-        optimizer = oracle.sgd(net)
-        want = []
-        for i, (x, y) in enumerate(oracle.global_batches(3)):
-            net.blocks[1].requires_grad_(i > 0)
-            loss = mse_loss(net(x), y)
-            want.append(loss.item())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
         tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
         for losses in ranks.run(2, _unfrozen, self.strategy, precision):
-            assert losses == pytest.approx(want, rel=tolerance, abs=tolerance)
+            assert losses == pytest.approx(_unfrozen_oracle(), rel=tolerance, abs=tolerance)
+
+    def test_a_block_unfrozen_after_an_evaluation(self, ranks: Ranks) -> None:
+        for losses in ranks.run(2, _unfrozen, self.strategy, None, True):
+            assert losses == pytest.approx(_unfrozen_oracle(), abs=FP32_TOLERANCE)
 
     @requires(Capability.CLIP_BY_NORM)
     @precisions("32-true", "bf16-mixed", "16-mixed", "bf16-true")

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import HALF_TOLERANCE
+from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.state import full_state, local, poison_gradient, trained_by
-from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks, precisions, requires
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["PrecisionSuite", "seen_by_a_block"]
@@ -80,6 +81,41 @@ def _under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
     return {"losses": means(losses), "shards": {p.dtype for p in net.blocks[1].parameters()}}
 
 
+class Summed(nn.Module):
+    """The gradient of its bias is the sum of what each row of its output is multiplied by."""
+
+    #: 256 and 1, or 512 and 2: bf16 has each of them, and not their sum.
+    LARGE, SMALL = 256.0, 1.0
+
+    fine: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        for parameter in self.layer.parameters():
+            nn.init.zeros_(parameter)
+        self.register_buffer("fine", torch.tensor([1.0 + 2.0**-10]))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+def _summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
+    fabric = new_fabric(strategy, precision="bf16-mixed")
+    net = Summed()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    row = fabric.to_device(torch.ones(1, FEATURES))
+    if accumulated:
+        with fabric.no_backward_sync(model):
+            fabric.backward((model(row) * net.LARGE).sum())
+        fabric.backward((model(row) * net.SMALL).sum())
+    else:
+        own = fabric.to_device(torch.tensor([2 * (net.LARGE if fabric.global_rank == 0 else net.SMALL)]))
+        fabric.backward((model(row) * own).sum())
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
 class Overflowing(Spying):
     """The first step overflows in one rank's shard alone: one element of its gradient is infinite."""
 
@@ -141,6 +177,21 @@ class PrecisionSuite(Clauses):
         for got in ranks.run(2, _under_fabric, self.strategy, precision):
             assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
             assert got["shards"] == {STORAGE.get(precision, torch.float32)}
+
+    @requires(Capability.MIXED_PRECISION)
+    @pytest.mark.parametrize(
+        "accumulated",
+        [
+            pytest.param(False, marks=on_ranks("processes", "threads")),  # one controller's data are not divided
+            pytest.param(True, marks=requires(Capability.GRADIENT_ACCUMULATION)),
+        ],
+        ids=["over ranks", "over micro-batches"],
+    )
+    def test_gradients_are_added_in_full_precision(self, ranks: Ranks, accumulated: bool) -> None:
+        """And buffers keep theirs."""
+        for state in ranks.run(2, _summed, self.strategy, accumulated):
+            assert torch.equal(state["layer.bias"], torch.full((FEATURES,), -(Summed.LARGE + Summed.SMALL)))
+            assert state["fine"].item() == 1.0 + 2.0**-10
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
     def test_overflow_in_one_shard_skips_the_step_everywhere(self, ranks: Ranks, tmp_path: Path) -> None:

@@ -67,6 +67,29 @@ def _different_seeds(strategy: str) -> list[float]:
     return [mse_loss(model(x), y).item() for x, y in whole_batches(fabric, 1)]
 
 
+class Positioned(nn.Module):
+    """A buffer that is saved with the module, and one that is not."""
+
+    saved: Tensor
+    unsaved: Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("saved", torch.full((FEATURES,), value))
+        self.register_buffer("unsaved", torch.full((FEATURES,), value), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x * self.saved) + self.unsaved
+
+
+def _buffers(strategy: str) -> tuple[float, float]:
+    fabric = new_fabric(strategy)
+    net = Positioned(1.0 + fabric.global_rank)
+    fabric.setup(net)
+    return net.saved.sum().item(), net.unsaved.sum().item()
+
+
 class Shared(nn.Module):
     """Two blocks that share a weight with each other, and one that shares one with the root."""
 
@@ -195,6 +218,10 @@ class ShardsSuite(Clauses):
         want = [mse_loss(net(x), y).item() for x, y in oracle.global_batches(1)]
         for losses in ranks.run(2, _different_seeds, self.strategy):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+    def test_rank_zeros_buffers_win(self, ranks: Ranks) -> None:
+        for saved, unsaved in ranks.run(2, _buffers, self.strategy):
+            assert (saved, unsaved) == (FEATURES, FEATURES)
 
     def test_tied_parameters_are_trained_as_one(self, ranks: Ranks) -> None:
         """Within a unit, and across those that a wrap policy would make."""

@@ -18,9 +18,11 @@ from fsdp_core.testing.suite.leftovers import LeftoversSuite
 from fsdp_core.testing.suite.listing import ListingSuite
 from fsdp_core.testing.suite.loader_positions import LoaderPositionsSuite
 from fsdp_core.testing.suite.loops import LoopsSuite
+from fsdp_core.testing.suite.norms import NormsSuite
 from fsdp_core.testing.suite.numbers import NumbersSuite
 from fsdp_core.testing.suite.optimizers import OptimizersSuite
 from fsdp_core.testing.suite.parameters import ParametersSuite
+from fsdp_core.testing.suite.passes import PassesSuite
 from fsdp_core.testing.suite.precision import PrecisionSuite
 from fsdp_core.testing.suite.presets import PresetClauses
 from fsdp_core.testing.suite.resuming import ExactResumeSuite
@@ -34,10 +36,12 @@ class StrategySuite(
     ListingSuite,
     ContractSuite,
     NumbersSuite,
+    NormsSuite,
     CapabilitiesSuite,
     ShardsSuite,
     ParametersSuite,
     BranchesSuite,
+    PassesSuite,
     PrecisionSuite,
     OptimizersSuite,
     LoopsSuite,
