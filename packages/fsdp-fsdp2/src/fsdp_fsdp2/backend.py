@@ -302,11 +302,12 @@ class FSDP2Backend(Backend):
         return CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_assigned(root: nn.Module, args: Any) -> None:
-    assigned = FSDP2Backend._assigned.get(root)  # a copy of a root has none
-    for unit in FSDP2Backend._units[root] if assigned is not None else ():
-        assigned.check(unit)
+    assigned = FSDP2Backend._assigned.get(root)
+    if assigned is not None:  # a copy of a root has none
+        for unit in FSDP2Backend._units[root]:
+            assigned.check(unit)
 
 
 def _take_unfrozen_units(root: nn.Module, args: Any) -> None:
