@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from fsdp_core.clipping import local_tensor
 
 __all__ = ["Here", "here", "stand_on"]
 
@@ -39,7 +40,7 @@ class Here:
 
     def local(self, tensor: Tensor) -> Tensor:
         """What this rank holds of a tensor, sharing memory with it."""
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_tensor(tensor)
 
     def memory(self, tensor: Tensor) -> int:
         """How many bytes this rank holds for a tensor, or for what it is a view of."""

@@ -199,6 +199,9 @@ class RankPool:
 
     def _replace_lost(self) -> None:
         """End all processes if one of them has died since the last call."""
+        for process, connection in self._workers:
+            if connection.poll():  # nothing is told between two calls: it is the end of the pipe
+                process.join(timeout=10)  # which may be known before the process's own
         lost = {process.pid: process.exitcode for process, _ in self._workers if not process.is_alive()}
         if lost:
             told = ", ".join(f"process {pid} with exit code {status}" for pid, status in lost.items())
