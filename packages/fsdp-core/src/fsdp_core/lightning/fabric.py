@@ -270,14 +270,17 @@ class _NoSync(BackwardSyncControl):
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
         self._no_sync, self._require = strategy._no_sync, strategy.require
+        self._unreduced = strategy._unreduced
         self.accumulating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         if not enabled:
             return nullcontext()
         self._require(Capability.GRADIENT_ACCUMULATION, "no_backward_sync()")
-        self.accumulating.add(root_of(module))
-        return self._no_sync(root_of(module))
+        root = root_of(module)
+        self.accumulating.add(root)
+        self._unreduced.add(root)
+        return self._no_sync(root)
 
 
 # See fsdp_core/lightning/trainer.py for why.

@@ -192,7 +192,6 @@ class RanksOfStrategy:
 
         Otherwise every gradient would be ``None`` from an exception on, without a word.
         """
-        self._unreduced.add(root)
         context = self.backend.no_sync(root)
         context.__enter__()
         try:

@@ -106,7 +106,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
-        self._in_step = False
+        self._in_step = self._blocking = False
         self._has_stepped = False
         self._trainer: pl.Trainer | None = None
         self._fitting = False
@@ -278,8 +278,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         assert self.model is not None
         self.require(Capability.GRADIENT_ACCUMULATION, "an accumulation of gradients")
-        with self._no_sync(self.model):
-            yield
+        self._blocking = True
+        try:
+            with self._no_sync(self.model):
+                yield
+        finally:
+            self._blocking = False
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._inside_root_forward:
@@ -289,6 +293,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         self._exact_resume.on_backward(self.optimizers)
+        if self._blocking and self.model is not None:  # not before: Lightning forgets gradients within the context
+            self._unreduced.add(self.model)
         if self._inside_root_forward:
             assert self.model is not None
             self.backend.resume_forward(self.model)
