@@ -112,7 +112,8 @@ def test_ranks_that_have_failed_take_no_further_call(kind: type[RankPool]) -> No
 
 def ended(pid: int) -> bool:
     try:
-        return "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+        threads = os.listdir(f"/proc/{pid}/task")  # the first is a zombie while others are still ending
+        return len(threads) <= 1 and "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
     except (FileNotFoundError, ProcessLookupError):
         return True
 

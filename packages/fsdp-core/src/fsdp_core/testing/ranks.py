@@ -169,7 +169,7 @@ class RankPool:
                 value: Any
                 try:
                     ok, value = self._workers[rank][1].recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     ok, value = False, Failure(f"the process died with exit code {self._exit_code(rank)}")
                 except Exception as error:
                     why = f"what it returned can't be unpickled here: {type(error).__name__}: {error}"
