@@ -323,7 +323,8 @@ def _small(kind: _Kind, device: torch.device, shown: _Shown, generator: torch.Ge
     spikes = torch.ones(kind.shape)
     spikes.reshape(-1)[_cut(spikes) :] = 30.0
     target.reshape(-1)[: _cut(target)] *= 4.0  # so that norms of pieces differ, and how they relate to the parameter's
-    signs.reshape(-1)[_cut(signs) :] += 1.0
+    signs.reshape(-1)[: _cut(signs)] -= 1.5  # so that most turn round in one piece, and few in the other
+    signs.reshape(-1)[_cut(signs) :] += 1.5
     where = device.type if device.type == "cuda" else "cpu"
     start, target, signs, spikes = (one.to(where) for one in (start, target, signs, spikes))
     return _Small(
