@@ -304,8 +304,8 @@ def refused(strategy: str, tmp: str, world_size: int, run: Run) -> str:
 
 def divided_by_hand(strategy: str, tmp: str) -> tuple[int, list[str]]:
     """How many batches a run does that goes on after one of four, over each rank's own samples; and its warnings."""
-    samples = list(oracle.dataset(8))[here().rank :: here().shares(2)]
-    loader: Any = DataLoader(samples, batch_size=len(samples) // 4)  # type: ignore[arg-type]
+    samples: Any = list(oracle.dataset(8))[here().rank :: here().shares(2)]
+    loader: Any = DataLoader(samples, batch_size=len(samples) // 4)
     own: dict[str, Any] = {"use_distributed_sampler": False}
     first = new_trainer(tmp, strategy, 2, max_epochs=-1, max_steps=1, **own)
     first.fit(Lit(), loader)
