@@ -50,6 +50,9 @@ CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
 CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope", "--no-loadscope-reorder")
 
 
+# Whose optimizers docs/optimizers.md has tables of.
+OPTIMIZERS = ("schedulefree", "timm", "torchao", "transformers")
+
 # What every environment has besides, to build and install our packages and to run their sessions.
 BUILDS = ("pip", "ruff", "nox", "build", "hatchling", "editables", "psutil", "torchdata")
 # Lightning imports matplotlib where it is, which takes a tenth of a second of every process that the tests start.
@@ -206,20 +209,18 @@ def layered(session: nox.Session, name: str, packages: list[Package], *needs: st
     return kept_environment(session, name, [PINS, *pyprojects(SHARING)], fill, with_pip=False)
 
 
-def apart(session: nox.Session, package: Package) -> str:
-    """A folder with what some tests of a package import, and no other process is to find.
+def apart(session: nox.Session, name: str, needs: tuple[str, ...], sources: list[Path]) -> str:
+    """A folder with what some tests import, and no other process is to find.
 
     Lightning imports transformers where it is, which takes most of a second of every process that the tests start.
     """
-    name = f"tests-{package.name}-apart"
     below = third_party(session)
 
     def fill(python: str) -> None:
         see_installed(session, python, below)
-        pip_install(session, python, *package.tests_need_apart)
+        pip_install(session, python, *needs)
 
-    python = kept_environment(session, name, [PINS, *pyprojects([package])], fill, with_pip=False)
-    return site_packages(session, python)
+    return site_packages(session, kept_environment(session, name, [PINS, *sources], fill, with_pip=False))
 
 
 def see_installed(session: nox.Session, python: str, below: str) -> None:
@@ -304,7 +305,8 @@ def tests(session: nox.Session, package: str) -> None:
         python = layered(session, f"tests-{chosen.name}", with_dependencies(chosen), *chosen.tests_need)
         side_by_side = CLAUSES_SIDE_BY_SIDE if chosen.strategies else MANY_SIDE_BY_SIDE
         if chosen.tests_need_apart:
-            session.env["FSDP_TESTS_APART"] = apart(session, chosen)
+            needs, sources = chosen.tests_need_apart, pyprojects([chosen])
+            session.env["FSDP_TESTS_APART"] = apart(session, f"tests-{chosen.name}-apart", needs, sources)
     else:
         python, side_by_side = own_python(session, chosen), CLASSES_SIDE_BY_SIDE
     slow = [f"--deselect={chosen.path.as_posix()}/{test}" for test in chosen.slow]
@@ -349,6 +351,7 @@ def integration(session: nox.Session) -> None:
     for package in PACKAGES.values():
         if package not in SHARING:  # such as FSDP_XLA_PYTHON
             session.env[f"{package.name.replace('-', '_').upper()}_PYTHON"] = own_python(session, package)
+    session.env["FSDP_TESTS_APART"] = apart(session, "integration-apart", OPTIMIZERS, [])
     run_pytest(session, "tests-integration", python=python)
 
 

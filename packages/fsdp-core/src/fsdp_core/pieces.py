@@ -9,6 +9,7 @@ whole tensors is left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
@@ -107,9 +108,12 @@ def refuse_files_of_optimizer(optimizer: Optimizer, holds_piece: Callable[[Tenso
         holds_piece: Whether a parameter is a rank's piece of the user's, as a plain tensor.
         strategy: The name that users type.
     """
-    if _SHARDS not in optimizer.__dict__:
-        optimizer.register_state_dict_post_hook(_mark_optimizer_state)
-    optimizer.__dict__[_SHARDS] = holds_piece, strategy
+    inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]  # as Lookahead has one
+    for one in (optimizer, *inside):
+        if _SHARDS not in one.__dict__:
+            with suppress(AttributeError):  # where a class leaves torch's constructor out, and gives the state of another
+                one.register_state_dict_post_hook(_mark_optimizer_state)
+        one.__dict__[_SHARDS] = holds_piece, strategy
 
 
 def _mark_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -1,0 +1,205 @@
+"""Each row of docs/optimizers.md that names an optimizer of another package than torch: right, or refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core import full_state_dict
+from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
+from fsdp_core.testing.training import new_fabric, whole_batches
+
+sys.path += filter(None, [os.environ.get("FSDP_TESTS_APART")])
+
+# torchvision, which timm imports, can't be imported without its operators, and its wheels on the package index have
+# them for torch's CUDA build alone. None is used here.
+torch.library.define("torchvision::nms", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+torch.library.define("torchvision::qnms", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+
+PAGE = (Path(__file__).parents[1] / "docs/optimizers.md").read_text(encoding="utf-8")
+STEPS = 5
+
+#: Muon orthogonalises in bf16, whose last bit is 2**-8 of a value, what comes to at most the learning rate of 0.01.
+MUON_TOLERANCE = STEPS * 0.01 * 2**-6
+
+#: In the order of the table's columns.
+STRATEGIES = ("fsdp2", "fsdp_native")
+
+Make = Callable[[list[nn.Parameter]], Any]
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of a section's table, without those that head it."""
+    section = PAGE.split(f"\n### {heading}")[1].split("\n## ")[0].split("\n### ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in cells] for cells in lines[2:]]
+
+
+def by_name_of_timm(name: str, **settings: Any) -> Make:
+    def make(parameters: list[nn.Parameter]) -> Any:
+        from timm.optim import create_optimizer_v2
+
+        return create_optimizer_v2(parameters, opt=name, lr=0.01, **{"momentum": 0.9, **settings})
+
+    return make
+
+
+def by_path(module: str, kind: str, **settings: Any) -> Make:
+    def make(parameters: list[nn.Parameter]) -> Any:
+        return getattr(import_module(module), kind)(parameters, **settings)
+
+    return make
+
+
+def names_of_timm(cell: str) -> list[str]:
+    """What a first cell names: lists end with a semicolon, and may begin with words of their own."""
+    return re.findall(r"\w+", cell.split(";")[0].split(":")[-1])
+
+
+def of_timm() -> dict[str, tuple[Make, tuple[bool, bool]]]:
+    found = {}
+    for first, *cells in rows("timm"):
+        if "not tried" in cells[0]:
+            continue
+        # a cell may set conditions, which are tried below: what it begins with holds without them
+        fsdp2, pieces = (cell.startswith("right") for cell in cells)
+        for name in names_of_timm(first):
+            if name in ("kron", "kronc", "kronw"):
+                continue  # whose trial takes a minute and a half; they were tried by hand
+            found[f"timm {name}"] = by_name_of_timm(name), (fsdp2, pieces)
+    return found
+
+
+NEITHER, ONLY_FSDP2, BOTH = (False, False), (True, False), (True, True)
+
+#: By what it is called here: how it is made, and under which of the strategies it is right.
+OPTIMIZERS: dict[str, tuple[Make, tuple[bool, bool]]] = {
+    **{
+        f"schedulefree {name}": (by_path("schedulefree", name, lr=0.01, **settings), BOTH)
+        for name, settings in {
+            "AdamWScheduleFree": {},
+            "AdamWScheduleFreeClosure": {},
+            "AdamWScheduleFreePaper": {},
+            "AdamWScheduleFreeReference": {},
+            "RAdamScheduleFree": {},
+            "RAdamScheduleFreeClosure": {},
+            "SGDScheduleFree": {},
+            "SGDScheduleFreeClosure": {},
+            "SGDScheduleFreeReference": {},
+        }.items()
+    },
+    "transformers Adafactor": (by_path("transformers.optimization", "Adafactor"), NEITHER),
+    "torchao _AdamW": (by_path("torchao.optim", "_AdamW", lr=0.01, bf16_stochastic_round=True), BOTH),
+    **{
+        f"torchao {name}": (by_path("torchao.optim", name, lr=0.01), BOTH)
+        for name in ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
+    },
+    **of_timm(),
+    "timm lookahead_adamw": (by_name_of_timm("lookahead_adamw"), BOTH),
+    "timm lars with weight decay": (by_name_of_timm("lars", weight_decay=0.01), ONLY_FSDP2),
+    "timm sgdp without momentum": (by_name_of_timm("sgdp", momentum=0.0), (False, True)),
+}
+
+
+class Small(nn.Module):
+    """Matrices and vectors that two ranks divide evenly or not, and a 0-dim parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, 8)
+        self.middle = nn.Linear(8, 5)
+        self.down = nn.Linear(5, FEATURES)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.gain * self.down(torch.tanh(self.middle(torch.tanh(self.up(x)))))
+        return output
+
+
+def new_small() -> Small:
+    with oracle.seeded(7):
+        return Small()
+
+
+def steps(model: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]], backward: Callable[[Tensor], Any]) -> None:
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()  # of schedule-free optimizers
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        backward(loss)
+        return loss
+
+    for x, y in batches:
+        optimizer.step(closure)
+
+
+def trained_plain(make: Make) -> dict[str, Tensor]:
+    net = new_small()
+    with torch.compiler.set_stance("force_eager"):
+        steps(net, make(list(net.parameters())), oracle.global_batches(STEPS), lambda loss: loss.backward())
+    return dict(net.state_dict())
+
+
+def trained_over_shards(strategy: str, names: list[str]) -> dict[str, dict[str, Tensor] | str]:
+    """On a rank: what the parameters end with, or the refusal."""
+    ended: dict[str, dict[str, Tensor] | str] = {}
+    for name in names:
+        fabric = new_fabric(strategy)
+        net = new_small()
+        try:
+            model, optimizer = fabric.setup(net, OPTIMIZERS[name][0](list(net.parameters())))
+        except OptimizerMismatchError as refused:
+            ended[name] = str(refused)
+            continue
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its steps, which takes half a minute
+            steps(model, optimizer, whole_batches(fabric, STEPS), fabric.backward)
+        ended[name] = full_state_dict(model)
+    return ended
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool() as pool:
+        yield pool
+
+
+def test_the_table_names_all_of_timms() -> None:
+    from timm.optim import list_optimizers
+
+    named = {name for first, *_ in rows("timm") for name in names_of_timm(first)}
+    offered = {name for name in list_optimizers() if not re.match("bnb|fused", name)}
+    assert named - {"those", "of", "bitsandbytes", "and", "apex", "bnb", "fused"} == offered
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("column", range(2), ids=STRATEGIES)
+def test_each_optimizer_of_the_table(ranks: RankPool, column: int) -> None:
+    strategy = STRATEGIES[column]
+    first, _ = ranks.run(2, trained_over_shards, strategy, list(OPTIMIZERS))
+    wrong = {}
+    for name, (make, right) in OPTIMIZERS.items():
+        ended = first[name]
+        if isinstance(ended, str) or not right[column]:
+            if isinstance(ended, str) == right[column]:
+                wrong[name] = ended
+            continue
+        want = trained_plain(make)
+        assert ended.keys() == want.keys()
+        differ = max(float((ended[key] - want[key]).abs().max()) for key in want)
+        if differ > (MUON_TOLERANCE if "muon" in name else FP32_TOLERANCE):
+            wrong[name] = f"differs by {differ}"
+    assert not wrong
