@@ -2,7 +2,7 @@
 
 Importing this package costs next to nothing: each public name below is imported when it is first used, and only
 :class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :func:`full_state_dict`,
-:func:`load_state_dict` and :func:`wrap` import torch.
+:func:`gathered`, :func:`load_state_dict` and :func:`wrap` import torch.
 
 Example:
     >>> import fsdp_core
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from fsdp_core.hookspecs import hookimpl
     from fsdp_core.lightning.exporting import full_state_dict
+    from fsdp_core.lightning.gathered import gathered
     from fsdp_core.marking import wrap
     from fsdp_core.random_state import RandomState
     from fsdp_core.registry import describe, resolve, strategies
@@ -78,6 +79,7 @@ __all__ = [
     "__version__",
     "describe",
     "full_state_dict",
+    "gathered",
     "hookimpl",
     "load_state_dict",
     "resolve",
@@ -96,6 +98,7 @@ _HOMES = {
     "StrategyInfo": "strategy_info",
     "describe": "registry",
     "full_state_dict": "lightning.exporting",
+    "gathered": "lightning.gathered",
     "hookimpl": "hookspecs",
     "load_state_dict": "checkpoint",
     "resolve": "registry",

@@ -178,12 +178,14 @@ class Backend(ABC):
         Args:
             module: A root, the module that it stands for, or one inside them.
         """
-        for root in list(cls._owners):
-            for raw, inner in root.named_modules():
-                if inner is module:
-                    name = clean_name(raw)
-                    return root, f"{name}." if name else ""
-        return None
+        found = [
+            (raw, root) for root in list(cls._owners) for raw, inner in root.named_modules() if inner is module
+        ]
+        if not found:
+            return None
+        raw, root = max(found, key=lambda one: len(one[0]))  # the wrapper, rather than what it stands for
+        name = clean_name(raw)
+        return root, f"{name}." if name else ""
 
     def terms(self) -> dict[str, Any]:
         """What a sharded module can't change any more, by name, for comparison."""
@@ -224,6 +226,16 @@ class Backend(ABC):
         show global shapes by themselves.
         """
         yield
+
+    @contextmanager
+    def unmanaged(self, module: nn.Module) -> Iterator[None]:
+        """A context in which the user's modules can be called, and nothing of the library's comes of it.
+
+        :func:`fsdp_core.gathered` puts whole values in the place of parameters in it. As :meth:`as_written`, and a
+        library that has registered hooks on the user's modules leaves them out.
+        """
+        with self.as_written(module):
+            yield
 
     def layout(self, module: nn.Module) -> Layout:
         """What each parameter that an optimizer may hold has of the user's parameters.

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import ChunkedTensor, SavedTensor
+from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["whole"]
+__all__ = ["check_not_gathered", "gathered_modules", "whole"]
+
+#: Modules that :func:`fsdp_core.gathered` has given whole parameters for a while, and roots that they are parts of.
+gathered_modules: WeakSet[nn.Module] = WeakSet()
+
+
+def check_not_gathered(root: nn.Module, what: str) -> None:
+    """Refuse what needs the shards of a root while whole parameters are in the place of them.
+
+    Args:
+        root: A sharded root.
+        what: What was asked for.
+
+    Raises:
+        ShardingError: They are.
+    """
+    if root in gathered_modules:
+        raise ShardingError(
+            f"{what} can't be had within fsdp_core.gathered(), where whole parameters are in the place of shards.\n"
+            "Leave the context before; within it, module.state_dict() has whole values on every rank."
+        )
 
 
 def whole(value: Any, runtime: Runtime) -> Any:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import clean_name
+from fsdp_core.gathering import gathered_modules
 from fsdp_core.parts import Layout
 
 __all__ = ["refuse_again", "refuse_files_of_optimizer", "refuse_files_of_shards", "refuse_state_dicts"]
@@ -77,7 +78,7 @@ def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ShardingError: Always, but inside the ``state_dict()`` of a module around this one.
     """
-    if (args[0] if args else kwargs.get("destination")) is None:
+    if (args[0] if args else kwargs.get("destination")) is None and self not in gathered_modules:
         name, strategy = self.__dict__[_PIECE]
         raise ShardingError(
             f"state_dict() of {type(self).__name__} can't be read while {strategy!r} has it sharded: of {name!r} it "

@@ -13,8 +13,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DistError
 
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.torch_private import meeting_place
 
 __all__ = ["ProcessGroupRuntime", "Runtime"]
 
@@ -22,6 +24,9 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 
 #: Long enough for threads that have done their work to let go of it, on a loaded machine too.
 _SECONDS_FOR_THREADS = 0.1
+
+#: How long a rank waits for others that are to do the same as it, if collectives may wait for longer.
+_TIME_TO_COME = timedelta(minutes=5)
 
 # torch 2.13 deprecates the second name for the first
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -124,6 +129,20 @@ class Runtime(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return on no rank before every rank has called."""
+
+    def meet(self, doing: str) -> None:
+        """Return on no rank before every rank has called, or raise where others don't.
+
+        For what a user may have only one rank do, where ranks would otherwise wait for each other for long, or exchange
+        what does not belong together.
+
+        Args:
+            doing: What all ranks are to do, in words, for the error.
+
+        Raises:
+            ShardingError: Another rank did not come, if that can be known here.
+        """
+        self.barrier()
 
     def device_random_state(self) -> Any:
         """Where the random-number generator of :attr:`device` is: a small tensor or plain data.
@@ -277,6 +296,30 @@ class ProcessGroupRuntime(Runtime):
         box: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(box, obj, group=self._group)
         return box
+
+    def meet(self, doing: str) -> None:
+        store = meeting_place()
+        if store is None or self.world_size == 1:
+            return
+        wait = _TIME_TO_COME if self._timeout is None else min(self._timeout, _TIME_TO_COME)
+        number = store.add(f"fsdp_core/meetings of rank {self.rank}", 1)
+        place = f"fsdp_core/meeting {number}"
+        store.set(f"{place}/{self.rank}", doing)
+        if store.add(place, 1) == self.world_size:
+            store.set(f"{place}/all", "")
+        try:
+            store.wait([f"{place}/all"], wait)
+        except DistError as late:
+            absent = [rank for rank in range(self.world_size) if not store.check([f"{place}/{rank}"])]
+            if not absent:
+                return
+            raise ShardingError(
+                f"rank {self.rank} waited {wait.total_seconds():g} s in {doing} for what rank "
+                f"{', '.join(map(str, absent))} did not do. All ranks must do it, equally often.\n"
+                "Let every rank call it, and one alone use what comes out; or write `with fsdp_core.gathered(module):` on "
+                "every rank, in which a single one may call the module. generate() of transformers takes "
+                "synced_gpus=True, with which ranks call the module equally often."
+            ) from late
 
     def barrier(self) -> None:
         if self._alone:

@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store
 from torch.distributed.fsdp import FlatParameter
 
 # The base of every batch norm, SyncBatchNorm included; there is no public one.
@@ -22,10 +24,12 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "hooks_on",
+    "in_backward",
     "is_exhausted",
     "is_flattened",
     "iterates_as_torch",
     "make_scaler_sharded",
+    "meeting_place",
     "place_of",
     "process_groups",
     "queue_backward_callback",
@@ -71,6 +75,19 @@ def place_of(tensor: Tensor) -> Place:
     ``data_ptr()`` is public, and is no address on a device such as XLA's, whose tensors all give the same.
     """
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread. There is no public way to ask."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def meeting_place() -> Store | None:
+    """The store in which the ranks of the default process group have met; ``None`` without one.
+
+    There is no public way to it. Unlike a collective, it is answered while other ranks wait in one.
+    """
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
+from fsdp_core.gathering import gathered_modules
 from fsdp_cuda_native import torch_private
 
 __all__ = ["cast_inputs_of"]
@@ -25,7 +26,9 @@ def cast_inputs_of(module: nn.Module, policy: MixedPrecision) -> None:
     if dtype is None or not policy.cast_root_forward_inputs:
         return
 
-    def cast_all(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def cast_all(called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if called in gathered_modules:
+            return None  # its parameters are in the dtype of the shards
         return torch_private.cast_inputs(dtype, args, kwargs)
 
     module.register_forward_pre_hook(cast_all, with_kwargs=True, prepend=True)

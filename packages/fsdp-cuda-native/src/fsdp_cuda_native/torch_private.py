@@ -5,6 +5,7 @@ FSDP1 shows nothing of its flat parameters, and nothing of the state of a forwar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -228,6 +229,7 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
         for module in (unit, unit.module):
             module.register_forward_pre_hook(_tell_apart, with_kwargs=True)
         unit.register_forward_pre_hook(_note_first_call)
+        unit.module.register_forward_pre_hook(partial(_reduce_after_all_calls, weakref.ref(unit)))
         unit.register_forward_hook(_reduce_when_passed, with_kwargs=True)
 
 
@@ -240,6 +242,69 @@ def _tell_apart(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _note_first_call(unit: FullyShardedDataParallel, args: Any) -> None:
     # to the first call of a forward pass a backward pass comes last; there is a hook at the flat parameter from then on
     unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
+
+
+def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
+    """Have a unit's gradients reduced when a backward pass has come to the last of the unit's calls that it goes through.
+
+    FSDP1 hangs the reduction on the node of autograd's that accumulates the flat parameter's gradient when the unit is
+    first called, and takes it down after a backward pass. Under mixed precision the node is another one each time that
+    the parameter was gathered: a backward pass through a later call alone would reduce nothing, and one through both
+    half of it.
+    """
+    unit = of()
+    if unit is None or not torch.is_grad_enabled():
+        return
+    flat = handle_of(unit).flat_param
+    hooks: tuple[Any, ...] = getattr(flat, "_post_backward_hook_state", ())
+    if len(hooks) != 2 or not flat.requires_grad or unit.__dict__.get(_FIRST_CALL, True):
+        return
+    grad_fn: Any = flat.expand_as(flat).grad_fn
+    node = grad_fn.next_functions[0][0]
+    if node is hooks[0]:
+        return
+    last = hooks[1]
+    if not isinstance(last, _LastOfNodes):
+        hooks[1].remove()
+        last = _LastOfNodes(unit)
+        last.add(hooks[0])
+    last.add(node)
+    flat._post_backward_hook_state = (node, last)
+
+
+class _LastOfNodes:
+    """A hook on several nodes of autograd's, which reduces a unit's gradients once a backward pass.
+
+    Args:
+        unit: The unit. It is not kept alive.
+    """
+
+    def __init__(self, unit: FullyShardedDataParallel) -> None:
+        self._unit = weakref.ref(unit)
+        self._nodes: list[Any] = []
+        self._hooks: list[Any] = []
+        self._reached: set[int] = set()
+
+    def add(self, node: Any) -> None:
+        """Wait for another node too."""
+        self._hooks.append(node.register_hook(partial(self._reach, len(self._nodes))))
+        self._nodes.append(node)
+
+    def remove(self) -> None:
+        """Take the hook down."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _reach(self, index: int, *gradients: Any) -> None:
+        self._reached.add(index)
+        if all(
+            other in self._reached or not torch._C._will_engine_execute_node(node)
+            for other, node in enumerate(self._nodes)
+        ):
+            self._reached.clear()
+            unit = self._unit()
+            if unit is not None:
+                _post_backward_hook(unit, handle_of(unit), *gradients)
 
 
 def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, output: Any) -> None:

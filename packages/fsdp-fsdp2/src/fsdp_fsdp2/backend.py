@@ -46,6 +46,7 @@ from fsdp_fsdp2.torch_private import (
     set_unreduced_gradients,
     take_unfrozen,
     unreduced_gradients,
+    without_hooks,
 )
 
 __all__ = ["FSDP2Backend"]
@@ -182,6 +183,11 @@ class FSDP2Backend(Backend):
         if self.reshard_after_forward is None and unit is units[-1]:
             return False  # it would be gathered again at once
         return self.reshard_after_forward
+
+    @contextmanager
+    def unmanaged(self, module: nn.Module) -> Iterator[None]:
+        with super().unmanaged(module), without_hooks(self._units[module]):
+            yield
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:

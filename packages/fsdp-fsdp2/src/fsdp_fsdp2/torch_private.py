@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "set_unreduced_gradients",
     "take_unfrozen",
     "unreduced_gradients",
+    "without_hooks",
 ]
 
 
@@ -281,6 +283,28 @@ def take_unfrozen(unit: FSDPModule) -> None:
 def gathered_parameters(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """What a unit's parameters have been gathered to, each with its shard. These objects live as long as the unit."""
     return ((p._unsharded_param, p.sharded_param) for p in _parameters(unit) if hasattr(p, "_unsharded_param"))
+
+
+@contextmanager
+def without_hooks(units: Iterable[FSDPModule]) -> Iterator[None]:
+    """A context in which calls of units are calls of the user's modules alone. The order of hooks stays what it is."""
+    taken: list[tuple[Any, int, Any]] = []
+    for unit in units:
+        state: Any = unit._get_fsdp_state()
+        module: Any = unit
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            taken += [(hooks, key, hook) for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]
+    for hooks, key, _ in taken:
+        hooks[key] = _nothing
+    try:
+        yield
+    finally:
+        for hooks, key, hook in taken:
+            hooks[key] = hook
+
+
+def _nothing(*args: Any) -> None:
+    """In the place of a hook."""
 
 
 def unreduced_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
 from fsdp_core.errors import ShardingError
-from fsdp_core.gathering import whole
+from fsdp_core.gathering import check_not_gathered, whole
 from fsdp_core.lightning.redirection import is_inside_forward
 
-__all__ = ["full_state_dict"]
+__all__ = ["full_state_dict", "written_of"]
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -44,13 +44,14 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> full_state_dict(nn.Linear(2, 1)).keys()
         dict_keys(['weight', 'bias'])
     """
-    found = Backend.root_around(_written(module))
+    found = Backend.root_around(written_of(module))
     if found is None:
         if dist.is_initialized() and dist.get_rank():
             return {}
-        state = _written(module).state_dict()
+        state = written_of(module).state_dict()
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
     root, prefix = found
+    check_not_gathered(root, "full_state_dict()")
     if is_inside_forward(root):
         raise ShardingError(
             "full_state_dict() was called inside a step, whose forward pass holds parameters gathered.\n"
@@ -74,7 +75,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in gathered.items() if name.startswith(prefix)}
 
 
-def _written(module: nn.Module) -> nn.Module:
-    """The user's module: Fabric returns one around it."""
+def written_of(module: nn.Module) -> nn.Module:
+    """The user's module that one stands for which Fabric has returned."""
     original = getattr(module, "_original_module", None)
     return original if isinstance(original, nn.Module) else module

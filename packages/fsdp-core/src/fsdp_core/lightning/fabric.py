@@ -236,7 +236,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        self._check_saving()
+        self._check_saving(self.roots)
         save_checkpoint(self, str(self.broadcast(str(path))), state, storage_options, filter or {})
 
     def load_checkpoint(

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_core.backend import Backend
+from fsdp_core.gathering import gathered_modules
+
 __all__ = ["ShardedForward", "root_of"]
 
 
@@ -30,6 +33,10 @@ class ShardedForward(nn.Module):
         self._reshard = reshard
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.root in gathered_modules:
+            owner = Backend.owner_of(self.root)
+            assert owner is not None
+            return owner.written_module(self.root)(*args, **kwargs)
         output = self.root(*args, **kwargs)
         if not torch.is_grad_enabled():
             self._reshard(self.root)

@@ -67,6 +67,18 @@ def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
     return str(plugin.precision), own
 
 
+def compute_context(precision: ShardPrecision, device: str) -> AbstractContextManager[Any]:
+    """A context in which forward passes run.
+
+    Args:
+        precision: The dtypes.
+        device: The type of the device.
+    """
+    if precision.autocast:
+        return torch.autocast(device, dtype=precision.compute)
+    return nullcontext() if precision.storage is torch.float32 else DtypeContext(precision.storage)
+
+
 class _Casting:
     """What both plugins are made of."""
 
@@ -93,9 +105,7 @@ class _Casting:
         return DtypeContext(self.dtypes.storage)
 
     def compute_context(self) -> AbstractContextManager[Any]:
-        if self.dtypes.autocast:
-            return torch.autocast(self.strategy.root_device.type, dtype=self.dtypes.compute)
-        return nullcontext() if self.dtypes.storage is torch.float32 else DtypeContext(self.dtypes.storage)
+        return compute_context(self.dtypes, self.strategy.root_device.type)
 
     def cast_module(self, module: nn.Module) -> nn.Module:
         return module if self.dtypes.storage is torch.float32 else module.to(self.dtypes.storage)

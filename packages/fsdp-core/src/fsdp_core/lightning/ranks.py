@@ -13,16 +13,19 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
+from fsdp_core.gathering import check_not_gathered
 from fsdp_core.late_parameters import refuse_late
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
 from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.private import reset_seed
+from fsdp_core.lightning.redirection import follow_calls, parts_of
 from fsdp_core.pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -113,11 +116,15 @@ class RanksOfStrategy:
         check_materialization(self.strategy_name, module)
         goes_on = self.backend.owner_of(module) is not None
         name = type(module).__name__  # which a library may change
+        parts = {} if goes_on else parts_of(module, self.backend.units(module))
         root = self.backend.shard(module)
         if goes_on:
             self._refuse_late(root)
         sharded_by.setdefault(self.backend.written_module(root), (self.strategy_name, name))
-        refuse_state_dicts(root, self.backend.remembered_names(root), self.backend.layout(root), self.strategy_name)
+        layout = self.backend.layout(root)
+        if any(isinstance(p, DTensor) or self.backend.holds_part(p) for p in layout):
+            follow_calls(root, self.backend.written_module(root), parts)
+        refuse_state_dicts(root, self.backend.remembered_names(root), layout, self.strategy_name)
         refuse_files_of_shards(root, self.strategy_name)
         return root
 
@@ -203,7 +210,9 @@ class RanksOfStrategy:
         if empty_init:
             self.require(Capability.META_INIT, "empty_init=True")
 
-    def _check_saving(self) -> None:
+    def _check_saving(self, roots: Iterable[nn.Module]) -> None:
+        for root in roots:
+            check_not_gathered(root, "a checkpoint")
         kind = self.state_dict_type
         check_checkpoint(self.strategy_name, kind, f"a checkpoint with state_dict_type={kind!r}")
 

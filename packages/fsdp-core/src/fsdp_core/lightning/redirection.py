@@ -1,57 +1,211 @@
-"""Running a step method of the user's inside the forward pass of a root."""
+"""Running what needs gathered parameters inside the forward pass of a root: step methods, and calls of a part of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
-__all__ = ["call_inside_forward", "is_inside_forward"]
+from fsdp_core.backend import Backend
+from fsdp_core.gathering import check_not_gathered, gathered_modules
+from fsdp_core.lightning.precision import compute_context
+from fsdp_core.torch_private import in_backward
 
-_inside: WeakSet[nn.Module] = WeakSet()
+__all__ = ["call_inside_forward", "called_as_written", "follow_calls", "is_inside_forward", "parts_of"]
+
+#: How many forward passes of a root, and of the module that it stands for, are going on.
+_inside: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+#: By a module that needs parameters of a root's: the root, and what the user calls it there.
+_parts: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
+
+#: What a module had as ``forward`` of its own, which is no method of its class, before it had ours.
+_FORWARD = "_fsdp_core_forward"
 
 
-def call_inside_forward(root: nn.Module, module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call ``module.method(*args, **kwargs)`` where ``root`` would call ``module.forward``.
+def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], Any]) -> Any:
+    """Make a call where ``root`` would call ``module.forward``.
 
-    The arguments don't pass through the root's hooks. A sharding library casts what does to the dtype of computation,
+    Its arguments don't pass through the root's hooks. A sharding library casts what does to the dtype of computation,
     which a batch must be spared: a target of 100001 is 99840 in bf16.
 
     Args:
         root: The module to call, with no arguments.
-        module: The module inside it (it may be the root itself) whose method to call.
-        method: The name of the method.
-        *args: Its positional arguments.
-        **kwargs: Its keyword arguments.
+        module: The module inside it (it may be the root itself) in the place of whose forward the call is made.
+        call: What to call.
 
     Returns:
-        What the method returned, as the root's hooks passed it on.
+        What that returned, as the root's hooks passed it on.
 
     Example:
         >>> class Model(nn.Module):
         ...     def training_step(self, batch):
         ...         return 2 * batch
         >>> model = Model()
-        >>> call_inside_forward(model, model, "training_step", 21)
+        >>> call_inside_forward(model, model, lambda: model.training_step(21))
         42
     """
     forward: Callable[..., Any] = module.forward
+    own = "forward" in module.__dict__
+
+    def put_back() -> None:
+        if own:
+            module.forward = forward
+        else:
+            module.__dict__.pop("forward", None)
 
     def step() -> Any:
-        module.forward = forward  # the method may call it
-        return getattr(module, method)(*args, **kwargs)
+        put_back()  # the call may come to it
+        return call()
 
     module.forward = step
-    _inside.update((root, module))
-    try:
-        return root()
-    finally:
-        _inside.difference_update((root, module))
-        module.forward = forward
+    with called_as_written(root, module):
+        try:
+            return root()
+        finally:
+            put_back()
 
 
 def is_inside_forward(module: nn.Module) -> bool:
-    """Whether :func:`call_inside_forward` is under way for a root, or for the module that it stands for."""
+    """Whether a forward pass is going on of a root, or of the root that stands for a module."""
     return module in _inside
+
+
+@contextmanager
+def called_as_written(*modules: nn.Module) -> Iterator[None]:
+    """A context in which the parts of roots are called as the user wrote them, whatever their parameters are.
+
+    Args:
+        *modules: Roots, and the modules that these stand for.
+    """
+    for module in modules:
+        _enter(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            _leave(module)
+
+
+def parts_of(module: nn.Module, units: Collection[nn.Module]) -> dict[str, nn.Module]:
+    """The parts of a module whose calls need what the root is to own: all with parameters that are not in a unit.
+
+    Args:
+        module: A module that is not sharded yet.
+        units: The submodules that are to be units of their own.
+
+    Returns:
+        The parts by name, the module itself among them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1)))
+        >>> list(parts_of(model, [model[2]]))
+        ['', '0']
+    """
+    within = {inner for unit in units for inner in unit.modules()}
+    parts = {name: part for name, part in module.named_modules() if part not in within}
+    return {name: part for name, part in parts.items() if next(part.parameters(), None) is not None}
+
+
+def follow_calls(root: nn.Module, written: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+    """Let parts of a root be called where no forward pass of it is going on: in hooks, and after training. Idempotent.
+
+    What a unit of sharding needs, its own hooks gather. What the root owns is gathered for the root's forward pass, so
+    a call of a part that may need it becomes one. All ranks must make it.
+
+    Args:
+        root: A sharded root.
+        written: The module that it stands for.
+        parts: What :func:`parts_of` gave of that before it was sharded.
+    """
+    if written in _parts:
+        return
+    for name, part in parts.items():
+        _parts[part] = ref(root), name
+        _let_forward_ask(part)
+    root.register_forward_pre_hook(_enter_root, prepend=True)
+    root.register_forward_hook(_leave_root, always_call=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _enter_root(root: nn.Module, args: Any) -> None:
+    _enter(root)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _leave_root(root: nn.Module, args: Any, output: Any) -> None:
+    _leave(root)
+
+
+def _enter(module: nn.Module) -> None:
+    _inside[module] = _inside.get(module, 0) + 1
+
+
+def _leave(module: nn.Module) -> None:
+    depth = _inside.pop(module, 0)
+    if depth > 1:
+        _inside[module] = depth - 1
+
+
+def _let_forward_ask(module: nn.Module) -> None:
+    """Put a method in the place of a module's ``forward``, of the same signature, that asks where it is called."""
+    own = module.__dict__.get("forward")
+    if own is None:
+        function = _asking(type(module).forward)
+    else:
+        module.__dict__[_FORWARD] = own
+
+        def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _forward(self, self.__dict__[_FORWARD], args, kwargs)
+
+        signature = inspect.signature(own)
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        function.__dict__["__signature__"] = signature.replace(parameters=[this, *signature.parameters.values()])
+        function.__name__ = "forward"  # by which a pickle finds it
+    module.__dict__["forward"] = function.__get__(module)
+
+
+@functools.cache
+def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, functools.partial(method, self), args, kwargs)
+
+    forward.__name__ = "forward"
+    return forward
+
+
+def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or in_backward():  # which recomputes what a forward pass has called
+        return forward(*args, **kwargs)
+    of, path = _parts.get(module, (None, ""))  # none of a copy
+    root = None if of is None else of()
+    if root is None or root in _inside or module in gathered_modules:
+        return forward(*args, **kwargs)
+    return _outside(root, module, path, functools.partial(forward, *args, **kwargs))
+
+
+def _outside(root: nn.Module, module: nn.Module, path: str, call: Callable[[], Any]) -> Any:
+    check_not_gathered(root, f"a call of {type(module).__name__}, which is not gathered,")
+    backend = Backend.owner_of(root)
+    assert backend is not None
+    name = f"{type(module).__name__} ({path!r})" if path else type(module).__name__
+    backend.runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
+    grad = torch.is_grad_enabled()
+    # what is gathered stays with the root, and must not be of inference mode
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        try:
+            with compute_context(backend.precision, backend.runtime.device.type):
+                output = call_inside_forward(root, backend.written_module(root), call)
+        except BaseException:
+            backend.reset(root)
+            raise
+        if not grad:
+            backend.reshard(root)
+    return output

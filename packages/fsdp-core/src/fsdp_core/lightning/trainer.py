@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Never
 
@@ -23,6 +24,7 @@ from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.gathering import check_not_gathered
 from fsdp_core.late_parameters import refuse_late
 from fsdp_core.lightning.averaging import shard_averages
 from fsdp_core.lightning.capabilities import check_loop, check_precision
@@ -265,8 +267,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         """Run a step method of the user's inside the root's forward pass, so that the root's shards are gathered."""
         assert self.model is not None and self.lightning_module is not None
         self._has_stepped = True
+        check_not_gathered(self.model, f"a {name}")
         with self.precision_plugin.forward_context():
-            return call_inside_forward(self.model, self.lightning_module, name, *args, **kwargs)
+            step = partial(getattr(self.lightning_module, name), *args, **kwargs)
+            return call_inside_forward(self.model, self.lightning_module, step)
 
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         output = self._step(name, *args, **kwargs)
@@ -403,7 +407,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         return self.background if self._fitting else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        self._check_saving()
+        self._check_saving(filter(None, [self.model]))
         path = self.broadcast(str(filepath))
         if self.behind is not None:
             self.behind.wait()  # before memory is taken for this one
