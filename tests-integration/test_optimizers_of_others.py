@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -137,14 +138,14 @@ def steps(model: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]], back
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()  # of schedule-free optimizers
 
-    def closure() -> Tensor:
+    def evaluate(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = mse_loss(model(x), y)
         backward(loss)
         return loss
 
-    for x, y in batches:
-        optimizer.step(closure)
+    for batch in batches:
+        optimizer.step(partial(evaluate, *batch))
 
 
 def trained_plain(make: Make) -> dict[str, Tensor]:

@@ -178,9 +178,7 @@ class Backend(ABC):
         Args:
             module: A root, the module that it stands for, or one inside them.
         """
-        found = [
-            (raw, root) for root in list(cls._owners) for raw, inner in root.named_modules() if inner is module
-        ]
+        found = [(raw, root) for root in list(cls._owners) for raw, inner in root.named_modules() if inner is module]
         if not found:
             return None
         raw, root = max(found, key=lambda one: len(one[0]))  # the wrapper, rather than what it stands for

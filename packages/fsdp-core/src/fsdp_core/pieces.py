@@ -112,7 +112,9 @@ def refuse_files_of_optimizer(optimizer: Optimizer, holds_piece: Callable[[Tenso
     inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]  # as Lookahead has one
     for one in (optimizer, *inside):
         if _SHARDS not in one.__dict__:
-            with suppress(AttributeError):  # where a class leaves torch's constructor out, and gives the state of another
+            with suppress(
+                AttributeError
+            ):  # where a class leaves torch's constructor out, and gives the state of another
                 one.register_state_dict_post_hook(_mark_optimizer_state)
         one.__dict__[_SHARDS] = holds_piece, strategy
 

@@ -25,9 +25,6 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 #: Long enough for threads that have done their work to let go of it, on a loaded machine too.
 _SECONDS_FOR_THREADS = 0.1
 
-#: How long a rank waits for others that are to do the same as it, if collectives may wait for longer.
-_TIME_TO_COME = timedelta(minutes=5)
-
 # torch 2.13 deprecates the second name for the first
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -43,6 +40,7 @@ class Runtime(ABC):
         rank: This rank's index in the world, from 0.
         local_rank: This rank's index on its host, from 0.
         world_size: The number of ranks.
+        patience: How long :meth:`meet` waits for other ranks.
         launcher: How Lightning should start the ranks: ``"subprocess"`` runs the user's script again.
     """
 
@@ -50,6 +48,7 @@ class Runtime(ABC):
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    patience: timedelta = timedelta(minutes=5)
     launcher: Literal["subprocess"] = "subprocess"
 
     @abstractmethod
@@ -301,7 +300,7 @@ class ProcessGroupRuntime(Runtime):
         store = meeting_place()
         if store is None or self.world_size == 1:
             return
-        wait = _TIME_TO_COME if self._timeout is None else min(self._timeout, _TIME_TO_COME)
+        wait = self.patience if self._timeout is None else min(self._timeout, self.patience)
         number = store.add(f"fsdp_core/meetings of rank {self.rank}", 1)
         place = f"fsdp_core/meeting {number}"
         store.set(f"{place}/{self.rank}", doing)
@@ -316,8 +315,8 @@ class ProcessGroupRuntime(Runtime):
             raise ShardingError(
                 f"rank {self.rank} waited {wait.total_seconds():g} s in {doing} for what rank "
                 f"{', '.join(map(str, absent))} did not do. All ranks must do it, equally often.\n"
-                "Let every rank call it, and one alone use what comes out; or write `with fsdp_core.gathered(module):` on "
-                "every rank, in which a single one may call the module. generate() of transformers takes "
+                "Let every rank call it, and one alone use what comes out; or write `with fsdp_core.gathered(module):` "
+                "on every rank, in which a single one may call the module. generate() of transformers takes "
                 "synced_gpus=True, with which ranks call the module equally often."
             ) from late
 

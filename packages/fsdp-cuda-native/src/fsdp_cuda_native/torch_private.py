@@ -245,7 +245,7 @@ def _note_first_call(unit: FullyShardedDataParallel, args: Any) -> None:
 
 
 def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
-    """Have a unit's gradients reduced when a backward pass has come to the last of the unit's calls that it goes through.
+    """Have a unit's gradients reduced when a backward pass has come to all of the unit's calls that it goes through.
 
     FSDP1 hangs the reduction on the node of autograd's that accumulates the flat parameter's gradient when the unit is
     first called, and takes it down after a backward pass. Under mixed precision the node is another one each time that

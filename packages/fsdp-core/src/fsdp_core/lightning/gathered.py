@@ -162,8 +162,8 @@ def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None
 
     def refuse(module: nn.Module, args: Any) -> NoReturn:
         raise ShardingError(
-            f"{type(module).__name__} was called within fsdp_core.gathered(), which was given a part of the model that it "
-            "is not in.\nGive gathered() the module around both."
+            f"{type(module).__name__} was called within fsdp_core.gathered(), which was given a part of the model "
+            "that it is not in.\nGive gathered() the module around both."
         )
 
     for module in user.modules():
@@ -180,8 +180,8 @@ def _found_inside(places: list[_Place]) -> tuple[dict[str, Tensor], list[str]]:
             problems.append(f"{place.name!r} was replaced by something else")
         elif now.grad is not None:
             problems.append(
-                f"{place.name!r} has got a gradient, which ends with the context: take torch.autograd.grad(), or set it "
-                "to None"
+                f"{place.name!r} has got a gradient, which ends with the context: take torch.autograd.grad(), or set "
+                "it to None"
             )
         elif now.requires_grad != place.held.requires_grad:
             problems.append(f"{place.name!r} was {'unfrozen' if now.requires_grad else 'frozen'}: do that outside")
@@ -208,11 +208,13 @@ def _agree_on_changes(
             if digest not in (before[name], wanted[name]):
                 told = "no rank was to change" if modifier_rank is None else f"rank {modifier_rank} did not change so"
                 raise ShardingError(
-                    f"within gathered(), rank {rank} changed {name!r}, which {told}. Nothing was changed in the shards.\n"
-                    f"Write gathered(module, modifier_rank={rank}), and change it on that rank."
+                    f"within gathered(), rank {rank} changed {name!r}, which {told}. Nothing was changed in the "
+                    f"shards.\nWrite gathered(module, modifier_rank={rank}), and change it on that rank."
                 )
     return {
-        name: runtime.broadcast_object(values[name].cpu() if runtime.rank == modifier_rank else None, modifier_rank or 0)
+        name: runtime.broadcast_object(
+            values[name].cpu() if runtime.rank == modifier_rank else None, modifier_rank or 0
+        )
         for name in before
         if wanted[name] != before[name]
     }

@@ -21,6 +21,7 @@ from fsdp_core.testing.suite.loops import LoopsSuite
 from fsdp_core.testing.suite.norms import NormsSuite
 from fsdp_core.testing.suite.numbers import NumbersSuite
 from fsdp_core.testing.suite.optimizers import OptimizersSuite
+from fsdp_core.testing.suite.outside_steps import OutsideStepsSuite
 from fsdp_core.testing.suite.parameters import ParametersSuite
 from fsdp_core.testing.suite.passes import PassesSuite
 from fsdp_core.testing.suite.precision import PrecisionSuite
@@ -46,6 +47,7 @@ class StrategySuite(
     OptimizersSuite,
     LoopsSuite,
     ExceptionsSuite,
+    OutsideStepsSuite,
     CheckpointsSuite,
     FabricCheckpointsSuite,
     ExactResumeSuite,

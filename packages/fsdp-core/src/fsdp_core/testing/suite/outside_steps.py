@@ -1,0 +1,219 @@
+"""The model where no step is being taken: in hooks, after training, and as a whole on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core import gathered
+from fsdp_core.errors import ShardingError
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE
+from fsdp_core.testing.refusals import assert_says, refusal, was_refused
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks
+from fsdp_core.testing.suite.parameters import own_share
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+
+__all__ = ["OutsideStepsSuite"]
+
+#: How a module is called outside of a step, given an input: as a whole, by its model, and by parts of that.
+CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "all": lambda module, x: module(x),
+    "its model": lambda module, x: module.net(x),
+    "a layer of the root": lambda module, x: module.net.inp(x),
+    "a unit": lambda module, x: module.net.blocks[0](x),
+    "layers in turn": lambda module, x: module.net.out(module.net.blocks[1](module.net.inp(x))),
+}
+
+
+class Looking(Lit):
+    """Calls itself in hooks, and keeps what comes out."""
+
+    def __init__(self, inference: bool) -> None:
+        super().__init__("momentum")
+        self.inference = inference
+        self.seen: list[dict[str, float]] = []
+
+    def look(self, *_: Any) -> None:
+        x = torch.ones(BATCH, FEATURES, device=self.device)
+        seen = {}
+        for name, call in CALLS.items():
+            call(self, x)  # with gradients, which nothing comes of
+            with torch.no_grad():
+                seen[name] = float(call(self, x).sum())
+        if self.inference:
+            with torch.inference_mode():
+                seen["in inference mode"] = float(self.net(x).sum())
+        self.seen.append(seen)
+
+    on_fit_start = on_train_start = on_train_epoch_end = on_validation_epoch_end = on_train_end = look
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+
+
+def _look(strategy: str, tmp: str, world_size: int, inference: bool) -> list[dict[str, float]]:
+    module = Looking(inference)
+    run = new_trainer(tmp, strategy, world_size, max_epochs=2)
+    run.fit(module, loader(2, world_size), loader(1, world_size))
+    module.look()
+    return module.seen
+
+
+def _alone(strategy: str, tmp: str) -> str:
+    """What is said to a call that the first rank makes alone."""
+
+    class Alone(Lit):
+        told = ""
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            x = torch.ones(BATCH, FEATURES)
+            if self.global_rank == 0:
+                self.told = refusal(ShardingError, lambda: self.net(x))
+
+    module = Alone()
+    run: Any = new_trainer(tmp, strategy, 2)
+    run.strategy.runtime.patience = timedelta(seconds=1)
+    run.fit(module, loader(1, 2))
+    return module.told
+
+
+def _step(fabric: Any, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None:
+    x, y = own_share(fabric, batch)
+    optimizer.zero_grad()
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+
+
+@torch.no_grad()
+def _write(net: Any) -> None:
+    net.inp.weight.mul_(1.5)
+    net.blocks[0].gain.fill_(2.0)
+    net.blocks[1].down.bias.zero_()
+
+
+def _gather(strategy: str) -> dict[str, Any]:
+    """What a rank sees of whole parameters, and the state after it has written to them and stepped."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    batches = oracle.global_batches(2)
+    _step(fabric, model, optimizer, batches[0])
+    x = torch.ones(BATCH, FEATURES, device=fabric.device)
+    seen: dict[str, Any] = {}
+    last = fabric.world_size - 1
+    with gathered(model):
+        shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+        assert net.out.weight is net.inp.weight, "tied parameters are two"
+        if fabric.global_rank == last:  # alone
+            with torch.no_grad():
+                seen["called"] = [float(net(x).sum()), float(model(x).sum()), float(net.blocks[0](x).sum())]
+            seen["read"] = float(net.inp.weight.detach().norm())
+    with gathered(net.blocks[0]):
+        if fabric.global_rank == last:
+            seen["part"] = float(net.blocks[0](x).detach().sum())
+    with gathered(model, modifier_rank=last):
+        if fabric.global_rank == last:
+            _write(net)
+    _step(fabric, model, optimizer, batches[1])
+    return {"seen": seen, "shapes": shapes, "state": full_state(fabric.strategy)}
+
+
+def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
+    """What is said of contexts that can't end well, and whether the state is what it was."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, _ = fabric.setup(net, oracle.momentum(net))
+    before = full_state(fabric.strategy)
+
+    def within(use: Callable[[], Any], **settings: Any) -> str:
+        def enter() -> None:
+            with gathered(model, **settings):
+                use()
+
+        return refusal(ShardingError, enter)
+
+    def replace() -> None:
+        net.inp.weight = nn.Parameter(torch.ones(FEATURES, FEATURES))
+
+    x = torch.ones(BATCH, FEATURES, device=fabric.device)
+    told = {
+        "written": within(lambda: _write(net)),
+        "trained": within(lambda: net(x).sum().backward()),
+        "replaced": within(replace),
+        "frozen": within(lambda: net.inp.weight.requires_grad_(False)),
+        "nested": within(lambda: gathered(model).__enter__()),
+    }
+    if fabric.world_size > 1:
+        told["written otherwise"] = within(lambda: fabric.global_rank and _write(net), modifier_rank=0)
+    after = full_state(fabric.strategy)
+    return told, all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+class OutsideStepsSuite(Clauses):
+    """What users do with a model between steps and after them works as with one process, or is refused."""
+
+    @pytest.mark.parametrize(
+        "inference",
+        [False, pytest.param(True, marks=on_ranks("processes"))],
+        ids=["without gradients", "inference mode"],
+    )
+    def test_calls_outside_of_steps(self, ranks: Ranks, tmp_path: Path, inference: bool) -> None:
+        """In hooks and after training, of all or of parts; they change nothing of the training."""
+        want = _look("auto", str(tmp_path / "plain"), 1, inference)
+        for seen in ranks.run(2, _look, self.strategy, str(tmp_path), 2, inference):
+            assert len(seen) == len(want)
+            for got, expected in zip(seen, want, strict=True):
+                assert got == pytest.approx(expected, abs=FP32_TOLERANCE * BATCH * FEATURES)
+
+    @on_ranks("processes")
+    def test_a_call_by_one_rank_alone(self, ranks: Ranks, tmp_path: Path) -> None:
+        """It would exchange what does not belong together, or wait for long."""
+        first, _ = ranks.run(2, _alone, self.strategy, str(tmp_path))
+        if was_refused(first):  # else nothing is gathered for it
+            assert_says(first, "rank 0 waited 1 s in a call of Net ('net') outside of a step", "what rank 1 did not do")
+            assert_says(first, "fsdp_core.gathered(module)", "synced_gpus=True")
+
+    def test_gathered(self, ranks: Ranks) -> None:
+        """One rank reads, calls and writes whole parameters, and all train on with what it wrote."""
+        net = oracle.new_net()
+        optimizer = oracle.momentum(net)
+        (first, second), x = oracle.global_batches(2), torch.ones(BATCH, FEATURES)
+        mse_loss(net(first[0]), first[1]).backward()
+        optimizer.step()
+        with torch.no_grad():
+            called = [float(net(x).sum()), float(net(x).sum()), float(net.blocks[0](x).sum())]
+        read = float(net.inp.weight.detach().norm())
+        _write(net)
+        optimizer.zero_grad()
+        mse_loss(net(second[0]), second[1]).backward()
+        optimizer.step()
+        results = each_ranks(ranks, ranks.run(2, _gather, self.strategy))
+        for got in results:
+            assert got["shapes"] == {name: tuple(value.shape) for name, value in net.state_dict().items()}
+            for name, value in net.state_dict().items():
+                torch.testing.assert_close(got["state"][name].cpu(), value, rtol=0, atol=FP32_TOLERANCE)
+        seen = results[-1]["seen"]
+        tolerance = FP32_TOLERANCE * BATCH * FEATURES
+        assert seen["called"] == pytest.approx(called, abs=tolerance)
+        assert seen["part"] == pytest.approx(called[-1], abs=tolerance)
+        assert seen["read"] == pytest.approx(read, abs=tolerance)
+
+    def test_gathered_refuses_what_it_can_not_take_over(self, ranks: Ranks) -> None:
+        for told, is_same in each_ranks(ranks, ranks.run(2, _misuse, self.strategy)):
+            assert_says(told["written"], "'inp.weight', which no rank was to change", "modifier_rank=0")
+            assert_says(told["trained"], "has got a gradient", "torch.autograd.grad()")
+            assert_says(told["replaced"], "'inp.weight' was replaced")
+            assert_says(told["frozen"], "'inp.weight' was frozen")
+            assert_says(told["nested"], "in another of these contexts")
+            if "written otherwise" in told:
+                assert_says(told["written otherwise"], "rank 1 changed 'inp.weight'", "modifier_rank=1")
+            assert is_same, "what was refused has changed the state"
