@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.wrapping import checkpoint_activations, repeated_blocks, select_units
 
 
@@ -79,6 +81,31 @@ def test_torch_policy_by_size() -> None:
     model = listed(Block(), Block())
     policy = partial(size_based_auto_wrap_policy, min_num_params=10)
     assert select_units(model, policy) == list(model["members"])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        always_wrap_policy,
+        {nn.Linear},
+        lambda module: True,
+        ModuleWrapPolicy({nn.Linear}),
+        partial(size_based_auto_wrap_policy, min_num_params=6),
+    ],
+    ids=["always", "class", "function", "torch's class", "size"],
+)
+def test_a_policy_may_choose_the_root_alone(policy: Any) -> None:
+    assert select_units(nn.Linear(2, 2), policy) == []
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{nn.Conv2d}, lambda module: False, partial(size_based_auto_wrap_policy, min_num_params=7)],
+    ids=["class", "function", "size"],
+)
+def test_a_policy_that_chooses_nothing_is_refused(policy: Any) -> None:
+    with pytest.raises(ShardingError, match="matches no submodule of Linear"):
+        select_units(nn.Linear(2, 2), policy)
 
 
 def test_recomputation_is_set_up_once() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 from torch.distributed.fsdp import FlatParameter
 
 # The base of every batch norm, SyncBatchNorm included; there is no public one.
@@ -82,7 +81,7 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def meeting_place() -> Store | None:
+def meeting_place() -> Any:
     """The store in which the ranks of the default process group have met; ``None`` without one.
 
     There is no public way to it. Unlike a collective, it is answered while other ranks wait in one.

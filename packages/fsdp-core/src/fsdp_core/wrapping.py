@@ -76,6 +76,8 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
 
     Modules marked by :func:`fsdp_core.wrap` are units too, and the only ones under ``"auto"`` and ``None``.
 
+    A policy may match the root and nothing in it, which is one unit then, as with ``None``.
+
     A submodule that shares a parameter with the outside of it is left to the unit around it, so that tied parameters
     stay in one unit. One that owns no parameters is left out.
 
@@ -100,7 +102,7 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
         chosen = by_hand or repeated_blocks(module)
     else:
         chosen = [*_matching(module, policy), *by_hand]
-        if not chosen:
+        if not chosen and not _matches_root(module, policy):
             raise ShardingError(
                 f"auto_wrap_policy={describe_policy(policy)} matches no submodule of {type(module).__name__}, "
                 "so nothing but the whole model would be a unit.\n"
@@ -184,6 +186,25 @@ def _refuse_containers(chosen: list[nn.Module], policy: object, option: str) -> 
 def _matching(
     module: nn.Module, policy: Collection[type[nn.Module]] | Callable[..., bool] | str, option: str = "auto_wrap_policy"
 ) -> Iterator[nn.Module]:
+    predicate = _predicate(policy, option)
+    if _is_torch_policy(predicate):
+        yield from _torch_policy_matches(module, predicate)
+        return
+    for submodule in module.modules():
+        if submodule is not module and predicate(submodule):
+            yield submodule
+
+
+def _matches_root(root: nn.Module, policy: Collection[type[nn.Module]] | Callable[..., bool]) -> bool:
+    predicate = _predicate(policy, "auto_wrap_policy")
+    if not _is_torch_policy(predicate):
+        return bool(predicate(root))
+    size = sum(p.numel() for p in root.parameters())
+    return bool(predicate(module=root, recurse=False, nonwrapped_numel=size))
+
+
+def _predicate(policy: Collection[type[nn.Module]] | Callable[..., bool] | str, option: str) -> Callable[..., bool]:
+    """What a policy asks of a module."""
     if isinstance(policy, str):
         raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO[option]}")
     if isinstance(policy, Collection):
@@ -191,19 +212,12 @@ def _matching(
         wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, nn.Module))]
         if wrong:
             raise ShardingError(f"{option} holds {wrong[0]!r}, which is no class of modules.\n{_HOW_TO[option]}")
-        predicate: Callable[[nn.Module], bool] = lambda m: isinstance(m, classes)  # noqa: E731
-    elif isinstance(policy, type) and issubclass(policy, nn.Module):
+        return lambda m: isinstance(m, classes)
+    if isinstance(policy, type) and issubclass(policy, nn.Module):
         raise ShardingError(f"{option}={policy.__name__} is a class.\nWrite a set of classes: {{{policy.__name__}}}.")
-    elif not callable(policy):
+    if not callable(policy):
         raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO[option]}")
-    elif _is_torch_policy(policy):
-        yield from _torch_policy_matches(module, cast("Callable[..., bool]", policy))
-        return
-    else:
-        predicate = cast("Callable[[nn.Module], bool]", policy)
-    for submodule in module.modules():
-        if submodule is not module and predicate(submodule):
-            yield submodule
+    return cast("Callable[..., bool]", policy)
 
 
 def _is_torch_policy(policy: Callable[..., Any]) -> bool:

@@ -222,4 +222,4 @@ def _agree_on_changes(
 
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(memoryview(data.numpy()))
+    return xxhash.xxh3_128_hexdigest(data.numpy().data)
