@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from fsdp_core.backend import Backend
 from fsdp_core.errors import ShardingError
 from fsdp_core.gathering import check_not_gathered, whole
-from fsdp_core.lightning.redirection import is_inside_forward
+from fsdp_core.lightning.redirection import is_inside_forward, normal_tensors
 
 __all__ = ["full_state_dict", "written_of"]
 
 
+@normal_tensors()
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """Gather ``state_dict()`` of a module that a strategy has sharded, or of a part of one. All ranks must call it.
 

@@ -27,6 +27,7 @@ from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precisio
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
 from fsdp_core.lightning.ranks import RanksOfStrategy
 from fsdp_core.lightning.reading import is_sharded
+from fsdp_core.lightning.redirection import normal_tensors
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
 from fsdp_core.strategy_info import Capability
@@ -220,15 +221,18 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
+    @normal_tensors()
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return self.backend.model_state(root_of(module))
 
+    @normal_tensors()
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         self.backend.load_model_state(root_of(module), state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self.backend.optimizer_state(owner_of(optimizer, self.roots, self.backend), optimizer)
 
+    @normal_tensors()
     def save_checkpoint(
         self,
         path: str | Path,
@@ -239,6 +243,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._check_saving(self.roots)
         save_checkpoint(self, str(self.broadcast(str(path))), state, storage_options, filter or {})
 
+    @normal_tensors()
     def load_checkpoint(
         self,
         path: str | Path,

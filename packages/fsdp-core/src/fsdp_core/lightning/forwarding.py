@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_core.backend import Backend
 from fsdp_core.gathering import gathered_modules
+from fsdp_core.lightning.redirection import normal_tensors
 
 __all__ = ["ShardedForward", "root_of"]
 
@@ -37,7 +38,8 @@ class ShardedForward(nn.Module):
             owner = Backend.owner_of(self.root)
             assert owner is not None
             return owner.written_module(self.root)(*args, **kwargs)
-        output = self.root(*args, **kwargs)
+        with normal_tensors():
+            output = self.root(*args, **kwargs)
         if not torch.is_grad_enabled():
             self._reshard(self.root)
         return output

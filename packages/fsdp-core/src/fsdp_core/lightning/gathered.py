@@ -17,7 +17,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import clean_name
 from fsdp_core.gathering import gathered_modules, whole
 from fsdp_core.lightning.exporting import written_of
-from fsdp_core.lightning.redirection import is_inside_forward
+from fsdp_core.lightning.redirection import is_inside_forward, normal_tensors
 from fsdp_core.runtime import Runtime
 
 __all__ = ["gathered"]
@@ -85,7 +85,8 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         values, problems = _found_inside(places)
     changed = _agree_on_changes(backend.runtime, values, before, problems, modifier_rank)
     if changed:
-        backend.load_model_state(root, changed, strict=False)
+        with normal_tensors():
+            backend.load_model_state(root, changed, strict=False)
 
 
 def _check_at_rest(root: nn.Module) -> None:
@@ -101,6 +102,7 @@ def _check_at_rest(root: nn.Module) -> None:
         )
 
 
+@normal_tensors()
 def _whole_parameters(backend: Backend, root: nn.Module, prefix: str, first: Mapping[str, str]) -> dict[str, Tensor]:
     """The parameters of a part of a root, each once, on this rank's device."""
     tensors: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ from fsdp_core.lightning.capabilities import check_checkpoint, check_materializa
 from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.private import reset_seed
-from fsdp_core.lightning.redirection import follow_calls, parts_of
+from fsdp_core.lightning.redirection import follow_calls, normal_tensors, parts_of
 from fsdp_core.pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -117,7 +117,8 @@ class RanksOfStrategy:
         goes_on = self.backend.owner_of(module) is not None
         name = type(module).__name__  # which a library may change
         parts = {} if goes_on else parts_of(module, self.backend.units(module))
-        root = self.backend.shard(module)
+        with normal_tensors():
+            root = self.backend.shard(module)
         if goes_on:
             self._refuse_late(root)
         sharded_by.setdefault(self.backend.written_module(root), (self.strategy_name, name))

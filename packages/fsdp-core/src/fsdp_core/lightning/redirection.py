@@ -17,7 +17,14 @@ from fsdp_core.gathering import check_not_gathered, gathered_modules
 from fsdp_core.lightning.precision import compute_context
 from fsdp_core.torch_private import in_backward
 
-__all__ = ["call_inside_forward", "called_as_written", "follow_calls", "is_inside_forward", "parts_of"]
+__all__ = [
+    "call_inside_forward",
+    "called_as_written",
+    "follow_calls",
+    "is_inside_forward",
+    "normal_tensors",
+    "parts_of",
+]
 
 #: How many forward passes of a root, and of the module that it stands for, are going on.
 _inside: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -65,7 +72,7 @@ def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], A
         return call()
 
     module.forward = step
-    with called_as_written(root, module):
+    with called_as_written(root, module), normal_tensors():
         try:
             return root()
         finally:
@@ -91,6 +98,19 @@ def called_as_written(*modules: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             _leave(module)
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """A context in which tensors that are made outlive ``torch.inference_mode()``, if that is on: as in ``no_grad()``.
+
+    Shards, and what libraries gather and keep of them, are used in training later.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def parts_of(module: nn.Module, units: Collection[nn.Module]) -> dict[str, nn.Module]:
@@ -197,15 +217,12 @@ def _outside(root: nn.Module, module: nn.Module, path: str, call: Callable[[], A
     assert backend is not None
     name = f"{type(module).__name__} ({path!r})" if path else type(module).__name__
     backend.runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
-    grad = torch.is_grad_enabled()
-    # what is gathered stays with the root, and must not be of inference mode
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        try:
-            with compute_context(backend.precision, backend.runtime.device.type):
-                output = call_inside_forward(root, backend.written_module(root), call)
-        except BaseException:
-            backend.reset(root)
-            raise
-        if not grad:
-            backend.reshard(root)
+    try:
+        with compute_context(backend.precision, backend.runtime.device.type):
+            output = call_inside_forward(root, backend.written_module(root), call)
+    except BaseException:
+        backend.reset(root)
+        raise
+    if not torch.is_grad_enabled():
+        backend.reshard(root)
     return output

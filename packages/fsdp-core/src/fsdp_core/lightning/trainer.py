@@ -36,7 +36,7 @@ from fsdp_core.lightning.pending import expect_what_is_pending
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher
 from fsdp_core.lightning.ranks import RanksOfStrategy
-from fsdp_core.lightning.redirection import call_inside_forward
+from fsdp_core.lightning.redirection import call_inside_forward, normal_tensors
 from fsdp_core.lightning.resuming import KEY, ExactResume
 from fsdp_core.lightning.summary import show_written_shapes
 from fsdp_core.lightning.toggling import watch_toggling
@@ -374,10 +374,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
+    @normal_tensors()
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
         return self.backend.model_state(self.model)
 
+    @normal_tensors()
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.model is not None and self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:

@@ -15,12 +15,13 @@ from torch.nn.functional import mse_loss
 from fsdp_core import gathered
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE
+from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks
+from fsdp_core.testing.suite.numbers import assert_same
 from fsdp_core.testing.suite.parameters import own_share
-from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 __all__ = ["OutsideStepsSuite"]
 
@@ -158,6 +159,32 @@ def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
     return told, all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float], Trained]:
+    """A test's loss, losses of training on after it, and what Fabric trains of what was set up in there."""
+    path = str(Path(tmp) / "checkpoint")
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(Lit("momentum"), loader(1, 2))
+    run.save_checkpoint(path)
+    module, run = Lit("momentum"), new_trainer(tmp, strategy, 2)
+    with torch.inference_mode():
+        run.test(module, loader(1, 2), ckpt_path=path, verbose=False)
+    tested = float(run.callback_metrics["test_loss"])
+    new_trainer(tmp, strategy, 2).fit(module, loader(2, 2))
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    x = torch.ones(BATCH, FEATURES, device=fabric.device)
+    with torch.inference_mode():
+        model, optimizer = fabric.setup(net, oracle.momentum(net))
+        model(x)
+        fabric.save(f"{path} of fabric", {"model": model, "optimizer": optimizer})
+        fabric.load(f"{path} of fabric", {"model": model, "optimizer": optimizer})
+        with gathered(model):
+            net(x)
+    for batch in oracle.global_batches(2):
+        _step(fabric, model, optimizer, batch)
+    return tested, means(module.losses), ([], full_state(fabric.strategy))
+
+
 class OutsideStepsSuite(Clauses):
     """What users do with a model between steps and after them works as with one process, or is refused."""
 
@@ -217,3 +244,17 @@ class OutsideStepsSuite(Clauses):
             if "written otherwise" in told:
                 assert_says(told["written otherwise"], "rank 1 changed 'inp.weight'", "modifier_rank=1")
             assert is_same, "what was refused has changed the state"
+
+    @on_ranks("processes")
+    def test_inference_mode(self, ranks: Ranks, tmp_path: Path) -> None:
+        """What is sharded, gathered or loaded within it is trained afterwards."""
+        net = oracle.new_net()
+        oracle.train_plain(1, oracle.momentum, net=net)
+        x, y = oracle.global_batches(1)[0]
+        tested = float(mse_loss(net(x), y).detach())
+        losses, _ = oracle.train_plain(2, oracle.momentum, net=net)
+        _, state = oracle.train_plain(2, oracle.momentum)
+        for got_tested, got_losses, got in ranks.run(2, _within_inference_mode, self.strategy, str(tmp_path)):
+            assert got_tested == pytest.approx(tested, abs=FP32_TOLERANCE)
+            assert got_losses == pytest.approx(losses, abs=FP32_TOLERANCE)
+            assert_same([got], ([], state))
