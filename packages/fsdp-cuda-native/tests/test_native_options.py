@@ -79,7 +79,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["cpu_offload=CPUOffloadPolicy(", "cpu_offload=True", "fsdp.CPUOffload", "'fsdp2'"],
     ),
     ({"tensor_parallel_size": 2}, ["'tensor_parallel_size'", "no tensor parallelism"]),
-    ({"flatten_parameters": True}, ["'flatten_parameters'", "'ddp_fully_sharded'"]),
+    ({"flatten_parameters": False}, ["'flatten_parameters'", "'ddp_fully_sharded'"]),
     # two spellings
     (
         {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
@@ -92,7 +92,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"process_group": Group(), "device_mesh": (2,)}, ["process_group and device_mesh", "Write device_mesh alone"]),
     # of torch, but not for users to decide
     ({"device_id": 0}, ["'device_id'", "Leave it out", "devices"]),
-    ({"sync_module_states": True}, ["'sync_module_states'", "Leave it out", "rank 0's values always win"]),
+    ({"sync_module_states": False}, ["'sync_module_states'", "Leave it out", "rank 0's values always win"]),
     # of nobody
     ({"shardng_strategy": "NO_SHARD"}, ["'shardng_strategy'", "Did you mean 'sharding_strategy'?", "fsdp describe"]),
     ({"use_orig_param": True}, ["'use_orig_param'", "Did you mean 'use_orig_params'?"]),
@@ -113,6 +113,11 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     # what FSDP1 can't do
     ({"sync_each_batch": True, "cpu_offload": True}, ["sync_each_batch=True", "cpu_offload", "strategy='fsdp2'"]),
 ]
+
+
+@BOTH
+def test_options_that_say_what_always_happens(front_end: FrontEnd) -> None:
+    fsdp_core.resolve("fsdp_native", front_end)(sync_module_states=True, flatten_parameters=True)
 
 
 @BOTH

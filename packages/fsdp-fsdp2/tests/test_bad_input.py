@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, fully_shard
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 
 import fsdp_core
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
@@ -25,6 +25,13 @@ FSDP1: dict[str, tuple[Any, list[str]]] = {
     "sharding_strategy": ("SHARD_GRAD_OP", ["'fsdp2'", "reshard_after_forward"]),
     "mixed_precision": (None, ["'fsdp2'", "mp_policy"]),
 }
+
+#: What others' options may say, since it is what happens here.
+TAKEN: list[dict[str, Any]] = [
+    {"sharding_strategy": "FULL_SHARD", "use_orig_params": True, "sync_module_states": True, "limit_all_gathers": True},
+    {"sharding_strategy": ShardingStrategy.FULL_SHARD},
+    {"data_parallel_size": "auto", "tensor_parallel_size": 1},
+]
 
 MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "FSDP1's CPUOffload": (
@@ -50,6 +57,30 @@ def misused(tmp: str, front_end: FrontEnd, case: str) -> tuple[str, bool]:
 def test_option_of_fsdp1(front_end: FrontEnd, option: str) -> None:
     value, words = FSDP1[option]
     assert_refused_at_once(fsdp_core.resolve("fsdp2", front_end), {option: value}, [option, *words])
+
+
+@BOTH
+@pytest.mark.parametrize("options", TAKEN)
+def test_option_that_says_what_always_happens(front_end: FrontEnd, options: dict[str, Any]) -> None:
+    fsdp_core.resolve("fsdp2", front_end)(**options)
+
+
+@BOTH
+def test_options_are_refused_together(front_end: FrontEnd) -> None:
+    options = {
+        "sharding_strategy": "NO_SHARD",
+        "use_orig_params": True,
+        "parallelize_fn": print,
+        "tensor_parallel_size": 2,
+        "reshard_after_foward": True,
+    }
+    told = refusal(UnsupportedCapabilityError, lambda: fsdp_core.resolve("fsdp2", front_end)(**options))
+    assert_says(
+        told, "no options 'sharding_strategy', 'parallelize_fn', 'tensor_parallel_size', 'reshard_after_foward'"
+    )
+    assert_says(told, "\nparallelize_fn: Units come from auto_wrap_policy", "\ntensor_parallel_size: 'fsdp2' has no")
+    assert_says(told, "\nreshard_after_foward: Did you mean 'reshard_after_forward'?")
+    assert "use_orig_params" not in told
 
 
 @BOTH

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch.distributed.fsdp import FullyShardedDataParallel
-
 from fsdp_core import registry
-from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_cuda_native.options import DECIDED, FSDP_OPTIONS
 
 __all__ = ["OTHER_OPTIONS", "take_fsdp_options"]
+
+#: What others' options may say, for it is what happens here.
+ALWAYS: Mapping[str, Collection[object]] = {
+    "sync_module_states": (True,),
+    "flatten_parameters": (True,),
+    "data_parallel_size": ("auto",),
+    "tensor_parallel_size": (1,),
+}
 
 #: Options of fsdp2's, Lightning's and fairscale's strategies.
 OTHER_OPTIONS: dict[str, str] = {
@@ -41,10 +45,7 @@ def take_fsdp_options(strategy: str, made: type, given: Mapping[str, Any]) -> di
         UnsupportedCapabilityError: There is one that neither the strategy nor FSDP1 has.
     """
     unknown = {name: value for name, value in given.items() if name not in FSDP_OPTIONS}
-    for name in unknown:
-        if name in DECIDED and name in inspect.signature(FullyShardedDataParallel).parameters:
-            raise UnsupportedCapabilityError(f"strategy {strategy!r} has no option {name!r}. {DECIDED[name]}")
     declared = [option.name for option in registry.describe(strategy).options]
     further = tuple(name for name in declared if name not in ("precision", "precision_plugin"))
-    refuse_unknown_options(strategy, made, unknown, OTHER_OPTIONS, further=further)
-    return dict(given)
+    refuse_unknown_options(strategy, made, unknown, OTHER_OPTIONS, further=further, always=ALWAYS)
+    return {name: value for name, value in given.items() if name in FSDP_OPTIONS}

@@ -15,7 +15,7 @@ from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_fsdp2.backend import FSDP2Backend
-from fsdp_fsdp2.migration import FSDP1_OPTIONS
+from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -81,7 +81,7 @@ class FSDP2Strategy(ShardedFabricStrategy):
         async_save: bool = False,
         **unknown: Never,
     ) -> None:
-        refuse_unknown_options("fsdp2", FSDP2Strategy, unknown, FSDP1_OPTIONS)
+        refuse_unknown_options("fsdp2", FSDP2Strategy, unknown, OTHERS_OPTIONS, always=ALWAYS)
         super().__init__(
             FSDP2Backend(
                 auto_wrap_policy=auto_wrap_policy,

@@ -1,10 +1,23 @@
-"""What to write in the place of FSDP1's options, as Lightning's ``FSDPStrategy`` takes them."""
+"""What to write in the place of others' options: of Lightning's FSDP1 and ModelParallelStrategy, and of NeMo's."""
 
 from __future__ import annotations
 
-__all__ = ["FSDP1_OPTIONS"]
+from collections.abc import Collection, Mapping
 
-FSDP1_OPTIONS: dict[str, str] = {
+__all__ = ["ALWAYS", "OTHERS_OPTIONS"]
+
+#: What others' options may say, for it is what happens here.
+ALWAYS: Mapping[str, Collection[object]] = {
+    "sharding_strategy": ("FULL_SHARD",),
+    "use_orig_params": (True,),
+    "sync_module_states": (True,),
+    "limit_all_gathers": (True,),
+    "data_parallel_size": ("auto",),
+    "tensor_parallel_size": (1,),
+    "context_parallel_size": (1,),
+}
+
+OTHERS_OPTIONS: Mapping[str, str] = {
     "sharding_strategy": "Parameters are always sharded: leave FULL_SHARD out; for SHARD_GRAD_OP write "
     "reshard_after_forward=False.",
     "mixed_precision": "Write precision='bf16-mixed' to Trainer or Fabric, or give an mp_policy.",
@@ -14,4 +27,17 @@ FSDP1_OPTIONS: dict[str, str] = {
     "forward_prefetch": "Leave it out: fully_shard chooses.",
     "backward_prefetch": "Leave it out: fully_shard chooses.",
     "activation_checkpointing": "Write activation_checkpointing_policy={MyBlock}.",
+    # of ModelParallelStrategy and of NeMo's
+    "data_parallel_size": "Leave it out: all ranks shard.",
+    "tensor_parallel_size": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
+    "context_parallel_size": "'fsdp2' has no context parallelism: leave it out.",
+    "parallelize_fn": "Units come from auto_wrap_policy or fsdp_core.wrap(); there is no tensor parallelism yet.",
+    "tp_shard_plan": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
+    "use_hf_tp_plan": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
+    "device_mesh": "Leave it out: the mesh is made of all ranks.",
+    "save_distributed_checkpoint": "Write state_dict_type='sharded', which is the default, or 'full'.",
+    "offload_policy": "Write cpu_offload=CPUOffloadPolicy(...), or True.",
+    "ckpt_save_optimizer": "Write save_weights_only=True to ModelCheckpoint.",
+    "ckpt_load_optimizer": "Load weights alone with load_from_checkpoint().",
+    "ckpt_load_strict": "Write self.strict_loading = False in the LightningModule.",
 }

@@ -15,7 +15,7 @@ from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.backend import XLABackend
 from fsdp_xla.launchers import FabricXLALauncher
-from fsdp_xla.options import INSTEAD, PASSED_ON, check_sequential_save, not_passed_on
+from fsdp_xla.options import ALWAYS, INSTEAD, PASSED_ON, check_sequential_save, not_passed_on
 from fsdp_xla.ranks import XLADeviceRanks, XLARanks
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.torch_xla_private import sync
@@ -71,7 +71,8 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
         async_save: bool = False,
         **kwargs: Any,
     ) -> None:
-        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, not_passed_on(kwargs), INSTEAD, PASSED_ON)
+        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, not_passed_on(kwargs), INSTEAD, PASSED_ON, ALWAYS)
+        kwargs = {name: value for name, value in kwargs.items() if name in PASSED_ON}
         check_sequential_save(sequential_save, async_save)
         self.sequential_save = sequential_save
         super().__init__(

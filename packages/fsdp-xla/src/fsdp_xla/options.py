@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fsdp_core.errors import UnsupportedCapabilityError
 
-__all__ = ["INSTEAD", "PASSED_ON", "check_collectives", "check_options", "check_sequential_save", "not_passed_on"]
+__all__ = [
+    "ALWAYS",
+    "INSTEAD",
+    "PASSED_ON",
+    "check_collectives",
+    "check_options",
+    "check_sequential_save",
+    "not_passed_on",
+]
 
 #: What users may set, in torch_xla's order.
 PASSED_ON = (
@@ -26,6 +34,9 @@ PASSED_ON = (
     "coalesce_all_gather_ops",
 )
 
+#: What others' options may say, for it is what happens here.
+ALWAYS: Mapping[str, Collection[object]] = {"use_orig_params": (True,), "sync_module_states": (True,)}
+
 #: What to write in the place of options that torch_xla's wrapper has besides, or torch's own.
 INSTEAD = {
     "auto_wrapper_callable": "Write activation_checkpointing_policy={MyBlock}, which needs no wrapper.",
@@ -41,6 +52,7 @@ INSTEAD = {
     "backward_prefetch": "Leave it out: XLA schedules the whole graph of a step.",
     "forward_prefetch": "Leave it out: XLA schedules the whole graph of a step.",
     "limit_all_gathers": "Leave it out: XLA schedules the whole graph of a step.",
+    "sync_module_states": "Leave it out: rank 0's values always win.",
     "use_orig_params": "Write flatten_parameters=False, which is the default.",
     "device_mesh": "strategy='xla_fsdp_spmd' shards over a mesh.",
     "process_group": "Leave it out: all ranks shard.",

@@ -22,7 +22,7 @@ from fsdp_xla.backend import XLABackend
 from fsdp_xla.batch_shapes import BatchShapes, stage_of
 from fsdp_xla.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
 from fsdp_xla.launchers import TrainerXLALauncher
-from fsdp_xla.options import INSTEAD, PASSED_ON, check_sequential_save, not_passed_on
+from fsdp_xla.options import ALWAYS, INSTEAD, PASSED_ON, check_sequential_save, not_passed_on
 from fsdp_xla.rank_metrics import reduce_metrics_over
 from fsdp_xla.ranks import XLADeviceRanks, XLARanks, refuse_synced_norms
 from fsdp_xla.runtime import XLARuntime
@@ -79,7 +79,8 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
         **kwargs: Any,
     ) -> None:
         self._batch_shapes = BatchShapes()
-        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, not_passed_on(kwargs), INSTEAD, PASSED_ON)
+        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, not_passed_on(kwargs), INSTEAD, PASSED_ON, ALWAYS)
+        kwargs = {name: value for name, value in kwargs.items() if name in PASSED_ON}
         check_sequential_save(sequential_save, async_save)
         self.sequential_save = sequential_save
         super().__init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from fsdp_core import registry
 from fsdp_core.errors import UnsupportedCapabilityError
@@ -17,8 +17,9 @@ def refuse_unknown_options(
     unknown: Mapping[str, object],
     translations: Mapping[str, str],
     further: tuple[str, ...] = (),
+    always: Mapping[str, Collection[object]] | None = None,
 ) -> None:
-    """Refuse what a strategy's constructor was given beyond its own options.
+    """Refuse what a strategy's constructor was given beyond its own options, all of it together.
 
     Args:
         strategy: The name that users type.
@@ -26,6 +27,7 @@ def refuse_unknown_options(
         unknown: What it was given besides.
         translations: What to write in the place of options that other libraries have.
         further: Options that it takes beyond those that it names.
+        always: By other libraries' options, the values that say what this strategy does anyway. These are taken.
 
     Raises:
         UnsupportedCapabilityError: There is any; the message names the nearest option and the strategies that have it.
@@ -33,16 +35,32 @@ def refuse_unknown_options(
     info = registry.strategies().get(strategy)
     foreign = "precision" if hasattr(made, "precision_plugin") else "precision_plugin"  # the other front end's
     listed = [] if info is None else [option.name for option in info.options if option.name != foreign]
-    for name in unknown:
-        named = inspect.signature(made).parameters.values()
-        options = [one.name for one in named if one.kind is not one.VAR_KEYWORD]
-        options = list(dict.fromkeys([*options, *further, *listed]))
-        likeness, nearest = registry.likeness(name, options)
-        others = [i.name for i in registry.strategies().values() if name in {option.name for option in i.options}]
-        raise UnsupportedCapabilityError(
-            f"strategy {strategy!r} has no option {name!r}."
-            + (f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF else "")
-            + (f" It is one of: {', '.join(others)}." if others else "")
-            + (f" {translations[name]}" if name in translations else "")
-            + f"\nIts options are {', '.join(options)}; `fsdp describe {strategy}` explains them."
-        )
+    named = inspect.signature(made).parameters.values()
+    options = [one.name for one in named if one.kind is not one.VAR_KEYWORD]
+    options = list(dict.fromkeys([*options, *further, *listed]))
+    refused = {
+        name: _instead(name, options, translations)
+        for name, value in unknown.items()
+        if getattr(value, "name", value) not in (always or {}).get(name, ())
+    }
+    if not refused:
+        return
+    names = ", ".join(map(repr, refused))
+    told = f" {names}.{next(iter(refused.values()))}"
+    if len(refused) > 1:
+        told = f"s {names}." + "".join(f"\n{name}:{instead}" for name, instead in refused.items())
+    raise UnsupportedCapabilityError(
+        f"strategy {strategy!r} has no option{told}\n"
+        f"Its options are {', '.join(options)}; `fsdp describe {strategy}` explains them."
+    )
+
+
+def _instead(name: str, options: Sequence[str], translations: Mapping[str, str]) -> str:
+    """What to write in the place of an option, with a space before it; nothing if that is not known."""
+    if name in translations:
+        return f" {translations[name]}"
+    likeness, nearest = registry.likeness(name, options)
+    others = [info.name for info in registry.strategies().values() if name in {one.name for one in info.options}]
+    return (f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF else "") + (
+        f" It is one of: {', '.join(others)}." if others else ""
+    )
