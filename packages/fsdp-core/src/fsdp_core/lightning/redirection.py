@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,7 @@ from fsdp_core.torch_private import in_backward
 __all__ = [
     "call_inside_forward",
     "called_as_written",
+    "explain_shards",
     "follow_calls",
     "is_inside_forward",
     "normal_tensors",
@@ -171,6 +174,32 @@ def _leave(module: nn.Module) -> None:
     depth = _inside.pop(module, 0)
     if depth > 1:
         _inside[module] = depth - 1
+
+
+#: What torch says where a shard is used as if it were the parameter: a DTensor, or a rank's piece as a plain tensor.
+_OF_SHARDS = re.compile(
+    "mixed torch.Tensor and DTensor|must be a matrix|must be 2-D|size mismatch|same shape as normalized_shape"
+    "|must match the size of tensor|out of bounds for dimension with size 0|setStorage"
+)
+
+
+def explain_shards(exception: BaseException) -> None:
+    """Add to an error of torch's, from outside of a step, what to write if it is about a shard. Shown after it.
+
+    Example:
+        >>> error = RuntimeError("'weight' must be 2-D")
+        >>> explain_shards(error)
+        >>> error.__notes__[0].splitlines()[0]
+        'fsdp-core: outside of a step, parameters are shards, and this may be about one.'
+    """
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__))
+    if any(code is call_inside_forward.__code__ for code in frames) or not _OF_SHARDS.search(str(exception)):
+        return
+    exception.add_note(
+        "fsdp-core: outside of a step, parameters are shards, and this may be about one.\n"
+        "Call the model, or a part of it that is no layer inside of a unit, which gathers what it needs; or write, on "
+        "all ranks,\n    with fsdp_core.gathered(module):\nin which its parameters are whole."
+    )
 
 
 def _let_forward_ask(module: nn.Module) -> None:

@@ -36,7 +36,7 @@ from fsdp_core.lightning.pending import expect_what_is_pending
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher
 from fsdp_core.lightning.ranks import RanksOfStrategy
-from fsdp_core.lightning.redirection import call_inside_forward, normal_tensors
+from fsdp_core.lightning.redirection import call_inside_forward, explain_shards, normal_tensors
 from fsdp_core.lightning.resuming import KEY, ExactResume
 from fsdp_core.lightning.summary import show_written_shapes
 from fsdp_core.lightning.toggling import watch_toggling
@@ -366,6 +366,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._let_saves_finish(exception)
+        if self.model is not None and self.backend.is_sharded(self.model):
+            explain_shards(exception)
         if self._has_stepped and self.model is not None and self.backend.is_sharded(self.model):
             self.backend.reset(self.model)
 

@@ -87,6 +87,23 @@ def _alone(strategy: str, tmp: str) -> str:
     return module.told
 
 
+class Using(Lit):
+    """Uses a parameter without calling what it belongs to."""
+
+    def on_train_epoch_end(self) -> None:
+        torch.ones(2, FEATURES, device=self.device) @ self.net.inp.weight.T
+
+
+def _use_a_shard(strategy: str, tmp: str) -> list[str]:
+    """What is told besides torch's error; nothing if there is none."""
+    run = new_trainer(tmp, strategy, 2)
+    try:
+        run.fit(Using(), loader(1, 2))
+    except RuntimeError as error:
+        return ["\n".join(getattr(error, "__notes__", ()))]
+    return []
+
+
 def _step(fabric: Any, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None:
     x, y = own_share(fabric, batch)
     optimizer.zero_grad()
@@ -208,6 +225,12 @@ class OutsideStepsSuite(Clauses):
         if was_refused(first):  # else nothing is gathered for it
             assert_says(first, "rank 0 waited 1 s in a call of Net ('net') outside of a step", "what rank 1 did not do")
             assert_says(first, "fsdp_core.gathered(module)", "synced_gpus=True")
+
+    def test_a_shard_that_is_used_as_a_parameter(self, ranks: Ranks, tmp_path: Path) -> None:
+        """If that fails in torch, what to write is said after its error."""
+        for told in ranks.run(2, _use_a_shard, self.strategy, str(tmp_path)):
+            for note in told:
+                assert_says(note, "parameters are shards", "with fsdp_core.gathered(module):")
 
     def test_gathered(self, ranks: Ranks) -> None:
         """One rank reads, calls and writes whole parameters, and all train on with what it wrote."""
