@@ -320,6 +320,23 @@ class Backend(ABC):
     def reset(self, module: nn.Module) -> None:
         """Make the module usable again after an exception in a forward or backward pass."""
 
+    def abandon_forward(self, module: nn.Module) -> None:
+        """Make the module usable again after an exception in a forward pass that belongs to no step.
+
+        Gradients stay what they are, and so do forward passes of steps that wait for their backward pass. A library
+        that can't do that does as :meth:`reset`.
+        """
+        self.reset(module)
+
+    def mend_interrupted(self, module: nn.Module) -> None:
+        """Make the module usable again after a backward pass that an exception has ended, if there was one.
+
+        Called before each forward pass of the root: under Fabric nobody else tells of an exception.
+
+        Raises:
+            ShardingError: There are gradients, which may be of a part of that backward pass.
+        """
+
     def holds_part(self, parameter: Tensor) -> bool:
         """Whether ranks hold different parts of what an optimizer holds; DTensors say so by themselves."""
         return is_sharded_dtensor(parameter)

@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, fill
-from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.errors import CheckpointMismatchError, ShardingError
 from fsdp_core.parts import Layout
 from fsdp_core.runtime import Runtime
 
-__all__ = ["HeldGradients", "described", "held_at_parameters", "of_this_rank", "restore_at_parameters"]
+__all__ = [
+    "HeldGradients",
+    "described",
+    "held_at_parameters",
+    "of_this_rank",
+    "refuse_half_gradients",
+    "restore_at_parameters",
+]
+
+
+def refuse_half_gradients(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse to go on from gradients of which an exception has left a part.
+
+    Args:
+        module: What the exception has interrupted.
+        parameters: What an optimizer may hold of it.
+
+    Raises:
+        ShardingError: One has a gradient.
+    """
+    if any(parameter.grad is not None for parameter in parameters):
+        raise ShardingError(
+            f"an exception has interrupted a backward pass of {type(module).__name__}, and there are gradients, some "
+            "of which may be a part of what they were to be.\n"
+            "Call optimizer.zero_grad() before the next forward pass."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

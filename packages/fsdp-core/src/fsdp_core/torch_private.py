@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 
 # The base of every batch norm, SyncBatchNorm included; there is no public one.
@@ -29,6 +29,7 @@ __all__ = [
     "iterates_as_torch",
     "make_scaler_sharded",
     "meeting_place",
+    "not_managed",
     "place_of",
     "process_groups",
     "queue_backward_callback",
@@ -87,6 +88,20 @@ def meeting_place() -> Any:
     There is no public way to it. Unlike a collective, it is answered while other ranks wait in one.
     """
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+@contextmanager
+def not_managed(module: nn.Module) -> Iterator[None]:
+    """A context in which no part of a module says that FSDP manages it, as others' code asks before it calls ranks.
+
+    torch marks modules for its compiler; transformers takes the mark for a reason to let ranks wait for each other.
+    """
+    marked = [inner for inner in module.modules() if inner.__dict__.pop("_is_fsdp_managed_module", False)]
+    try:
+        yield
+    finally:
+        for inner in marked:
+            inner.__dict__["_is_fsdp_managed_module"] = True
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

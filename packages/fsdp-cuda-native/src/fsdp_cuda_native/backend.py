@@ -24,7 +24,7 @@ from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.fqn import aliases, clean_name
-from fsdp_core.gradients import HeldGradients
+from fsdp_core.gradients import HeldGradients, refuse_half_gradients
 from fsdp_core.materialize import place
 from fsdp_core.parts import Layout
 from fsdp_core.precision import ShardPrecision
@@ -262,6 +262,15 @@ class NativeBackend(Backend):
             drop_gradients(unit)
         torch_private.reset(root)
         _forget_pending(root, None, None)
+
+    def abandon_forward(self, module: nn.Module) -> None:
+        torch_private.abandon_forward(_root_of(module))
+
+    def mend_interrupted(self, module: nn.Module) -> None:
+        root = _root_of(module)
+        if torch_private.is_interrupted(root):
+            refuse_half_gradients(root.module, root.parameters())
+            self.reset(root)
 
     def holds_part(self, parameter: Tensor) -> bool:
         return self._shards and is_flattened(parameter)

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "FlatMember",
     "Pending",
+    "abandon_forward",
     "cast_inputs",
     "flat_members",
     "follow_requires_grad",
@@ -38,6 +39,7 @@ __all__ = [
     "forget_views",
     "gathered_parameters",
     "handle_of",
+    "is_interrupted",
     "leave_gradients",
     "no_reduction",
     "reduce_unused",
@@ -434,6 +436,20 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
     place = flat._param_infos[0]
     gathered: bool = getattr(place.module, place.param_name).requires_grad
     return gathered != bool(flat.requires_grad)
+
+
+def abandon_forward(root: FullyShardedDataParallel) -> None:
+    """Make units idle after an exception in a forward pass, and leave gradients what they are."""
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        unit.training_state = TrainingState.IDLE
+        if handle_of(unit) is not None:
+            handle_of(unit)._training_state = HandleTrainingState.IDLE
+
+
+def is_interrupted(root: FullyShardedDataParallel) -> bool:
+    """Whether a backward pass has begun and not ended."""
+    state: Any = root
+    return bool(getattr(state, "_post_backward_callback_queued", False))
 
 
 def reset(root: FullyShardedDataParallel) -> None:

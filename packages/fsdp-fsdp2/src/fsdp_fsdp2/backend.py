@@ -24,7 +24,8 @@ from fsdp_core.backend import Backend
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import clean_name
-from fsdp_core.gradients import HeldGradients
+from fsdp_core.gathering import gathered_modules
+from fsdp_core.gradients import HeldGradients, refuse_half_gradients
 from fsdp_core.marking import options_of
 from fsdp_core.materialize import place
 from fsdp_core.precision import ShardPrecision
@@ -41,8 +42,10 @@ from fsdp_fsdp2.torch_private import (
     AssignedData,
     Gathering,
     UnusedParameters,
+    abandon_forward,
     finish_backward,
     gathered_parameters,
+    is_interrupted,
     set_unreduced_gradients,
     take_unfrozen,
     unreduced_gradients,
@@ -186,7 +189,7 @@ class FSDP2Backend(Backend):
 
     @contextmanager
     def unmanaged(self, module: nn.Module) -> Iterator[None]:
-        with super().unmanaged(module), without_hooks(self._units[module]):
+        with super().unmanaged(module), without_hooks(module):
             yield
 
     @contextmanager
@@ -236,6 +239,14 @@ class FSDP2Backend(Backend):
             reset()
         else:
             self._interrupted.add(module)
+
+    def abandon_forward(self, module: nn.Module) -> None:
+        abandon_forward(_fsdp(module), self._units[module])
+
+    def mend_interrupted(self, module: nn.Module) -> None:
+        if is_interrupted(_fsdp(module)):
+            refuse_half_gradients(module, self._shards[module].values())
+            self.reset(module)
 
     def accumulated_gradients(self, module: nn.Module) -> HeldGradients:
         self.reshard(module)  # gathered parameters have gradients too, those that are found below
@@ -311,14 +322,15 @@ class FSDP2Backend(Backend):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_assigned(root: nn.Module, args: Any) -> None:
     assigned = FSDP2Backend._assigned.get(root)
-    if assigned is not None:  # a copy of a root has none
+    if assigned is not None and root not in gathered_modules:  # a copy of a root has none
         for unit in FSDP2Backend._units[root]:
             assigned.check(unit)
 
 
 def _take_unfrozen_units(root: nn.Module, args: Any) -> None:
-    for unit in FSDP2Backend._units[root]:
-        take_unfrozen(unit)
+    if root not in gathered_modules:
+        for unit in FSDP2Backend._units.get(root, ()):  # none of a copy
+            take_unfrozen(unit)
 
 
 def _check_dtypes(unit: nn.Module, parameters: set[nn.Parameter]) -> None:

@@ -20,8 +20,10 @@ __all__ = [
     "AssignedData",
     "Gathering",
     "UnusedParameters",
+    "abandon_forward",
     "finish_backward",
     "gathered_parameters",
+    "is_interrupted",
     "set_unreduced_gradients",
     "take_unfrozen",
     "unreduced_gradients",
@@ -286,21 +288,64 @@ def gathered_parameters(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Par
 
 
 @contextmanager
-def without_hooks(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """A context in which calls of units are calls of the user's modules alone. The order of hooks stays what it is."""
+def without_hooks(root: nn.Module) -> Iterator[None]:
+    """A context in which calls, state dicts and copies of a root's modules are those of the user's modules alone.
+
+    The order of hooks stays what it is.
+    """
     taken: list[tuple[Any, int, Any]] = []
-    for unit in units:
-        state: Any = unit._get_fsdp_state()
-        module: Any = unit
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            taken += [(hooks, key, hook) for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]
+    classes: list[tuple[nn.Module, type]] = []
+    for module in root.modules():
+        for name in _HOOKS:
+            hooks = getattr(module, name)
+            taken += [(hooks, key, hook) for key, hook in hooks.items() if _is_of_fully_shard(hook)]
+        if isinstance(module, FSDPModule):
+            classes.append((module, type(module)))
     for hooks, key, _ in taken:
         hooks[key] = _nothing
+    for module, kind in classes:
+        module.__class__ = kind.__bases__[1]  # the user's; the other one refuses copies
     try:
         yield
     finally:
+        for module, kind in classes:
+            module.__class__ = kind
         for hooks, key, hook in taken:
             hooks[key] = hook
+
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def _is_of_fully_shard(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # torch wraps some
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
+def abandon_forward(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
+    """Make units idle after an exception in a forward pass, as torch does it, and leave gradients what they are."""
+    for unit in units:
+        state: Any = unit._get_fsdp_state()
+        state._training_state = type(state._training_state).IDLE
+        getattr(state, "_modules_to_run_forward", set()).clear()
+        for group in _groups(unit):
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+            group._training_state = type(group._training_state).IDLE
+    root_state: Any = root._get_fsdp_state()
+    root_state._state_ctx.iter_forward_root = None
+
+
+def is_interrupted(root: FSDPModule) -> bool:
+    """Whether a backward pass has begun and not ended."""
+    state: Any = root._get_fsdp_state()
+    return bool(state._state_ctx.post_backward_final_callback_queued)
 
 
 def _nothing(*args: Any) -> None:

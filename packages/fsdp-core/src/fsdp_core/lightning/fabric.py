@@ -158,7 +158,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         root = self._sharded(module)
         if not any(known is root for known in self.roots):
             self.roots.append(root)
-        return ShardedForward(root, self.backend.reshard)
+        return ShardedForward(root, self.backend)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from fsdp_core.backend import Backend
 from fsdp_core.gathering import gathered_modules
-from fsdp_core.lightning.redirection import normal_tensors
+from fsdp_core.lightning.redirection import called_as_written, normal_tensors
 
 __all__ = ["ShardedForward", "root_of"]
 
@@ -23,25 +22,28 @@ class ShardedForward(nn.Module):
 
     Args:
         root: The sharded root.
-        reshard: Called with the root after a forward pass that no backward pass will follow.
+        backend: The backend that has sharded it.
     """
 
     root: nn.Module
 
-    def __init__(self, root: nn.Module, reshard: Callable[[nn.Module], None]) -> None:
+    def __init__(self, root: nn.Module, backend: Backend) -> None:
         super().__init__()
         object.__setattr__(self, "root", root)
-        self._reshard = reshard
+        self._backend = backend
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.root in gathered_modules:
-            owner = Backend.owner_of(self.root)
-            assert owner is not None
-            return owner.written_module(self.root)(*args, **kwargs)
-        with normal_tensors():
-            output = self.root(*args, **kwargs)
+            return self._backend.written_module(self.root)(*args, **kwargs)
+        try:
+            with called_as_written(self.root), normal_tensors():
+                output = self.root(*args, **kwargs)
+        except BaseException:
+            self._backend.abandon_forward(self.root)
+            self._backend.reshard(self.root)
+            raise
         if not torch.is_grad_enabled():
-            self._reshard(self.root)
+            self._backend.reshard(self.root)
         return output
 
 

@@ -19,6 +19,7 @@ from fsdp_core.gathering import gathered_modules, whole
 from fsdp_core.lightning.exporting import written_of
 from fsdp_core.lightning.redirection import is_inside_forward, normal_tensors
 from fsdp_core.runtime import Runtime
+from fsdp_core.torch_private import not_managed
 
 __all__ = ["gathered"]
 
@@ -33,13 +34,14 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
 
     Args:
         module: A LightningModule, what ``fabric.setup`` has returned, or a module inside one of them.
-        modifier_rank: The rank whose parameters all ranks have afterwards, if values are changed inside. ``None`` if
-            none are.
+        modifier_rank: The rank whose parameters, and buffers that it has changed, all ranks have afterwards. ``None``
+            if no parameter is changed inside; buffers are each rank's own then.
 
     Raises:
         ShardingError: Inside a step, or in another of these contexts. On leaving it: values were changed and there is
             no ``modifier_rank``, or a rank changed them otherwise than that one; a parameter was replaced, frozen or
-            unfrozen, or has got a gradient. The shards are then what they were before.
+            unfrozen, or has got a gradient; another rank has raised an exception inside. The shards are then what they
+            were before.
 
     Example:
         In a LightningModule, on one rank alone::
@@ -72,18 +74,29 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
     first = backend.aliases(root)
     tensors = _whole_parameters(backend, root, prefix, first)
     before = {name: _digest(tensor) for name, tensor in tensors.items()}
+    values: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    raised: BaseException | None = None
     with backend.unmanaged(root), ExitStack() as cleanup:
         user = backend.written_module(root)
         part = next(inner for raw, inner in user.named_modules() if clean_name(raw) == prefix.removesuffix("."))
+        cleanup.enter_context(not_managed(part))
         places = _put_in_place(part, prefix, tensors, first)
-        cleanup.callback(_take_back, places)
+        cleanup.callback(_take_back, places, {inner: dict(inner._modules) for inner in part.modules()})
         _refuse_others(user, part, cleanup)
         known = {root, user, *part.modules()}
         gathered_modules.update(known)
         cleanup.callback(gathered_modules.difference_update, known)
-        yield
-        values, problems = _found_inside(places)
-    changed = _agree_on_changes(backend.runtime, values, before, problems, modifier_rank)
+        buffers = {prefix + clean_name(name): buffer for name, buffer in part.named_buffers()}
+        before |= {name: _digest(buffer) for name, buffer in buffers.items()}
+        problems: list[str] = []
+        try:
+            yield
+            problems = _problems(places, part)
+        except Exception as error:  # other ranks are to know, who wait for this one
+            raised, problems = error, [f"{type(error).__name__} was raised: {error}"]
+        values = {place.name: place.shown.detach() for place in places}
+    changed = _agree_on_changes(backend.runtime, values, buffers, before, problems, raised, modifier_rank)
     if changed:
         with normal_tensors():
             backend.load_model_state(root, changed, strict=False)
@@ -138,7 +151,7 @@ def _put_in_place(
     part: nn.Module, prefix: str, tensors: Mapping[str, Tensor], first: Mapping[str, str]
 ) -> list[_Place]:
     made: dict[str, nn.Parameter] = {}
-    places = []
+    places: list[_Place] = []
     for raw, owner in part.named_modules():
         for attribute, held in owner._parameters.items():
             name = prefix + clean_name(f"{raw}.{attribute}" if raw else attribute)
@@ -153,9 +166,13 @@ def _put_in_place(
     return places
 
 
-def _take_back(places: list[_Place]) -> None:
+def _take_back(places: list[_Place], children: Mapping[nn.Module, Mapping[str, nn.Module | None]]) -> None:
     for place in places:
         place.owner._parameters[place.attribute] = place.held
+    for module, had in children.items():
+        if dict(module._modules) != had:
+            module._modules.clear()
+            module._modules.update(had)
 
 
 def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None:
@@ -173,13 +190,19 @@ def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None
             cleanup.callback(module.register_forward_pre_hook(refuse).remove)
 
 
-def _found_inside(places: list[_Place]) -> tuple[dict[str, Tensor], list[str]]:
-    """What the user has left of whole parameters: their values, and what can't be taken over."""
-    values, problems = {}, []
+def _problems(places: list[_Place], part: nn.Module) -> list[str]:
+    """What the user has left of whole parameters that can't be taken over."""
+    problems = []
+    inside = set(part.modules())
     for place in places:
         now = place.owner._parameters.get(place.attribute)
-        if now is not place.shown or now.shape != place.held.shape or now.dtype != place.held.dtype:
-            problems.append(f"{place.name!r} was replaced by something else")
+        if place.owner not in inside or now is not place.shown or now.shape != place.held.shape:
+            problems.append(
+                f"{place.name!r} was replaced by something else: do that before sharding, in __init__() or "
+                "configure_model()"
+            )
+        elif now.dtype != place.held.dtype:
+            problems.append(f"{place.name!r} was converted to {now.dtype}: do that before sharding")
         elif now.grad is not None:
             problems.append(
                 f"{place.name!r} has got a gradient, which ends with the context: take torch.autograd.grad(), or set "
@@ -187,39 +210,46 @@ def _found_inside(places: list[_Place]) -> tuple[dict[str, Tensor], list[str]]:
             )
         elif now.requires_grad != place.held.requires_grad:
             problems.append(f"{place.name!r} was {'unfrozen' if now.requires_grad else 'frozen'}: do that outside")
-        values[place.name] = place.shown.detach()
-    return values, problems
+    return problems
 
 
 def _agree_on_changes(
     runtime: Runtime,
     values: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
     before: Mapping[str, str],
     problems: list[str],
+    raised: BaseException | None,
     modifier_rank: int | None,
 ) -> dict[str, Tensor]:
-    """What all ranks take over, by name. All ranks must call it."""
-    after = {name: _digest(tensor) for name, tensor in values.items()}
-    everyones: list[tuple[dict[str, str], list[str]]] = runtime.gather_objects((after, problems))
+    """Which parameters all ranks take over, by name; buffers are changed at once. All ranks must call it."""
+    after = {name: _digest(tensor) for name, tensor in {**values, **buffers}.items()}
+    changed = {name: digest for name, digest in after.items() if digest != before[name]}
+    everyones: list[tuple[dict[str, str], list[str]]] = runtime.gather_objects((changed, problems))
+    if raised is not None:
+        raise raised
     for rank, (_, found) in enumerate(everyones):
         if found:
             raise ShardingError(f"within gathered(), on rank {rank}, {found[0]}.\nNothing was changed in the shards.")
-    wanted = before if modifier_rank is None else everyones[modifier_rank][0]
+    wanted = {} if modifier_rank is None else everyones[modifier_rank][0]
     for rank, (digests, _) in enumerate(everyones):
         for name, digest in digests.items():
-            if digest not in (before[name], wanted[name]):
+            if name in values and digest != wanted.get(name):  # each rank has buffers of its own
                 told = "no rank was to change" if modifier_rank is None else f"rank {modifier_rank} did not change so"
                 raise ShardingError(
                     f"within gathered(), rank {rank} changed {name!r}, which {told}. Nothing was changed in the "
                     f"shards.\nWrite gathered(module, modifier_rank={rank}), and change it on that rank."
                 )
-    return {
-        name: runtime.broadcast_object(
-            values[name].cpu() if runtime.rank == modifier_rank else None, modifier_rank or 0
+    handed_out: dict[str, Tensor] = {}
+    for name in wanted:
+        held = values[name] if name in values else buffers[name]
+        handed_out[name] = runtime.broadcast_object(
+            held.cpu() if runtime.rank == modifier_rank else None, modifier_rank or 0
         )
-        for name in before
-        if wanted[name] != before[name]
-    }
+    for name in buffers.keys() & handed_out.keys():
+        with torch.no_grad():
+            buffers[name].copy_(handed_out.pop(name))
+    return handed_out
 
 
 def _digest(tensor: Tensor) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_core.backend import Backend
+from fsdp_core.fqn import clean_name
 from fsdp_core.gathering import check_not_gathered, gathered_modules
 from fsdp_core.lightning.precision import compute_context
 from fsdp_core.torch_private import in_backward
@@ -34,6 +36,12 @@ _inside: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 #: By a module that needs parameters of a root's: the root, and what the user calls it there.
 _parts: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
+
+#: By root that is followed: whether all ranks must make its calls.
+_followed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+#: By module of whose call outside of a step is not known yet how it ends: the exception that was handled when it began.
+_watched: WeakKeyDictionary[nn.Module, tuple[BaseException | None]] = WeakKeyDictionary()
 
 #: What a module had as ``forward`` of its own, which is no method of its class, before it had ours.
 _FORWARD = "_fsdp_core_forward"
@@ -116,54 +124,92 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
-def parts_of(module: nn.Module, units: Collection[nn.Module]) -> dict[str, nn.Module]:
-    """The parts of a module whose calls need what the root is to own: all with parameters that are not in a unit.
+def parts_of(module: nn.Module, units: Collection[nn.Module]) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The parts of a module whose calls need what the root is to own, and its units, by name.
 
     Args:
         module: A module that is not sharded yet.
         units: The submodules that are to be units of their own.
 
     Returns:
-        The parts by name, the module itself among them.
+        Those with parameters that are not in a unit, the module itself among them; and the units.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1)))
-        >>> list(parts_of(model, [model[2]]))
-        ['', '0']
+        >>> [list(named) for named in parts_of(model, [model[2]])]
+        [['', '0'], ['2']]
     """
-    within = {inner for unit in units for inner in unit.modules()}
-    parts = {name: part for name, part in module.named_modules() if part not in within}
-    return {name: part for name, part in parts.items() if next(part.parameters(), None) is not None}
+    chosen, within = set(units), {inner for unit in units for inner in unit.modules()}
+    named = dict(module.named_modules())
+    parts = {name: part for name, part in named.items() if part not in within and any(True for _ in part.parameters())}
+    return parts, {name: unit for name, unit in named.items() if unit in chosen}
 
 
-def follow_calls(root: nn.Module, written: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-    """Let parts of a root be called where no forward pass of it is going on: in hooks, and after training. Idempotent.
+def follow_calls(
+    root: nn.Module, written: nn.Module, parts: tuple[dict[str, nn.Module], dict[str, nn.Module]], *, meet: bool
+) -> None:
+    """Let a root, and parts of it, be called where no forward pass of it is going on: in hooks, and after training.
 
-    What a unit of sharding needs, its own hooks gather. What the root owns is gathered for the root's forward pass, so
-    a call of a part that may need it becomes one. All ranks must make it.
+    What the root owns is gathered for the root's forward pass, so a call of a part that may need it becomes one; so
+    does that of a unit around which a library has put something. Roots and units that are the user's own modules are
+    watched. After the call, parameters are shards again, for hooks that look at them. Idempotent.
 
     Args:
         root: A sharded root.
         written: The module that it stands for.
         parts: What :func:`parts_of` gave of that before it was sharded.
+        meet: Whether all ranks must make such a call: not where each has the whole model.
     """
-    if written in _parts:
+    if root in _followed:
         return
-    for name, part in parts.items():
+    _followed[root] = meet
+    called: dict[str, nn.Module] = {}
+    for raw, module in root.named_modules():
+        called.setdefault(clean_name(raw), module)  # the wrapper, rather than what is in it
+    outside, units = parts
+    for name, part in outside.items():
         _parts[part] = ref(root), name
         _let_forward_ask(part)
-    root.register_forward_pre_hook(_enter_root, prepend=True)
-    root.register_forward_hook(_leave_root, always_call=True)
+    for name, unit in units.items():
+        _parts[called[name]] = ref(root), name
+        if called[name] is unit:
+            _watch(unit)
+        else:
+            _let_forward_ask(called[name])
+    _parts[root] = ref(root), ""
+    _watch(root)
+
+
+def _watch(module: nn.Module) -> None:
+    module.register_forward_pre_hook(_enter_watched, prepend=True)
+    module.register_forward_hook(_leave_watched, always_call=True)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _enter_root(root: nn.Module, args: Any) -> None:
-    _enter(root)
+def _enter_watched(module: nn.Module, args: Any) -> None:
+    root = _root_of(module)
+    if root is None or in_backward():
+        return
+    is_outside = root not in _inside and module not in gathered_modules
+    if module is root:
+        _enter(root)
+    if is_outside:
+        _watched[module] = (sys.exc_info()[1],)
+        _begin(root, module)
+    if module is root and root not in gathered_modules:
+        _backend_of(root).mend_interrupted(root)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _leave_root(root: nn.Module, args: Any, output: Any) -> None:
-    _leave(root)
+def _leave_watched(module: nn.Module, args: Any, output: Any) -> None:
+    root = _root_of(module)
+    if root is None or in_backward():
+        return
+    if module is root:
+        _leave(root)
+    before = _watched.pop(module, None)
+    if before is not None:
+        _end(root, failed=sys.exc_info()[1] is not before[0])
 
 
 def _enter(module: nn.Module) -> None:
@@ -176,10 +222,22 @@ def _leave(module: nn.Module) -> None:
         _inside[module] = depth - 1
 
 
+def _root_of(module: nn.Module) -> nn.Module | None:
+    """The root that a module is a part of; none of a copy."""
+    found = _parts.get(module)
+    return None if found is None else found[0]()
+
+
+def _backend_of(root: nn.Module) -> Backend:
+    backend = Backend.owner_of(root)
+    assert backend is not None
+    return backend
+
+
 #: What torch says where a shard is used as if it were the parameter: a DTensor, or a rank's piece as a plain tensor.
 _OF_SHARDS = re.compile(
-    "mixed torch.Tensor and DTensor|must be a matrix|must be 2-D|size mismatch|same shape as normalized_shape"
-    "|must match the size of tensor|out of bounds for dimension with size 0|setStorage"
+    "mixed torch.Tensor and DTensor|Contracting dimension sizes|must be a matrix|must be 2-D|size mismatch"
+    "|same shape as normalized_shape|must match the size of tensor|out of bounds for dimension with size 0|setStorage"
 )
 
 
@@ -233,25 +291,33 @@ def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
 def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or in_backward():  # which recomputes what a forward pass has called
         return forward(*args, **kwargs)
-    of, path = _parts.get(module, (None, ""))  # none of a copy
-    root = None if of is None else of()
+    root = _root_of(module)
     if root is None or root in _inside or module in gathered_modules:
         return forward(*args, **kwargs)
-    return _outside(root, module, path, functools.partial(forward, *args, **kwargs))
-
-
-def _outside(root: nn.Module, module: nn.Module, path: str, call: Callable[[], Any]) -> Any:
-    check_not_gathered(root, f"a call of {type(module).__name__}, which is not gathered,")
-    backend = Backend.owner_of(root)
-    assert backend is not None
-    name = f"{type(module).__name__} ({path!r})" if path else type(module).__name__
-    backend.runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
+    _begin(root, module)
+    backend, failed = _backend_of(root), True
     try:
         with compute_context(backend.precision, backend.runtime.device.type):
+            call = functools.partial(forward, *args, **kwargs)
             output = call_inside_forward(root, backend.written_module(root), call)
-    except BaseException:
-        backend.reset(root)
-        raise
-    if not torch.is_grad_enabled():
-        backend.reshard(root)
+        failed = False
+    finally:
+        _end(root, failed=failed)
     return output
+
+
+def _begin(root: nn.Module, module: nn.Module) -> None:
+    """Begin a call outside of a step."""
+    path = _parts[module][1]
+    name = f"{type(module).__name__} ({path!r})" if path else type(module).__name__
+    check_not_gathered(root, f"a call of {name}, which is not gathered,")
+    if _followed.get(root):
+        _backend_of(root).runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
+
+
+def _end(root: nn.Module, *, failed: bool) -> None:
+    """End it: its backward pass, if one follows, gathers again what it needs."""
+    backend = _backend_of(root)
+    if failed:
+        backend.abandon_forward(root)
+    backend.reshard(root)

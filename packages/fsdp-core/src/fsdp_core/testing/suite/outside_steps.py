@@ -100,7 +100,7 @@ def _use_a_shard(strategy: str, tmp: str) -> list[str]:
     try:
         run.fit(Using(), loader(1, 2))
     except RuntimeError as error:
-        return ["\n".join(getattr(error, "__notes__", ()))]
+        return ["\n".join([str(error), *getattr(error, "__notes__", ())])]
     return []
 
 
