@@ -58,6 +58,11 @@ class EndOfBackward:
         parameter.register_post_accumulate_grad_hook(self._queue_while_alive)
         parameter.requires_grad_(required)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a backward pass has begun that has not ended: before a forward pass, an exception has ended it."""
+        return self._queued
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """A context in which nothing is called. Leaves it enabled."""

@@ -61,6 +61,8 @@ def _from_chunks(value: ChunkedTensor, runtime: Runtime) -> Tensor:
     held = [(chunk.offsets, tuple(chunk.data.shape)) for chunk in value.chunks]
     by_rank = runtime.gather_objects(held)
     longest = max(sum(prod(box) for _, box in boxes) for boxes in by_rank)
+    if not longest:
+        return torch.empty(value.shape, dtype=value.dtype, device=runtime.device)
     flat = torch.zeros(longest, dtype=value.dtype, device=runtime.device)
     at = 0
     for chunk in value.chunks:

@@ -196,6 +196,16 @@ class NativeBackend(Backend):
                 self._note_written(root.module, name, parameter)
             yield
 
+    @contextmanager
+    def unmanaged(self, module: nn.Module) -> Iterator[None]:
+        written = _root_of(module).module
+        with super().unmanaged(module):
+            root = written.__dict__.pop(_ROOT)  # which a copy of it would copy too
+            try:
+                yield
+            finally:
+                written.__dict__[_ROOT] = root
+
     def layout(self, module: nn.Module) -> Layout:
         root = _root_of(module)
         self.reshard(root)
@@ -410,7 +420,7 @@ def _root_of(module: nn.Module) -> FullyShardedDataParallel:
 
 
 def _leave_gradients(module: nn.Module, args: Any, output: Any) -> None:
-    root = _root_of(module)
+    (root,) = module.__dict__.get(_ROOT, (None,))  # a copy has none
     if root in NativeBackend._pending:
         torch_private.leave_gradients(root)
 

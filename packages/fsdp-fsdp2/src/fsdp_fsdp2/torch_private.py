@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_core.errors import ShardingError
@@ -295,12 +296,15 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
     """
     taken: list[tuple[Any, int, Any]] = []
     classes: list[tuple[nn.Module, type]] = []
+    states: list[tuple[nn.Module, str, Any]] = []
     for module in root.modules():
         for name in _HOOKS:
             hooks = getattr(module, name)
             taken += [(hooks, key, hook) for key, hook in hooks.items() if _is_of_fully_shard(hook)]
         if isinstance(module, FSDPModule):
             classes.append((module, type(module)))
+        # what a copy of the module would copy, process groups and all
+        states += [(module, key, module.__dict__.pop(key)) for key in (STATE_KEY, REGISTRY_KEY) if key in vars(module)]
     for hooks, key, _ in taken:
         hooks[key] = _nothing
     for module, kind in classes:
@@ -308,6 +312,8 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for module, key, state in states:
+            module.__dict__[key] = state
         for module, kind in classes:
             module.__class__ = kind
         for hooks, key, hook in taken:

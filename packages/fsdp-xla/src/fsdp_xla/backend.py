@@ -211,6 +211,16 @@ class XLABackend(Backend):
                 self._note_written(user_module(root), name, parameter)
             yield
 
+    @contextmanager
+    def unmanaged(self, module: nn.Module) -> Iterator[None]:
+        user = user_module(_root_of(module))
+        with super().unmanaged(module):
+            root = user.__dict__.pop(_ROOT)  # which a copy of it would copy too
+            try:
+                yield
+            finally:
+                user.__dict__[_ROOT] = root
+
     def layout(self, module: nn.Module) -> Layout:
         return layout_of(_root_of(module))
 

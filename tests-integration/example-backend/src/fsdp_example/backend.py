@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint import SavedTensor, fill
 from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.gradients import HeldGradients
+from fsdp_core.gradients import HeldGradients, refuse_half_gradients
 from fsdp_core.materialize import place
 from fsdp_core.parts import Layout
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, checkpoint_activations, describe_policy
@@ -93,6 +93,15 @@ class ZeRO1Backend(Backend):
 
     def reset(self, module: nn.Module) -> None:
         self._shards[module].forget_gradients()
+
+    def abandon_forward(self, module: nn.Module) -> None:
+        """Nothing is gathered for a forward pass."""
+
+    def mend_interrupted(self, module: nn.Module) -> None:
+        shards = self._shards[module]
+        if shards.end.interrupted:
+            refuse_half_gradients(module, shards.layout)
+            shards.forget_gradients()
 
     def holds_part(self, parameter: Tensor) -> bool:
         return True

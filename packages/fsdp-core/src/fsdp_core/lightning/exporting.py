@@ -26,8 +26,9 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         module: A LightningModule, what ``fabric.setup`` has returned, or a module inside one of them.
 
     Returns:
-        On rank 0 whole tensors in host memory, by the names of ``module.state_dict()`` before it was sharded, tied
-        parameters under each of theirs and one tensor. Elsewhere an empty dictionary.
+        On rank 0 whole tensors in host memory, by the names of ``module.state_dict()`` before it was sharded, without
+        what ``torch.compile`` puts into them; tied parameters under each of theirs and one tensor. Elsewhere an empty
+        dictionary.
 
     Raises:
         ShardingError: It was called inside a step, whose forward pass needs what is gathered as it is.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +98,37 @@ class Using(Lit):
         torch.ones(2, FEATURES, device=self.device) @ self.net.inp.weight.T
 
 
+def _train_with_calls(net: Any, steps: list[Callable[[], Any]], optimizer: Any, call: Callable[..., Any]) -> None:
+    """Steps with calls between a backward pass and the optimizer's step, some of which fail."""
+    x = torch.ones(BATCH, FEATURES, device=next(net.parameters()).device)
+    for backward in steps:
+        before = list(map(id, net.parameters()))
+        backward()
+        call(x)  # with gradients, which nothing comes of
+        with torch.no_grad():
+            call(x)
+        with suppress(RuntimeError):
+            call(x[:, 1:])  # no module takes it
+        optimizer.step()
+        call(x)
+        assert list(map(id, net.parameters())) == before, "the module shows other parameters after a call of it"
+        optimizer.zero_grad()
+
+
+def _step_after_calls(strategy: str, name: str) -> Trained:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+
+    def backward(batch: tuple[Tensor, Tensor]) -> None:
+        x, y = own_share(fabric, batch)
+        fabric.backward(mse_loss(model(x), y))
+
+    steps = [partial(backward, batch) for batch in oracle.global_batches(2)]
+    _train_with_calls(net, steps, optimizer, partial(CALLS[name], SimpleNamespace(net=net)))
+    return [], full_state(fabric.strategy)
+
+
 def _use_a_shard(strategy: str, tmp: str) -> list[str]:
     """What is told besides torch's error; nothing if there is none."""
     run = new_trainer(tmp, strategy, 2)
@@ -102,6 +137,28 @@ def _use_a_shard(strategy: str, tmp: str) -> list[str]:
     except RuntimeError as error:
         return ["\n".join([str(error), *getattr(error, "__notes__", ())])]
     return []
+
+
+def _interrupt(strategy: str) -> tuple[str, dict[str, Tensor]]:
+    """What is said to a forward pass after a backward pass that raised, and the state after two steps around that."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    first, second = oracle.global_batches(2)
+    _step(fabric, model, optimizer, first)
+
+    def fail(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    x, y = own_share(fabric, second)
+    hooked = net.blocks[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    with suppress(ZeroDivisionError):
+        fabric.backward(mse_loss(model(x), y))
+    hooked.remove()
+    told = refusal(ShardingError, lambda: model(x))
+    optimizer.zero_grad()
+    _step(fabric, model, optimizer, second)
+    return told, full_state(fabric.strategy)
 
 
 def _step(fabric: Any, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None:
@@ -141,6 +198,9 @@ def _gather(strategy: str) -> dict[str, Any]:
     with gathered(model, modifier_rank=last):
         if fabric.global_rank == last:
             _write(net)
+            net.load_state_dict({name: value.detach().clone() for name, value in net.state_dict().items()})
+            copied = copy.deepcopy(net)
+            assert torch.equal(copied.inp.weight, net.inp.weight)
     _step(fabric, model, optimizer, batches[1])
     return {"seen": seen, "shapes": shapes, "state": full_state(fabric.strategy)}
 
@@ -170,7 +230,13 @@ def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
         "frozen": within(lambda: net.inp.weight.requires_grad_(False)),
         "nested": within(lambda: gathered(model).__enter__()),
     }
+
+    def fail() -> None:
+        if fabric.global_rank == 0:
+            raise ValueError("of rank 0")
+
     if fabric.world_size > 1:
+        told["raised"] = within(fail).removeprefix("instead of a refusal: ")
         told["written otherwise"] = within(lambda: fabric.global_rank and _write(net), modifier_rank=0)
     after = full_state(fabric.strategy)
     return told, all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -217,6 +283,28 @@ class OutsideStepsSuite(Clauses):
             assert len(seen) == len(want)
             for got, expected in zip(seen, want, strict=True):
                 assert got == pytest.approx(expected, abs=FP32_TOLERANCE * BATCH * FEATURES)
+
+    @pytest.mark.parametrize("name", [name for name in CALLS if name != "all"])
+    def test_calls_leave_shards_and_gradients_alone(self, ranks: Ranks, name: str) -> None:
+        """Between a backward pass and its step too, and if they raise; what hooks see afterwards is the shards."""
+        net = oracle.new_net()
+        optimizer = oracle.momentum(net)
+
+        def backward(batch: tuple[Tensor, Tensor]) -> None:
+            mse_loss(net(batch[0]), batch[1]).backward()
+
+        steps = [partial(backward, batch) for batch in oracle.global_batches(2)]
+        _train_with_calls(net, steps, optimizer, partial(CALLS[name], SimpleNamespace(net=net)))
+        want = {key: tensor.detach().clone() for key, tensor in net.state_dict().items()}
+        assert_same(ranks.run(2, _step_after_calls, self.strategy, name), ([], want))
+
+    def test_an_interrupted_backward_pass(self, ranks: Ranks) -> None:
+        """Under Fabric, where nobody tells the strategy of an exception that is caught."""
+        _, want = oracle.train_plain(2, oracle.momentum)
+        for told, state in ranks.run(2, _interrupt, self.strategy):
+            if was_refused(told):
+                assert_says(told, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+            assert_same([([], state)], ([], want))
 
     @on_ranks("processes")
     def test_a_call_by_one_rank_alone(self, ranks: Ranks, tmp_path: Path) -> None:
@@ -265,6 +353,7 @@ class OutsideStepsSuite(Clauses):
             assert_says(told["frozen"], "'inp.weight' was frozen")
             assert_says(told["nested"], "in another of these contexts")
             if "written otherwise" in told:
+                assert_says(told["raised"], "ValueError", "of rank 0")
                 assert_says(told["written otherwise"], "rank 1 changed 'inp.weight'", "modifier_rank=1")
             assert is_same, "what was refused has changed the state"
 
