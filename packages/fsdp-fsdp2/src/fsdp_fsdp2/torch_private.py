@@ -312,8 +312,8 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, key, state in states:
-            module.__dict__[key] = state
+        for module, name, state in states:
+            module.__dict__[name] = state
         for module, kind in classes:
             module.__class__ = kind
         for hooks, key, hook in taken:

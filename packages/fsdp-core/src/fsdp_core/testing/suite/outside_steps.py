@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -98,7 +98,7 @@ class Using(Lit):
         torch.ones(2, FEATURES, device=self.device) @ self.net.inp.weight.T
 
 
-def _train_with_calls(net: Any, steps: list[Callable[[], Any]], optimizer: Any, call: Callable[..., Any]) -> None:
+def _train_with_calls(net: Any, steps: Sequence[Callable[[], Any]], optimizer: Any, call: Callable[..., Any]) -> None:
     """Steps with calls between a backward pass and the optimizer's step, some of which fail."""
     x = torch.ones(BATCH, FEATURES, device=next(net.parameters()).device)
     for backward in steps:
