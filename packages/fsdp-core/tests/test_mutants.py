@@ -58,6 +58,8 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "requires_grad_not_followed": ("test_manual_optimization[2]", "does not require grad"),
     "gradients_hidden_in_step": ("test_torchs_functions_on_gradients_inside_a_step", "outcome[0] == pytest.approx"),
     "interrupted_counts": ("test_whole_parameters_stay_equal_after_an_exception", "gains == pytest.approx"),
+    "calls_drop_gradients": ("test_calls_leave_shards_and_gradients_alone[its model]", STATE),
+    "interruption_unnoticed": ("test_an_interrupted_backward_pass", STATE),
     "ranks_not_compared": ("test_ranks_with_different_models", "nothing was raised"),
     "pieces_shown": ("test_state_dicts_are_whole_or_refused", "shows net.inp.weight of (6, 6) as (18,)"),
     "late_parameters_taken": ("test_late_parameters_are_refused_under_fabric", "nothing was raised"),

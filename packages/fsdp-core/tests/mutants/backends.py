@@ -507,6 +507,24 @@ class NotReset(LoopbackBackend):
         self.reshard(module)
 
 
+@backend("calls_drop_gradients")
+class GivesUpGradients(LoopbackBackend):
+    """An exception in a call outside of a step costs the gradients that wait for theirs."""
+
+    def abandon_forward(self, module: nn.Module) -> None:
+        self.reset(module)
+        for parameter in self.layout(module):
+            parameter.grad = None
+
+
+@backend("interruption_unnoticed")
+class Unaware(LoopbackBackend):
+    """Nobody tells it of an exception under Fabric, and it does not look."""
+
+    def mend_interrupted(self, module: nn.Module) -> None:
+        pass
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

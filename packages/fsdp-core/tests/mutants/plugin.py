@@ -55,6 +55,8 @@ FAULTS = (
     "requires_grad_not_followed",
     "gradients_hidden_in_step",
     "interrupted_counts",
+    "calls_drop_gradients",
+    "interruption_unnoticed",
     # what users do with a sharded module
     "ranks_not_compared",
     "pieces_shown",

@@ -14,7 +14,7 @@ from fsdp_core.backend import Backend
 from fsdp_core.backward import EndOfBackward
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.fqn import named_parameters
-from fsdp_core.gradients import HeldGradients
+from fsdp_core.gradients import HeldGradients, refuse_half_gradients
 from fsdp_core.materialize import place
 from fsdp_core.parts import Layout, Part, stand_in
 from fsdp_core.replicated import ReplicatedParameters
@@ -88,6 +88,15 @@ class LoopbackBackend(Backend):
                 shard.held.requires_grad_(parameter.requires_grad)
                 shard.put(shard.held)
 
+    @contextmanager
+    def unmanaged(self, module: nn.Module) -> Iterator[None]:
+        with super().unmanaged(module):
+            sharded = module.__dict__.pop(_SHARDED)  # which a copy of it would copy too
+            try:
+                yield
+            finally:
+                module.__dict__[_SHARDED] = sharded
+
     def layout(self, module: nn.Module) -> Layout:
         self.reshard(module)
         parts = {shard.held: shard.part for shard in shards_of(module)}
@@ -97,6 +106,8 @@ class LoopbackBackend(Backend):
 
     def gather(self, root: nn.Module) -> None:
         """Put whole parameters in the places of the shards, those aside that are whole already."""
+        if _SHARDED not in root.__dict__:
+            return  # of a copy, or within unmanaged()
         for shard in shards_of(root):
             if shard.gathered is None:
                 shard.gathered = nn.Parameter(shard.whole())
@@ -156,6 +167,14 @@ class LoopbackBackend(Backend):
         self.reshard(module)
         for shard in shards_of(module):
             shard.own = None
+
+    def abandon_forward(self, module: nn.Module) -> None:
+        self.reshard(module)
+
+    def mend_interrupted(self, module: nn.Module) -> None:
+        if _sharded(module).end.interrupted:
+            refuse_half_gradients(module, self.layout(module))
+            self.reset(module)
 
     def holds_part(self, parameter: Tensor) -> bool:
         return parameter.ndim > 0
