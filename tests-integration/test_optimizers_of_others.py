@@ -22,13 +22,6 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.training import new_fabric, whole_batches
 
-sys.path += filter(None, [os.environ.get("FSDP_TESTS_APART")])
-
-# torchvision, which timm imports, can't be imported without its operators, and its wheels on the package index have
-# them for torch's CUDA build alone. None is used here.
-torch.library.define("torchvision::nms", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-torch.library.define("torchvision::qnms", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-
 PAGE = (Path(__file__).parents[1] / "docs/optimizers.md").read_text(encoding="utf-8")
 STEPS = 5
 
@@ -39,6 +32,25 @@ MUON_TOLERANCE = STEPS * 0.01 * 2**-6
 STRATEGIES = ("fsdp2", "fsdp_native")
 
 Make = Callable[[list[nn.Parameter]], Any]
+
+
+def see_others() -> None:
+    """Let this rank import the packages. Not the test's own process: what it starts later would find them too."""
+    path = os.environ.get("FSDP_TESTS_APART", "")
+    if path not in sys.path:
+        sys.path.append(path)
+    if "torchvision" not in sys.modules:
+        # torchvision, which timm imports, can't be imported without its operators, and its wheels on the package index
+        # have them for torch's CUDA build alone. None is used here.
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+
+
+def names_offered_by_timm() -> list[str]:
+    see_others()
+    from timm.optim import list_optimizers
+
+    return list(list_optimizers())
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -148,15 +160,22 @@ def steps(model: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]], back
         optimizer.step(partial(evaluate, *batch))
 
 
-def trained_plain(make: Make) -> dict[str, Tensor]:
-    net = new_small()
-    with torch.compiler.set_stance("force_eager"):
-        steps(net, make(list(net.parameters())), oracle.global_batches(STEPS), lambda loss: loss.backward())
-    return dict(net.state_dict())
+def trained_plain(names: list[str]) -> dict[str, dict[str, Tensor]]:
+    """In one process, what the parameters end with."""
+    see_others()
+    ended = {}
+    for name in names:
+        net = new_small()
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its steps, which takes half a minute
+            optimizer = OPTIMIZERS[name][0](list(net.parameters()))
+            steps(net, optimizer, oracle.global_batches(STEPS), lambda loss: loss.backward())
+        ended[name] = dict(net.state_dict())
+    return ended
 
 
 def trained_over_shards(strategy: str, names: list[str]) -> dict[str, dict[str, Tensor] | str]:
     """On a rank: what the parameters end with, or the refusal."""
+    see_others()
     ended: dict[str, dict[str, Tensor] | str] = {}
     for name in names:
         fabric = new_fabric(strategy)
@@ -166,7 +185,7 @@ def trained_over_shards(strategy: str, names: list[str]) -> dict[str, dict[str, 
         except OptimizerMismatchError as refused:
             ended[name] = str(refused)
             continue
-        with torch.compiler.set_stance("force_eager"):  # torchao compiles its steps, which takes half a minute
+        with torch.compiler.set_stance("force_eager"):
             steps(model, optimizer, whole_batches(fabric, STEPS), fabric.backward)
         ended[name] = full_state_dict(model)
     return ended
@@ -178,11 +197,10 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
-def test_the_table_names_all_of_timms() -> None:
-    from timm.optim import list_optimizers
-
+def test_the_table_names_all_of_timms(ranks: RankPool) -> None:
+    (names,) = ranks.run(1, names_offered_by_timm)
     named = {name for first, *_ in rows("timm") for name in names_of_timm(first)}
-    offered = {name for name in list_optimizers() if not re.match("bnb|fused", name)}
+    offered = {name for name in names if not re.match("bnb|fused", name)}
     assert named - {"those", "of", "bitsandbytes", "and", "apex", "bnb", "fused"} == offered
 
 
@@ -191,14 +209,16 @@ def test_the_table_names_all_of_timms() -> None:
 def test_each_optimizer_of_the_table(ranks: RankPool, column: int) -> None:
     strategy = STRATEGIES[column]
     first, _ = ranks.run(2, trained_over_shards, strategy, list(OPTIMIZERS))
+    right_ones = [name for name, (_, right) in OPTIMIZERS.items() if right[column]]
+    (plain,) = ranks.run(1, trained_plain, right_ones)
     wrong = {}
-    for name, (make, right) in OPTIMIZERS.items():
+    for name, (_, right) in OPTIMIZERS.items():
         ended = first[name]
         if isinstance(ended, str) or not right[column]:
             if isinstance(ended, str) == right[column]:
                 wrong[name] = ended
             continue
-        want = trained_plain(make)
+        want = plain[name]
         assert ended.keys() == want.keys()
         differ = max(float((ended[key] - want[key]).abs().max()) for key in want)
         if differ > (MUON_TOLERANCE if "muon" in name else FP32_TOLERANCE):

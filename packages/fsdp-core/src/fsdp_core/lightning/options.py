@@ -57,10 +57,11 @@ def refuse_unknown_options(
 
 def _instead(name: str, options: Sequence[str], translations: Mapping[str, str]) -> str:
     """What to write in the place of an option, with a space before it; nothing if that is not known."""
-    if name in translations:
-        return f" {translations[name]}"
     likeness, nearest = registry.likeness(name, options)
     others = [info.name for info in registry.strategies().values() if name in {one.name for one in info.options}]
-    return (f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF else "") + (
-        f" It is one of: {', '.join(others)}." if others else ""
+    near = f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF and name not in translations else ""
+    return (
+        near
+        + (f" It is one of: {', '.join(others)}." if others else "")
+        + (f" {translations[name]}" if name in translations else "")
     )

@@ -116,17 +116,16 @@ class RanksOfStrategy:
         check_materialization(self.strategy_name, module)
         goes_on = self.backend.owner_of(module) is not None
         name = type(module).__name__  # which a library may change
-        parts = ({}, {}) if goes_on else parts_of(module, self.backend.units(module))
+        parts = None if goes_on else parts_of(module, self.backend.units(module))
         with normal_tensors():
             root = self.backend.shard(module)
         if goes_on:
             self._refuse_late(root)
         sharded_by.setdefault(self.backend.written_module(root), (self.strategy_name, name))
         layout = self.backend.layout(root)
-        written = self.backend.written_module(root)
         has_parts = any(isinstance(p, DTensor) or self.backend.holds_part(p) for p in layout)
-        if not goes_on and (has_parts or written is not root):
-            follow_calls(root, written, parts, meet=has_parts)
+        if parts is not None and (has_parts or self.backend.written_module(root) is not root):
+            follow_calls(root, parts, meet=has_parts)
         refuse_state_dicts(root, self.backend.remembered_names(root), layout, self.strategy_name)
         refuse_files_of_shards(root, self.strategy_name)
         return root

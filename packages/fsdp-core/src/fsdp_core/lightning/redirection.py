@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -22,6 +23,7 @@ from fsdp_core.lightning.precision import compute_context
 from fsdp_core.torch_private import in_backward
 
 __all__ = [
+    "Parts",
     "call_inside_forward",
     "called_as_written",
     "explain_shards",
@@ -124,30 +126,42 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
-def parts_of(module: nn.Module, units: Collection[nn.Module]) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The parts of a module whose calls need what the root is to own, and its units, by name.
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What :func:`follow_calls` needs to know of a module from before it was sharded.
+
+    Attributes:
+        outside: By name, those with parameters that are not in a unit, the module itself among them.
+        units: By name, the units.
+        written: All of its modules.
+    """
+
+    outside: dict[str, nn.Module]
+    units: dict[str, nn.Module]
+    written: frozenset[nn.Module]
+
+
+def parts_of(module: nn.Module, units: Collection[nn.Module]) -> Parts:
+    """The parts of a module whose calls need what the root is to own, and its units.
 
     Args:
         module: A module that is not sharded yet.
         units: The submodules that are to be units of their own.
 
-    Returns:
-        Those with parameters that are not in a unit, the module itself among them; and the units.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1)))
-        >>> [list(named) for named in parts_of(model, [model[2]])]
-        [['', '0'], ['2']]
+        >>> parts = parts_of(model, [model[2]])
+        >>> list(parts.outside), list(parts.units)
+        (['', '0'], ['2'])
     """
     chosen, within = set(units), {inner for unit in units for inner in unit.modules()}
     named = dict(module.named_modules())
     parts = {name: part for name, part in named.items() if part not in within and any(True for _ in part.parameters())}
-    return parts, {name: unit for name, unit in named.items() if unit in chosen}
+    chosen_by_name = {name: unit for name, unit in named.items() if unit in chosen}
+    return Parts(outside=parts, units=chosen_by_name, written=frozenset(named.values()))
 
 
-def follow_calls(
-    root: nn.Module, written: nn.Module, parts: tuple[dict[str, nn.Module], dict[str, nn.Module]], *, meet: bool
-) -> None:
+def follow_calls(root: nn.Module, parts: Parts, *, meet: bool) -> None:
     """Let a root, and parts of it, be called where no forward pass of it is going on: in hooks, and after training.
 
     What the root owns is gathered for the root's forward pass, so a call of a part that may need it becomes one; so
@@ -156,26 +170,26 @@ def follow_calls(
 
     Args:
         root: A sharded root.
-        written: The module that it stands for.
-        parts: What :func:`parts_of` gave of that before it was sharded.
+        parts: What :func:`parts_of` gave of the module that it stands for.
         meet: Whether all ranks must make such a call: not where each has the whole model.
     """
     if root in _followed:
         return
     _followed[root] = meet
-    called: dict[str, nn.Module] = {}
+    wrappers: dict[str, nn.Module] = {}
     for raw, module in root.named_modules():
-        called.setdefault(clean_name(raw), module)  # the wrapper, rather than what is in it
-    outside, units = parts
-    for name, part in outside.items():
-        _parts[part] = ref(root), name
+        if module not in parts.written:
+            wrappers.setdefault(clean_name(raw), module)
+    for name, part in parts.outside.items():
+        _parts[part] = ref(root), clean_name(name)
         _let_forward_ask(part)
-    for name, unit in units.items():
-        _parts[called[name]] = ref(root), name
-        if called[name] is unit:
+    for name, unit in parts.units.items():
+        called = wrappers.get(clean_name(name), unit)
+        _parts[called] = ref(root), clean_name(name)
+        if called is unit:
             _watch(unit)
         else:
-            _let_forward_ask(called[name])
+            _let_forward_ask(called)
     _parts[root] = ref(root), ""
     _watch(root)
 
