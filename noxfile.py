@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import nox
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "virtualenv"
@@ -50,8 +52,21 @@ CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
 CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope", "--no-loadscope-reorder")
 
 
+# What `minimums` and `newest` run of the conformance suite: numbers, checkpoints and what private names are used for.
+CORE = (
+    *("it_is_listed", "equals_plain", "saved_on_n_loaded_on_m", "resume_is_exact", "accumulated_gradients"),
+    *("stages_in_any_order", "manual_optimization", "optimizers_hold_a_share", "full_state_dict", "gathered"),
+    *("calls_outside_of_steps", "tied_parameters", "dtypes_under", "meta_init", "options_leave_numbers_alone"),
+)
+# And what `versions` does, in CI.
+SMOKE = ("it_is_listed", "trainer_equals_plain[2-sgd]", "saved_on_n_loaded_on_m[2-sharded-momentum]")
+
 # Whose optimizers docs/optimizers.md has tables of.
 OPTIMIZERS = ("schedulefree", "timm", "torchao", "transformers")
+
+# What the examples of docs/transformers.md import. Not among those: transformers imports torchvision where it is, which
+# timm brings, and its wheels on the package index can't be imported beside torch's build for CPUs.
+TRANSFORMERS = ("accelerate", "peft", "transformers")
 
 # What every environment has besides, to build and install our packages and to run their sessions.
 BUILDS = ("pip", "ruff", "nox", "build", "hatchling", "editables", "psutil", "torchdata")
@@ -129,7 +144,7 @@ def pip_install(session: nox.Session, python: str, *what: str, pins: Path = PINS
     session.run_install(*pip, "--constraint", str(pins), *what, external=True)
 
 
-def uv_install(session: nox.Session, python: str, *what: str, pins: Path = PINS) -> None:
+def uv_install(session: nox.Session, python: str, *what: str, pins: Path | None = PINS) -> None:
     """Install much, and the same as :func:`pip_install`: uv links files from its cache, and unpacks no wheel twice.
 
     Not into :func:`layered` environments: uv does not see what is installed below, and would install it again. Where
@@ -146,7 +161,7 @@ def uv_install(session: nox.Session, python: str, *what: str, pins: Path = PINS)
         if os.environ.get(f"PIP_{name}")
     }
     environment = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NO_CONFIG": "1", **settings}
-    words = ("--python", python, "--constraint", str(pins))
+    words = ("--python", python, *(() if pins is None else ("--constraint", str(pins))))
     session.run_install(*uv, *words, *what, env=environment, external=True)
 
 
@@ -326,21 +341,112 @@ def conformance(session: nox.Session) -> None:
     `-- -k xla` and the like choose. Words after `--` go to pytest.
     """
 
-    def slow_tests_of(packages: list[Package]) -> list[str]:
-        files = [
-            file.as_posix() for package in packages for file in sorted(package.path.glob("tests/conformance_of_*.py"))
-        ]
-        return [*files, *(f"{package.path.as_posix()}/{test}" for package in packages for test in package.slow)]
+    chosen_none = 5  # of a package's files: -k may have meant another's
+    for package in PACKAGES.values():  # one after the other, for files of several have one name
+        files = [file.as_posix() for file in sorted(package.path.glob("tests/conformance_of_*.py"))]
+        files += [f"{package.path.as_posix()}/{test}" for test in package.slow]
+        if files:
+            python = shared_python(session) if package in SHARING else own_python(session, package)
+            command = (python, "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, *files, *session.posargs)
+            session.run(*command, external=True, success_codes=[0, chosen_none])
 
-    def run(python: str, *words: str) -> None:
-        chosen_none = 5  # of these files: -k may have meant the others
-        command = (python, "-m", "pytest", *words, *session.posargs)
-        session.run(*command, external=True, success_codes=[0, chosen_none])
 
-    run(shared_python(session), *CLAUSES_SIDE_BY_SIDE, *slow_tests_of(SHARING))
-    for package in PACKAGES.values():
-        if package not in SHARING and (files := slow_tests_of([package])):
-            run(own_python(session, package), *CLAUSES_SIDE_BY_SIDE, *files)
+@nox.session(python=False)
+def minimums(session: nox.Session) -> None:
+    """The core of the conformance suite on the oldest torch, Lightning and others that the packages allow."""
+    run_core(session, oldest_python(session), CORE)
+
+
+@nox.session(python=False)
+def newest(session: nox.Session) -> None:
+    """The same on the newest. `-- torch==X` takes that torch where CPU builds stop earlier."""
+    run_core(session, newest_python(session), CORE)
+
+
+@nox.session(python=False)
+def versions(session: nox.Session) -> None:
+    """A few clauses of it on the oldest, and on the newest."""
+    for python in (oldest_python(session), newest_python(session)):
+        run_core(session, python, SMOKE)
+
+
+def run_core(session: nox.Session, python: str, clauses: tuple[str, ...]) -> None:
+    """Run clauses, whose names hold these words, of every package that shares the pins."""
+    words = ("--numprocesses=2", "--dist=worksteal", "-k", " or ".join(map(worded, clauses)))
+    for package in SHARING:
+        if package.strategies:
+            suite = str(package.path / "tests/test_conformance.py")
+            named = [word for word in session.posargs if not word.startswith("torch==")]
+            session.run(python, "-m", "pytest", *words, *named, suite, external=True)
+
+
+def worded(clause: str) -> str:
+    """A clause as `-k` takes it, which knows no brackets."""
+    name, _, case = clause.partition("[")
+    return f"({name} and {case.rstrip(']')})" if case else name
+
+
+def oldest_python(session: nox.Session) -> str:
+    """An interpreter with the oldest releases that the packages that share the pins allow; tests' tools are pinned."""
+
+    def fill(python: str) -> None:
+        tools = [pinned(need) for need in (*TESTS_NEED, *tests_need()) if name_of(need) not in map(name_of, needs())]
+        torch = torch_release(session, min)
+        words = ("--resolution", "lowest-direct", *needs(), *tools, f"torch=={torch}")
+        uv_install(session, python, *words, pins=None)
+        uv_install(session, python, "--no-deps", *editable(), pins=None)
+
+    return kept_environment(session, "minimums", [PINS, *pyprojects(SHARING)], fill, with_pip=False)
+
+
+def newest_python(session: nox.Session) -> str:
+    """An interpreter with the newest releases of everything, which are looked for each time."""
+    python = kept_environment(session, "newest", pyprojects(SHARING), lambda python: None, with_pip=False)
+    asked = [word for word in session.posargs if word.startswith("torch==")]
+    torch = asked or [f"torch=={torch_release(session, max)}"]
+    uv_install(session, python, "--upgrade", *needs(), *TESTS_NEED, *tests_need(), *torch, pins=None)
+    uv_install(session, python, "--no-deps", *editable(), pins=None)
+    return python
+
+
+def needs() -> list[str]:
+    """What the packages that share the pins require of others."""
+    return sorted({need for package in SHARING for need in package.other_dependencies})
+
+
+def tests_need() -> list[str]:
+    """What their tests need besides."""
+    return sorted({need for package in SHARING for need in package.tests_need if package.strategies})
+
+
+def editable() -> list[str]:
+    """The words that install them from here."""
+    return [word for package in SHARING for word in ("--editable", f"./{package.path.as_posix()}")]
+
+
+def pinned(need: str) -> str:
+    """A requirement with the version that ``constraints.txt`` has of it."""
+    pins = dict(line.split("==") for line in PINS.read_text(encoding="utf-8").splitlines() if "==" in line)
+    return f"{need}=={pins[name_of(need)]}"
+
+
+def torch_release(session: nox.Session, first: Callable[[list[Version]], Version]) -> Version:
+    """The oldest or newest torch that the packages allow, as a CPU build if there is one where pip looks.
+
+    PyPI's builds for Linux need gigabytes of CUDA to be imported at all. So where there are CPU builds, the newest is
+    the newest of these, and it is said what that leaves out.
+    """
+    pip = (third_party(session), "-m", "pip", "index", "versions", "--json", "torch")
+    told = json.loads(str(session.run(*pip, silent=True, external=True, stderr=subprocess.DEVNULL)))
+    allowed = [Requirement(need).specifier for need in needs() if name_of(need) == "torch"]
+    found = [one for one in map(Version, told["versions"]) if all(one in each for each in allowed)]
+    chosen = first(found)
+    for_cpu = [one for one in found if one.local == "cpu" and (first is max or one.public == chosen.public)]
+    if for_cpu and first(for_cpu).public != chosen.public:
+        session.warn(
+            f"torch {chosen} is out, and the newest CPU build here is {first(for_cpu)}. Type: -- torch=={chosen}"
+        )
+    return first(for_cpu or found)
 
 
 @nox.session(python=False)
@@ -352,6 +458,7 @@ def integration(session: nox.Session) -> None:
         if package not in SHARING:  # such as FSDP_XLA_PYTHON
             session.env[f"{package.name.replace('-', '_').upper()}_PYTHON"] = own_python(session, package)
     session.env["FSDP_TESTS_APART"] = apart(session, "integration-apart", OPTIMIZERS, [])
+    session.env["FSDP_TESTS_TRANSFORMERS"] = apart(session, "integration-transformers", TRANSFORMERS, [])
     run_pytest(session, "tests-integration", python=python)
 
 
@@ -395,8 +502,9 @@ def hardware(session: nox.Session) -> None:
             '    python -m nox -s "tests(fsdp-fsdp2)" "tests(fsdp-cuda-native)"'
         )
     python = shared_python(session)
-    suites = [f"packages/{name}/tests/test_conformance.py" for name in ("fsdp-fsdp2", "fsdp-cuda-native")]
-    session.run(python, "-m", "pytest", *suites, *words, env={"FSDP_TESTS_ACCELERATOR": "cuda"}, external=True)
+    for name in ("fsdp-fsdp2", "fsdp-cuda-native"):  # one after the other, for the files have one name
+        suite = f"packages/{name}/tests/test_conformance.py"
+        session.run(python, "-m", "pytest", suite, *words, env={"FSDP_TESTS_ACCELERATOR": "cuda"}, external=True)
 
 
 def tpu_chips() -> int:
@@ -414,9 +522,9 @@ def gpus() -> int:
 
 @nox.session(python=False)
 def docs(session: nox.Session) -> None:
-    """Sphinx: the pages into `docs/_build/html`, warnings are errors, and their examples run."""
+    """Sphinx: the pages into `docs/_build/html`, warnings are errors. What must be there is, and examples run."""
     python = tools_python(session)
-    sphinx = (python, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet")
+    sphinx = (python, "-m", "sphinx", "--fresh-env", "--fail-on-warning", "--keep-going", "--quiet")
     session.run(*sphinx, "--builder", "html", "docs", "docs/_build/html", external=True)
     # Rather than Sphinx's own doctest builder. Those of the sources are run with each package's tests.
     examples = ("--doctest-glob=*.md", "--ignore=docs/examples", "--ignore=docs/_build")

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import tomllib
 from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.util.inspect import signature as signature_of
+from sphinx.util.inspect import stringify_signature
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,14 +24,37 @@ exclude_patterns = ["_build", "_artifacts", "examples"]
 html_theme = "furo"
 html_title = f"fsdp {release}"
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_js_files = ["pages.js"]
+html_show_copyright = False
 
 myst_enable_extensions = ["colon_fence", "deflist", "smartquotes"]
 myst_heading_anchors = 3
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"show-inheritance": True}  # with "members" here, those that a page lists would not count
 autodoc_preserve_defaults = True
+# fsdp-xla needs torch_xla, which goes with another torch than the one here. Its own code is imported as it is.
+sys.path.append(str(ROOT / "packages/fsdp-xla/src"))
+autodoc_mock_imports = ["torch_xla"]
+# Shown by their names, not by what they stand for; and of torch, what is imported for types alone.
+OF_CORE = ("ActivationCheckpointingPolicy", "WrapPolicy")
+OF_FSDP = (
+    "BackwardPrefetch",
+    "CPUOffload",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardingStrategy",
+)
+autodoc_type_aliases = {
+    **{name: f"fsdp_core.wrapping.{name}" for name in OF_CORE},
+    **{name: f"torch.distributed.fsdp.{name}" for name in OF_FSDP},
+    "DeviceMesh": "torch.distributed.device_mesh.DeviceMesh",
+    "ProcessGroup": "torch.distributed.ProcessGroup",
+}
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 
@@ -33,3 +62,24 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-signature", to_read)
+
+
+def to_read(
+    app: Sphinx, what: str, name: str, made: type, options: object, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """A signature to be read: without what catches options that don't exist, to refuse them, and aliases by name."""
+    if what == "class" and any(base.__name__ == "RanksOfStrategy" for base in made.__mro__[1:]):
+        # autodoc takes that of the base's __new__, or one without links
+        options_of = signature_of(made.__init__, bound_method=True, type_aliases=app.config.autodoc_type_aliases)
+        signature = stringify_signature(options_of, show_return_annotation=False, unqualified_typehints=True)
+    return named(signature and re.sub(r", \*\*unknown: (~?typing\.)?Never", "", signature)), named(returned)
+
+
+def named(signature: str | None) -> str | None:
+    """A signature without Sphinx's own name for aliases, which it leaves in unions."""
+    return signature and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"~\1", signature)

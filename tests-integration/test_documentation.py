@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_core import errors
+from fsdp_core import errors, strategies
 from fsdp_core.testing.processes import fresh_environment
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +27,15 @@ TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 MESSAGES = [message for message in re.findall(r"^### `(.+)`$", TROUBLESHOOTING, flags=re.MULTILINE) if " " in message]
 
 
-def run_script(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    script: str, folder: Path, *arguments: str, words: tuple[str, ...] = (), finds: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, as a user does: ``words`` after its name, ``finds`` where it imports from besides."""
     (folder / "script.py").write_text(script, encoding="utf-8")
     process = subprocess.Popen(
-        [sys.executable, *arguments, "script.py"],
+        [sys.executable, *arguments, "script.py", *words],
         cwd=folder,
-        env={**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+        env={**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": finds},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -56,6 +59,11 @@ def test_the_scripts_are_found() -> None:
 def test_scripts_run_as_they_stand(name: str, tmp_path: Path) -> None:
     finished = run_script(SCRIPTS[name], tmp_path)
     assert finished.returncode == 0, finished.stdout
+    assert "weights_only" not in finished.stdout  # which Lightning logs of each save on each rank
+    assert finished.stdout.count(" is sharded over 2 ranks (gloo), in ") == 1
+    if name == "docs/quickstart.md #1":
+        (line,) = re.findall(r"^fsdp2: .+$", PAGES["docs/quickstart.md"], flags=re.MULTILINE)
+        assert line in finished.stdout
     (saved,) = tmp_path.glob("*.ckpt")
     assert (saved / "manifest.json").is_file()
 
@@ -93,3 +101,13 @@ def test_every_error_is_explained() -> None:
     never_seen_by_users = {"FSDPError", "CheckpointError", "StrategyInfoError"}
     unexplained = [n for n in errors.__all__ if n not in never_seen_by_users and f"`{n}`" not in TROUBLESHOOTING]
     assert unexplained == []
+
+
+def test_the_names_that_fabric_run_leaves_out() -> None:
+    """Lightning decides by words in them; the others are taken."""
+    from lightning.fabric.cli import _get_supported_strategies
+
+    section = TROUBLESHOOTING.split("### `fabric run`")[1].split("\n### ")[0]
+    left_out = set(strategies()) - set(_get_supported_strategies())
+    assert left_out == {"fsdp2_cpu_offload", "fsdp_native_full_shard_offload"}
+    assert all(f"`{name}`" in section for name in left_out)

@@ -14,12 +14,13 @@ from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 from fsdp_core.checkpoint import verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, new_net, train_plain
+from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, global_batches, new_net, train_plain
 from fsdp_core.testing.training import loader, means, new_fabric, new_trainer
 from test_interchange import STEPS, TwoEpochs
 
@@ -154,3 +155,62 @@ def test_a_full_file_of_the_trainer_goes_on(ranks: RankPool, tmp_path: Path) -> 
     for strategy in ("fsdp2", "fsdp_native"):
         for losses in ranks.run(2, fit_on, strategy, 2, str(tmp_path), str(tmp_path / "new.ckpt")):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+
+class SecondHalf(TwoEpochs):
+    """Sees in its first epoch what a plain loop saw in its last steps."""
+
+    def train_dataloader(self) -> Any:
+        batches: Any = [batch for i, batch in enumerate(loader(2 * STEPS, self.world_size)) if i >= STEPS]
+        return DataLoader(batches, batch_size=None)
+
+    def val_dataloader(self) -> Any:
+        return loader(1, self.world_size)
+
+
+def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> list[float]:
+    losses = []
+    for x, y in batches:
+        loss = mse_loss(model(x), y)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def train_plain_model(path: str) -> list[str]:
+    """Save half-way from a plain loop around a plain model; gives the parameters' names in the optimizer's order."""
+    model = new_net()
+    optimizer = adamw_groups(model)
+    plain_steps(model, optimizer, global_batches(STEPS))
+    names = {parameter: f"module.{name}" for name, parameter in model.named_parameters()}
+    weights = {f"module.{name}": value for name, value in model.state_dict().items()}  # as from inside of DDP
+    torch.save({"weights": weights, "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def fit_in_a_module(strategy: str, tmp: str, path: str, weights: str) -> tuple[list[float], list[float]]:
+    """The losses of going on with the optimizer, and of beginning one anew from the weights alone."""
+    module, fresh = SecondHalf(2), SecondHalf(2)
+    new_trainer(tmp, strategy, 2, use_distributed_sampler=False).fit(module, ckpt_path=path)
+    trainer = new_trainer(tmp, strategy, 2, use_distributed_sampler=False, limit_val_batches=1)
+    trainer.validate(fresh, ckpt_path=weights, verbose=False)
+    trainer.fit(fresh)
+    return means(module.losses), means(fresh.losses)
+
+
+def test_a_plain_models_checkpoint_goes_on_in_a_module_that_holds_it(ranks: RankPool, tmp_path: Path) -> None:
+    old, new, weights = (str(tmp_path / name) for name in ("old.pt", "new.ckpt", "weights.ckpt"))
+    (order,) = ranks.run(1, train_plain_model, old)
+    with pytest.raises(CheckpointMismatchError, match=r"`--drop epoch`: training begins at its first epoch"):
+        import_checkpoint(old, new, parameter_order=order, strip_prefix="module.", add_prefix="net.")
+    import_checkpoint(old, new, parameter_order=order, strip_prefix="module.", add_prefix="net.", drop=["epoch"])
+    import_checkpoint(old, weights, weights_only=True, strip_prefix="module.", add_prefix="net.")
+    want = train_plain(2 * STEPS, adamw_groups, net=new_net())[0][STEPS:]
+    loaded = SecondHalf.load_from_checkpoint(weights, map_location="cpu", world_size=1).net
+    anew = plain_steps(loaded, adamw_groups(loaded), global_batches(2 * STEPS)[STEPS:])
+    for strategy in ("fsdp2", "fsdp_native"):
+        for gone_on, begun in ranks.run(2, fit_in_a_module, strategy, str(tmp_path), new, weights):
+            assert gone_on == pytest.approx(want, abs=FP32_TOLERANCE)
+            assert begun == pytest.approx(anew, abs=FP32_TOLERANCE)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lightning.fabric.strategies import XLAFSDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -29,8 +30,9 @@ def blocks(text: str, language: str = "python") -> list[str]:
 
 
 (PARTS,) = [block for block in blocks(PAGE) if block.startswith("# parts.py")]
-OLD = {name: blocks(text)[0] for name, text in SECTIONS.items() if name.startswith("From")}
-NEW = {name: blocks(text)[1] for name, text in SECTIONS.items() if name.startswith("From")}
+WITH_SCRIPTS = {name: text for name, text in SECTIONS.items() if "from parts import" in text}
+OLD = {name: blocks(text)[0] for name, text in WITH_SCRIPTS.items()}
+NEW = {name: blocks(text)[1] for name, text in WITH_SCRIPTS.items()}
 CHECKPOINTS = SECTIONS["Checkpoints of the old runs"]
 
 DDP = "From DDP"
@@ -179,7 +181,7 @@ class TestOldCheckpoints:
     def test_imported_folder(self, name: str, old: str, ran: Ran) -> None:
         folder = ran(half_of(old))[1]
         if not (folder / "new.ckpt").exists():
-            (command,) = blocks(CHECKPOINTS, "console")
+            command = blocks(CHECKPOINTS, "console")[0]
             arguments = command.removeprefix("$ fsdp ").replace("old.ckpt", "run.ckpt").split()
             finished = run_script(
                 f"import sys\nsys.argv[1:] = {arguments}\nfrom fsdp_core.cli import main\nmain()", folder
@@ -210,6 +212,7 @@ class TestTables:
             (FSDP, FSDPStrategy),
             (FSDP, FullyShardedDataParallel),
             (MODEL_PARALLEL, ModelParallelStrategy),
+            ("From Fabric: `XLAFSDPStrategy`", XLAFSDPStrategy),
         ],
         ids=lambda value: getattr(value, "__name__", None),
     )

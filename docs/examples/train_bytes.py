@@ -220,7 +220,7 @@ class Meter(pl.Callback):
         self.steps.append({"step": trainer.global_step, "loss": loss, "bytes_per_s": speed})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count what each process holds after its last step."""
+        """Count what each process holds after its last step; under XLA's SPMD, each device of the one process."""
         parameters = list(pl_module.parameters())
         state = [t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor)]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -228,19 +228,32 @@ class Meter(pl.Callback):
             peak = torch.cuda.max_memory_allocated(pl_module.device)
         counts = {
             "parameters": held_bytes(parameters),
-            "gradients": held_bytes(p.grad for p in parameters if p.grad is not None),
+            "gradients": held_bytes([p.grad for p in parameters if p.grad is not None]),
             "optimizer": held_bytes(state),
-            "peak": peak,  # the process's peak resident memory; on CUDA the device's peak
         }
-        gathered: Any = pl_module.all_gather(torch.tensor(list(counts.values()), device=pl_module.device))
+        counts["peak"] = [peak] * len(counts["parameters"])  # the process's resident memory; on CUDA the device's
+        gathered: Any = pl_module.all_gather(
+            torch.tensor(list(counts.values()), device=pl_module.device).T.contiguous()
+        )
         memory = [dict(zip(counts, row, strict=True)) for row in gathered.view(-1, len(counts)).tolist()]
         if self.path and trainer.is_global_zero:
             self.path.write_text(json.dumps({"steps": self.steps, "memory": memory}, indent=1))
 
 
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that this process holds of some tensors, sharded or not."""
-    return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
+def held_bytes(tensors: Iterable[Tensor]) -> list[int]:
+    """Bytes that this process holds of some tensors, sharded or not: on its device, or on each of several."""
+    xla = sys.modules.get("torch_xla.runtime")
+    if xla is None or not xla.is_spmd():
+        return [sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)]
+    from torch_xla.distributed.spmd import XLAShardedTensor
+
+    held = [0] * xla.addressable_runtime_device_count()
+    for tensor in (t for t in tensors if t.device.type == "xla"):  # counts of steps are on the host
+        sharded = XLAShardedTensor(tensor)
+        shards = sharded.local_shards if sharded.sharding_spec else []  # every device holds all of what isn't cut
+        for device in range(len(held)):
+            held[device] += shards[device].data.nbytes if shards else tensor.nbytes
+    return held
 
 
 def main() -> None:

@@ -121,6 +121,7 @@ def site(tmp_path: Path) -> Site:
     # importlib.metadata takes the first of two distributions of one name; these have no entry points.
     for name in ("fsdp-cuda-native", "fsdp-fsdp2", "fsdp-xla"):
         site.distribution(name, version="0")
+    site.distribution("class-of-nothing", modules={"a": "class B: ..."})  # for strategies that no test builds
     return site
 
 

@@ -32,6 +32,7 @@ CHOSEN = {
     "checkpoint.loading": ("SavedTensor",),
     "checkpoint.filling": ("fill",),
     "step_gradients": ("StepGradients",),
+    "built_in_parts": ("kept_as_built",),
     "registry": ("describe", "resolve", "strategies"),
     "lightning.options": ("refuse_unknown_options",),
     "testing.ranks": ("RankError", "RankPool", "Ranks"),

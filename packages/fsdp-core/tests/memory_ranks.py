@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,22 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from checkpoint_ranks import started
 from fsdp_core.checkpoint import fill_all, load, load_state_dict, save
+from fsdp_core.testing.memory import peak_of
 
 TENSORS, SIDE = 2, 4096  # 64 MiB each
-
-
-def peak_of(work: Callable[[], Any]) -> int:
-    """The bytes that this process has held at most during ``work``, above what it held before."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    work()
-    return _status("VmHWM") - before
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def shards(mesh: DeviceMesh, layout: str, side: int, value: float) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -258,3 +260,54 @@ def test_fill_all_shows_at_most_twenty_of_each() -> None:
         fill_all({f"a{i}": torch.zeros(1) for i in range(30)}, {})
     assert "30 are missing in it:" in str(caught.value)
     assert "… and 10 more" in str(caught.value)
+
+
+class _Source:
+    """A tensor that is read when it is written."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
+
+    def read(self, offsets: Any, lengths: Any) -> Tensor:
+        return self.tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+
+
+def test_a_part_is_copied_and_converted_and_else_taken_for_no_tensor() -> None:
+    data = torch.arange(6.0).view(3, 2)
+    chunks = (Chunk(offsets=(1, 0), data=data), Chunk(offsets=(0, 0), data=_Source(data[:1])))
+    part = ChunkedTensor(shape=(4, 2), dtype=torch.float32, chunks=chunks, replica=1)
+    for convert in (lambda p: p.half(), lambda p: p.to(torch.float16), lambda p: p.to("cpu", dtype=torch.float16)):
+        made = convert(part)
+        assert (made.dtype, made.shape, made.replica) == (torch.float16, (4, 2), 1)
+        assert torch.equal(made.chunks[0].data, data.half())
+        assert made.chunks[0].offsets == (1, 0)
+        assert torch.equal(made.chunks[1].data.read((0, 1), (1, 1)), data[:1, 1:].half())
+    for copied in (part.clone(), copy.deepcopy(part)):
+        assert copied.chunks[0].data is not data
+        assert torch.equal(copied.chunks[0].data, data)
+    assert (part.numel(), part.is_floating_point(), hasattr(part, "norm"), bool(part)) == (8, True, False, True)
+    uses = [
+        lambda: part.norm(),
+        lambda: torch.isfinite(part),
+        lambda: 0.5 * part,
+        lambda: data + part,
+        lambda: float(part),
+        lambda: part[0],
+        lambda: pickle.dumps(part),
+    ]
+    for use in uses:
+        with pytest.raises(errors.ShardingError, match=r"was asked of a ChunkedTensor.*\n.*full_state_dict"):
+            use()
+
+
+def test_a_saved_tensor_says_how_it_is_read(tmp_path: Path) -> None:
+    save_each(tmp_path / "it", [{"model": {"w": torch.ones(2)}}])
+    saved = load(tmp_path / "it")["model"]["w"]
+    with pytest.raises(AttributeError, match=r"\.half was asked of a SavedTensor.*\nWrite value\.full\(\)"):
+        saved.half()
+    assert torch.equal(copy.copy(saved).full(), torch.ones(2))
+    with pytest.raises(errors.CheckpointMismatchError, match="To convert it, pass strict=False"):
+        fill_all({"w": torch.ones(2).half()}, {"w": saved})
+    with pytest.raises(errors.CheckpointMismatchError) as raised:
+        fill_all({"w": torch.ones(3)}, {"w": saved})
+    assert "To convert" not in str(raised.value)

@@ -211,6 +211,12 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "weights.bin").write_bytes(b"x")
     refused(tmp_path / "foreign", "is not a checkpoint of this format: it has no manifest.json .there is weights.bin")
+    for name, of in (("__0_0.distcp", "torch.distributed.checkpoint"), ("model.safetensors", "safetensors, as save")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_bytes(b"x")
+        refused(tmp_path / name, f"It looks like (one of )?{of}.*: type `fsdp checkpoint import .*{name} NEW`")
+    xla_shards = Path(__file__).parent / "xla_shards"
+    refused(xla_shards, "as Lightning's XLAFSDPStrategy writes: type `fsdp checkpoint import .*xla_shards NEW`")
     (folder / "manifest.json").unlink()
     refused(folder, "a save began and was interrupted before it was published .* Load an earlier checkpoint")
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")

@@ -66,6 +66,49 @@ def test_weights_only(ckpt: Path, tmp_path: Path) -> None:
     assert set(nest["trainer"]) == {"pytorch-lightning_version", "epoch", "loops"}
 
 
+def test_prefixes(tmp_path: Path) -> None:
+    """Of what DDP gave names, for a LightningModule that holds it; aliases and optimizers by name go with it."""
+    weight, old = torch.ones(2, 2), tmp_path / "old.pt"
+    optimizer = {"state": {"module.a.w": {"step": torch.ones(())}}, "param_groups": [{"params": ["module.a.w"]}]}
+    state = {"net": {"module.a.w": weight, "module.b.w": weight}, "opt": optimizer, "other": optimizer, "step": 3}
+    torch.save(state, old)
+    done = run(old, tmp_path / "new", "--strip-prefix", "module.", "--add-prefix", "model.")
+    assert done.exit_code == 0, done.output
+    assert "The Trainer's optimizers have numbers: 0 is 'opt', 1 is 'other'.\n" in done.stdout
+    assert "Of no effect but for your on_load_checkpoint: 'step'.\n" in done.stdout
+    assert f'trainer.fit(model, ckpt_path="{tmp_path / "new"}")' in done.stdout
+    manifest, nest = read_manifest(tmp_path / "new"), load(tmp_path / "new")
+    assert manifest.aliases == {"model/model.b.w": "model/model.a.w"}
+    assert [list(one["state"]) for one in nest["optimizer"]] == [["model.a.w"]] * 2
+    assert [one["param_groups"] for one in nest["optimizer"]] == [[{"params": ["model.a.w"]}]] * 2
+    stripped = run(old, tmp_path / "same", "--strip-prefix", "module.")
+    assert stripped.exit_code == 0, stripped.output
+    assert [*load(tmp_path / "same")] == ["net", "opt", "other", "step"]
+    assert read_manifest(tmp_path / "same").aliases == {"net/b.w": "net/a.w"}
+    torch.save({**state, "ema": {"module.a.w": weight}, "epoch": 2, "callbacks": []}, old)
+    for arguments, told in (
+        (["--add-prefix", "model"], "type --add-prefix model."),
+        (["--strip-prefix", "model."], "'module.a.w' of net does not begin with 'model.', and 1 more"),
+        (["--add-prefix", "model."], "there are 2: net, ema.\nLeave all but one out by `--drop KEY`."),
+        (["--add-prefix", "model.", "--drop", "ema"], "Leave it out by `--drop epoch --drop callbacks`"),
+    ):
+        refused = run(old, tmp_path / "never", *arguments)
+        assert refused.exit_code == 1
+        assert told in refused.stderr
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_prefix_of_a_trainers_own(ckpt: Path, tmp_path: Path) -> None:
+    order = tmp_path / "order.txt"
+    order.write_text("weight\nbias\n")
+    arguments = ("--drop", "hyper_parameters", "--parameter-order", order, "--add-prefix", "head.")
+    assert run(ckpt, tmp_path / "new", *arguments).exit_code == 0
+    nest = load(tmp_path / "new")
+    assert [*nest["model"]] == ["head.weight", "head.bias"]
+    assert [group["params"] for group in nest["optimizer"][0]["param_groups"]] == [["head.weight"], ["head.bias"]]
+    assert nest["trainer"]["epoch"] == 2
+
+
 def test_what_is_there_already(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"w": torch.zeros(2)}, tmp_path / "b.pt")

@@ -25,6 +25,7 @@ def full_site(site: Site) -> Site:
         'name="tpu_only", summary="Shards elsewhere.", fabric="a:B", accelerators=("tpu", "cuda"), probe="probes:no"',
         f'name="erring", summary="Asks wrongly.", fabric="a:B", {CPU}, probe="probes:err"',
         version="2.5",
+        good_impl="raise ImportError('listing must not import this')\nclass Good: ...",
         probes="def no():\n    return 'there is no TPU'\n\ndef err():\n    return 1 / 0",
     )
     site.provide("one-plugin", f'name="twice", summary="", trainer="a:B", {CPU}')
@@ -100,6 +101,49 @@ def test_list_as_json(full_site: Site) -> None:
     assert done.stderr == NOTHING_HEAVY
 
 
+def test_list_notices_classes_that_are_not_there_and_names_that_lightning_keeps(site: Site) -> None:
+    site.provide(
+        "odd-plugin",
+        f'name="no_module", summary="", trainer="odd.no.impl:Class", {CPU}',
+        f'name="no_class", summary="", trainer="a:B", fabric="odd.impl:Clas", {CPU}',
+        f'name="no_python", summary="", trainer="odd.wrong:Class", {CPU}, probe="odd.probes:no"',
+        f'name="conditional", summary="", trainer="odd.impl:Class", fabric="odd.any:Class", {CPU}',
+        f'name="ddp", summary="", trainer="a:B", fabric="a:B", {CPU}',
+        f'name="dp", summary="", trainer="a:B", fabric="a:B", {CPU}',
+        **{
+            "odd.__init__": "raise ImportError('listing must not import this')",
+            "odd.impl": "try:\n    import torch\nexcept ImportError:\n    pass\nelse:\n    class Class: ...",
+            "odd.any": "def __getattr__(name): ...",
+            "odd.wrong": "class Class(:",
+        },
+    )
+    rows = {row["name"]: row for row in json.loads(site.fsdp("list", "--json").stdout)["strategies"]}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "conditional": "available",
+        "ddp": "kept",
+        "dp": "available",
+        "no_class": "broken",
+        "no_module": "broken",
+        "no_python": "broken",
+    }
+    assert [rows[name]["reason"].partition(" Report this")[0] for name in ("no_class", "no_module", "no_python")] == [
+        "strategy 'no_class' names a Fabric class that isn't there: 'odd.impl:Clas' (odd.impl has no 'Clas')",
+        "strategy 'no_module' names a Trainer class that isn't there: 'odd.no.impl:Class' (no module named 'odd.no')",
+        "strategy 'no_python' names a Trainer class that isn't there: 'odd.wrong:Class' "
+        "(SyntaxError: invalid syntax (odd.wrong, line 1))",
+    ]
+    done = site.fsdp("list")
+    assert done.stdout.endswith(
+        "\nLightning's own:\n"
+        "  Lightning keeps the name 'ddp' for its own strategy under Trainer and Fabric, "
+        "and passes over odd-plugin 1.0's.\n"
+        "  Have its authors choose another name; to be rid of it, type: pip uninstall odd-plugin\n"
+        "  Lightning keeps the name 'dp' for its own strategy under Fabric, and passes over odd-plugin 1.0's.\n"
+        "  Have its authors choose another name; to be rid of it, type: pip uninstall odd-plugin\n"
+    )
+    assert done.stderr == NOTHING_HEAVY
+
+
 def test_list_where_nothing_is_installed(site: Site) -> None:
     done = site.fsdp("list")
     assert done.stdout.startswith("No strategy is installed.\n\nNot installed:\n  ddp_fully_sharded, ")
@@ -117,8 +161,11 @@ def test_describe(full_site: Site) -> None:
         "Trainer class good_impl:Good",
         "Fabric class none",
         "Requires click>=8",
-        "Can do clip_by_norm, cpu_offload",
         "Fixes level=3",
+        "Can do What it is",
+        "clip_by_norm Gradients are clipped by their norm over all ranks. Asked for by Trainer(gradient_clip_val=…),",
+        "fabric.clip_gradients(max_norm=…)",
+        "cpu_offload Shards and optimizer state stay in host memory.",
         "Option Default What it does",
         "level 1 How much.",
         "mode 'a b'",
@@ -158,6 +205,12 @@ def test_describe_as_json(full_site: Site) -> None:
         (
             "goood",
             "no strategy named 'goood'. Did you mean 'good'?\nInstalled: erring, good, tpu_only (good-plugin 2.5).",
+        ),
+        (
+            "FSDP",
+            "'fsdp' is Lightning's own strategy, and none of these packages': lightning.pytorch.Trainer and "
+            "lightning.fabric.Fabric take it as it is, and Lightning's documentation describes it. "
+            "Did you mean 'fsdp2'?\nInstalled: erring, good, ",
         ),
         ("fsdp2", "strategy 'fsdp2' is not installed. Type: pip install fsdp-fsdp2\nInstalled: erring, good, "),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -158,7 +159,7 @@ def test_what_can_not_be_read_is_named(tmp_path: Path, make: Callable[[Path], An
         ["diff", "a", "b", "--atol", "much"],
         ["consolidate", "a", "b"],
         ["consolidate", "a", "b", "--to", "onnx"],
-        ["consolidate", "a", "b", "--to", "lightning", "--key", "model"],
+        ["consolidate", "a", "b", "--to", "safetensors", "--optimizer-key", "optimizer"],
         ["consolidate", "a", "b", "--to", "lightning", "--copy-tied"],
         ["consolidate", "a", "b", "--to", "safetensors", "--max-shard-size", "1GB"],
         ["consolidate", "a", "b", "--to", "huggingface", "--max-shard-size", "large"],
@@ -219,6 +220,37 @@ def test_inspect(folder: Path) -> None:
     assert ["callbacks/scores", "2", "entries"] in rows
     assert ["optimizer/0/param_groups/0", "1", "parameter,", "lr", "0.1"] in rows
     assert not any("exp_avg" in line for line in shown.splitlines())
+
+
+def test_inspect_puts_together_what_is_repeated_and_nothing_else(tmp_path: Path) -> None:
+    mlp = {"0.weight": (8, 8), "0.bias": (8,), "1.bias": (8,), "2.weight": (8, 8), "2.bias": (8,), "4.bias": (8,)}
+    blocks = {f"blocks.{number}.{name}": size for number in range(12) for name, size in mlp.items()}
+    odd = {"a.": (1,), "a.b": (1,), "a..b": (1,), ".": (1,), "9" * 5000: (1,), "." * 5000 + "w": (1,)}
+    sizes = {**mlp, **blocks, "steps.7": (2,), "steps.8": (2,), "layer7.w": (2,), "layer8.w": (2,), **odd}
+    save_alone(tmp_path / "a", {"model": {name: torch.ones(size) for name, size in sizes.items()}}, {"model": "model"})
+    rows = [line.split() for line in run("inspect", tmp_path / "a").stdout.splitlines()]
+    shown = {row[0].removeprefix("model/")[:20]: int(row[-1]) if "×" in row else 1 for row in rows if "float32" in row}
+    for prefix, times in (("", 1), ("blocks.*.", 12)):
+        assert {name: shown.pop(prefix + name) for name in ("0,2.weight", "0,2.bias", "1,4.bias")} == {
+            "0,2.weight": 2 * times,
+            "0,2.bias": 2 * times,
+            "1,4.bias": 2 * times,
+        }
+    assert {name: shown.pop(name) for name in ("steps.*", "layer7.w", "layer8.w")} == {
+        "steps.*": 2,
+        "layer7.w": 1,
+        "layer8.w": 1,
+    }
+    assert shown == {name[:20]: 1 for name in odd} | {"model": 1}
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_file_of_lightning_is_sent_to_import(command: str, tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}, "pytorch-lightning_version": "2.6.6"}, tmp_path / "last.ckpt")
+    told = run(command, tmp_path / "last.ckpt", status=1).output
+    (line,) = re.findall(r"`fsdp (checkpoint import \S+ )NEW`", told)
+    run(*line.split()[1:], tmp_path / "new", "--weights-only")
+    assert "model/w" in run("inspect", tmp_path / "new").stdout
 
 
 def test_inspect_lists_every_tensor_when_asked(folder: Path) -> None:

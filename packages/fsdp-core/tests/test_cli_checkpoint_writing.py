@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from cli_checkpoints import ALIASES, flip, in_pieces, run, save_alone, save_trained, trained
+from fsdp_core import errors
 from fsdp_core.checkpoint import (
     consolidate_huggingface,
     consolidate_safetensors,
@@ -244,11 +247,103 @@ def test_numpy_arrays_come_back(tmp_path: Path) -> None:
     assert found["none"].shape == (0, 2)
 
 
-def test_what_no_trainer_saved_is_no_lightning_file(tmp_path: Path) -> None:
-    save_alone(tmp_path / "a", {"model": {"w": torch.ones(1)}, "step": 3}, {"model": "model"})
-    refused = run("consolidate", tmp_path / "a", tmp_path / "w.ckpt", "--to", "lightning", status=1)
-    assert "was not saved by a Trainer: it holds model, step" in refused.stderr
-    assert "--to safetensors or --to huggingface" in refused.stderr
+class Tiny(pl.LightningModule):
+    """Two layers, the names of which a plain module has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.layers(batch).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def _by_name(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+    plain, names = optimizer.state_dict(), [name for name, _ in module.named_parameters()]
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in plain["param_groups"]]
+    return {"state": {names[number]: values for number, values in plain["state"].items()}, "param_groups": groups}
+
+
+def test_what_fabric_saved_goes_on_under_a_trainer(tmp_path: Path) -> None:
+    """With its optimizer: as if the same two steps had been taken without a break."""
+    module = Tiny()
+    optimizer = module.configure_optimizers()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module.training_step(torch.ones(4, 3)).backward()
+        optimizer.step()
+
+    step()
+    state = {"net": module.state_dict(), "opt": _by_name(optimizer, module), "step": 1, "notes": {"lr": (0.1, None)}}
+    save_alone(tmp_path / "a", state, {"net": "model", "opt": "optimizer"})
+    run("consolidate", tmp_path / "a", tmp_path / "w.ckpt", "--to", "lightning")
+    found = torch.load(tmp_path / "w.ckpt", weights_only=True)
+    assert (found["step"], found["notes"]) == (1, {"lr": (0.1, None)})
+    step()
+    resumed = Tiny()
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    trainer = pl.Trainer(max_steps=1, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet)
+    trainer.fit(resumed, DataLoader(torch.ones(4, 3), batch_size=4), ckpt_path=tmp_path / "w.ckpt", weights_only=True)
+    assert trainer.global_step == 1
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], tensor)
+    opened = Tiny.load_from_checkpoint(tmp_path / "w.ckpt").state_dict()
+    assert is_equal(dict(opened), dict(found["state_dict"]))
+
+
+def _optimizer(*names: str) -> dict[str, Any]:
+    return {"state": {}, "param_groups": [{"lr": 0.1, "params": list(names)}]}
+
+
+def test_which_of_fabrics_models_and_optimizers(tmp_path: Path) -> None:
+    """Is taken from their names where that is certain; else what to type is said."""
+    weights = {"w": torch.ones(1)}
+    state = {
+        "gen": weights, "disc": weights, "other": {"v": torch.ones(1)},
+        "opt_a": _optimizer("w"), "opt_b": _optimizer("w"), "opt_v": _optimizer("v"), "step": 3,
+    }  # fmt: skip
+    kinds = {key: "optimizer" if "opt" in key else "model" for key in state if key != "step"}
+    save_alone(tmp_path / "a", state, kinds)
+    save_alone(tmp_path / "none", {"step": 3}, {})
+    save_alone(tmp_path / "taken", {"model": weights, "lr_schedulers": [1]}, {"model": "model"})
+    save_alone(
+        tmp_path / "trainer", {"model": weights, "trainer": {"pytorch-lightning_version": "2"}}, {"model": "model"}
+    )
+    for place, arguments, said in (
+        ("a", [], ["holds 3 models ('gen', 'disc', 'other')", "--key"]),
+        ("a", ["--key", "disk"], ["no model under 'disk'", "'disc'", "--key"]),
+        ("a", ["--key", "gen"], ["('opt_a', 'opt_b') that may be those of 'gen' and 'disc'", "--optimizer-key, once"]),
+        ("a", ["--key", "gen", "--optimizer-key", "o"], ["no optimizer under 'o'", "'opt_a'", "--optimizer-key"]),
+        ("a", ["--key", "gen", "--optimizer-key", "opt_v"], ["trains 'v', which the model 'gen' has not"]),
+        ("none", [], ["holds no model, but 'step'", 'fabric.save(path, {"model": model']),
+        ("taken", [], ["holds 'lr_schedulers', under which", "--to safetensors"]),
+        ("trainer", ["--key", "gen"], ["was saved by a Trainer", "Leave out"]),
+    ):
+        refused = run("consolidate", tmp_path / place, tmp_path / "w.ckpt", "--to", "lightning", *arguments, status=1)
+        for words in said:
+            assert words in refused.stderr, refused.stderr
+    chosen = ["--key", "gen", "--optimizer-key", "opt_b", "--optimizer-key", "opt_a"]
+    done = run("consolidate", tmp_path / "a", tmp_path / "gen.ckpt", "--to", "lightning", *chosen)
+    assert "disc: is not of this model" in done.stdout
+    found = torch.load(tmp_path / "gen.ckpt", weights_only=True)
+    assert found["state_dict"].keys() == {"w"}
+    assert len(found["optimizer_states"]) == 2
+    assert found.keys() & {*state} == {"step"}
+    run("consolidate", tmp_path / "a", tmp_path / "v.ckpt", "--to", "lightning", "--key", "other")
+    found = torch.load(tmp_path / "v.ckpt", weights_only=True)["optimizer_states"]
+    assert [group["param_names"] for state in found for group in state["param_groups"]] == [["v"]]
+    with pytest.raises(KeyError, match=r"^no model under 'disk'") as raised:
+        consolidate_lightning(tmp_path / "a", tmp_path / "w.ckpt", key="disk")
+    assert isinstance(raised.value, errors.CheckpointMismatchError)
 
 
 # -- a Hugging Face folder ---------------------------------------------------------------------------------------------

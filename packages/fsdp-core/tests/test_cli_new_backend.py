@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import fsdp_core.backend
-from fsdp_core.cli.new_backend import LIGHTNINGS_OWN
+from fsdp_core.lightnings_names import LIGHTNINGS_OWN
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -216,9 +216,12 @@ def test_a_folder_that_is_there(site: Site) -> None:
 def test_lightnings_names_are_all_known(site: Site) -> None:
     code = """
     from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import StrategyRegistry
-    print(*STRATEGY_REGISTRY, *StrategyRegistry)
+    print(*StrategyRegistry)
+    print(*STRATEGY_REGISTRY)
     """
     done = site.python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert LIGHTNINGS_OWN - set(done.stdout.split()) == {"auto"}
-    assert set(done.stdout.split()) <= LIGHTNINGS_OWN
+    for front_end, names in zip(("trainer", "fabric"), done.stdout.splitlines(), strict=True):
+        known = {name for name, front_ends in LIGHTNINGS_OWN.items() if front_end in front_ends}
+        assert known == {*names.split(), "auto"}, front_end

@@ -51,6 +51,17 @@ def test_torch_wrap_marks_inside_the_context_alone() -> None:
     assert options_of(outside) == {}
 
 
+def test_the_context_may_be_in_another_such() -> None:
+    first, second, third, outside = (nn.Linear(2, 2) for _ in range(4))
+    with mark_by_torch_wrap():  # as Fabric's init_module
+        torch_wrap(first)
+        with mark_by_torch_wrap():  # as the strategy's module_sharded_context
+            torch_wrap(second)
+        torch_wrap(third)
+    torch_wrap(outside)
+    assert marked(nn.ModuleList([first, second, third, outside])) == [first, second, third]
+
+
 @pytest.mark.parametrize(
     ("what", "told"),
     [

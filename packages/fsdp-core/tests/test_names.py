@@ -204,6 +204,38 @@ def test_the_stand_alone_packages_get_an_error_that_names_the_import(site: Site)
     """)
 
 
+def test_an_object_elsewhere_is_told_from_a_wrong_name(site: Site) -> None:
+    """Given to another front end, or to a stand-alone package."""
+    impl = """
+        from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy as ForFabric
+        from fsdp_core.testing.loopback.trainer import LoopbackTrainerStrategy as ForTrainer
+    """
+    site.provide("tiny-plugin", f'name="loopback", {BOTH}, {CPU}', tiny_impl=impl)
+    site.python("""
+        import lightning, lightning_fabric, pytorch_lightning
+        from tiny_impl import ForFabric, ForTrainer
+
+        def message(call, strategy):
+            return failure(lambda: call(strategy=strategy, accelerator="cpu"))
+
+        assert message(pytorch_lightning.Trainer, ForTrainer()) == (
+            "StrategyUnavailableError: fsdp_core.testing.loopback.trainer.LoopbackTrainerStrategy works with the "
+            "package 'lightning' (pip install lightning), but this script imports 'pytorch_lightning', whose classes "
+            "are others.\\nWrite `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, "
+            "everywhere in the script."
+        )
+        assert "`from lightning.fabric import Fabric`" in message(lightning_fabric.Fabric, ForFabric())
+        assert message(lightning.Fabric, ForTrainer()) == (
+            "UnsupportedCapabilityError: fsdp_core.testing.loopback.trainer.LoopbackTrainerStrategy can't be given to "
+            "lightning.fabric.Fabric, which has a class of its own.\\n"
+            "Write `from tiny_impl import ForFabric`, or strategy='loopback'."
+        )
+        assert "`from tiny_impl import ForTrainer`" in message(lightning.Trainer, ForFabric())
+        assert type(lightning.Trainer(strategy=ForTrainer(), accelerator="cpu").strategy) is ForTrainer
+        assert message(lightning.Trainer, 5).startswith("ValueError: You selected an invalid strategy name")
+    """)
+
+
 def test_lightnings_command_line_takes_the_name(site: Site) -> None:
     site.provide("tiny-plugin", f'name="tiny", {BOTH}, {CPU}', tiny_impl=IMPLEMENTATION)
     site.python("""

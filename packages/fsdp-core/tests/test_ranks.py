@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,3 +101,40 @@ def test_an_error_begins_with_what_has_become_of_a_rank_that_raised_nothing() ->
             ranks.run(1, time.sleep, 60, timeout=0.1)
         with pytest.raises(RankError, match=r"^(\w+\.)*(AttributeError|PicklingError): Can't pickle"):
             ranks.run(1, answer_with, 1)
+
+
+#: What gloo says where a peer closes a connection while ranks connect; it can't be made to happen each time.
+NOT_MET = "Gloo connectFullMesh failed with [.../gloo/transport/tcp/pair.cc:554] Connection closed by peer"
+
+
+def meet_after(failed: int, folder: str) -> tuple[int, int]:
+    """Which attempt this is, and the sum over the ranks; in the first ones rank 1 is not connected."""
+    rank = os.environ["RANK"]
+    attempts = Path(folder, rank)
+    attempts.write_text((attempts.read_text() if attempts.exists() else "") + "x")
+    attempt = len(attempts.read_text())
+    if attempt <= failed and rank == "1":
+        raise RuntimeError(NOT_MET)
+    dist.init_process_group("gloo")  # where rank 0 waits for rank 1
+    together = torch.ones(())
+    dist.all_reduce(together)
+    return attempt, int(together)
+
+
+def test_ranks_that_gloo_does_not_connect_meet_again(tmp_path: Path) -> None:
+    with RankPool() as ranks, pytest.warns(UserWarning, match=r"Ranks have not met \(RuntimeError: Gloo connectFull"):
+        assert ranks.run(2, meet_after, 1, str(tmp_path)) == [(2, 2), (2, 2)]
+
+
+def fail_always(folder: str, error: str) -> None:
+    with Path(folder, os.environ["RANK"]).open("a") as file:
+        file.write("x")
+    raise RuntimeError(error)
+
+
+@pytest.mark.filterwarnings("ignore:Ranks have not met")
+@pytest.mark.parametrize(("error", "attempts"), [(NOT_MET, 3), ("something else", 1)])
+def test_nothing_else_is_tried_again_and_not_for_ever(tmp_path: Path, error: str, attempts: int) -> None:
+    with RankPool() as ranks, pytest.raises(RankError, match=f"^RuntimeError: {re.escape(error)}"):
+        ranks.run(1, fail_always, str(tmp_path), error)
+    assert len((tmp_path / "0").read_text()) == attempts

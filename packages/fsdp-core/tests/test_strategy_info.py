@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from fsdp_core import Capability, Option, StrategyInfo
 from fsdp_core.errors import StrategyInfoError
+from fsdp_core.lightning.capabilities import capability_of
 
 GOOD: dict[str, Any] = {
     "name": "my_fsdp",
@@ -82,6 +84,10 @@ def test_bad_names(name: Any) -> None:
         ({"accelerators": "cpu"}, "accelerators is a string.\nGive a tuple: accelerators=('cpu',)."),
         ({"requires": "torch>=2.9"}, "requires is a string.\nGive a tuple: requires=('torch>=2.9',)."),
         ({"accelerators": ()}, "accelerators is empty.\nName what it runs on, such as accelerators=('cuda', 'cpu')."),
+        (
+            {"options": [Option(name="b"), Option(name="a"), Option(name="b", default=1), Option(name="level")]},
+            "options name b more than once.\nKeep one Option of each name.",
+        ),
         ({"presets": {"levle": 2}}, "presets name levle, which is no option.\nList it in options, with its default."),
     ],
 )
@@ -112,3 +118,14 @@ def test_bad_options() -> None:
         "option 'policy' has a default of type object, which isn't plain data.\n"
         "Write None, a bool, a number or a string."
     )
+
+
+@pytest.mark.parametrize("capability", Capability)
+def test_capabilities_say_what_they_are_and_what_asks_for_them(capability: Capability) -> None:
+    assert re.fullmatch(r"[A-Z].*\.", capability.text)
+    assert capability.asked_by
+    assert capability.option is None or capability.asked_by.startswith(f"{capability.option}=")
+    if capability.option:
+        value = capability.asked_by.partition("=")[2].strip("'")
+        assert capability_of(capability.option, value) is capability
+    assert pickle.loads(pickle.dumps(capability)) is capability

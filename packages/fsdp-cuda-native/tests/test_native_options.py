@@ -116,8 +116,29 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @BOTH
-def test_options_that_say_what_always_happens(front_end: FrontEnd) -> None:
-    fsdp_core.resolve("fsdp_native", front_end)(sync_module_states=True, flatten_parameters=True)
+@pytest.mark.parametrize("name", ["fsdp_native", "ddp_fully_sharded"])
+def test_every_option_is_a_keyword_of_the_signature(front_end: FrontEnd, name: str) -> None:
+    """Where LightningCLI, editors and Sphinx look."""
+    foreign = "precision" if front_end == "trainer" else "precision_plugin"
+    listed = {one.name: one.default for one in fsdp_core.describe(name).options if one.name != foreign}
+    made: Any = fsdp_core.resolve(name, front_end)
+    *named, last = made.__signature__.parameters.values()
+    assert {one.name: one.default for one in named} == listed
+    assert (last.name, last.annotation) == ("unknown", "Never")
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["fsdp_native", "ddp_fully_sharded"])
+def test_options_that_say_what_always_happens(front_end: FrontEnd, name: str) -> None:
+    fsdp_core.resolve(name, front_end)(sync_module_states=True, flatten_parameters=True)
+
+
+@BOTH
+def test_options_that_are_refused_are_told_together(front_end: FrontEnd) -> None:
+    made = fsdp_core.resolve("ddp_fully_sharded", front_end)
+    refused = {"bucket_cap_mb": 200, "move_grads_to_cpu": True, "sync_module_states": False, "cpu_ofload": True}
+    told = refusal(UnsupportedCapabilityError, lambda: made(**refused))
+    assert_says(told, "bucket_cap_mb=200", "move_grads_to_cpu=True", "sync_module_states:", "cpu_ofload:")
 
 
 @BOTH

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.fqn import clean_name
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -562,3 +563,37 @@ def test_model_summary_counts_the_whole_model(ranks: RankPool, tmp_path: Path, o
     want = summary("auto", str(tmp_path), 1, None)
     assert want[0] == sum(p.numel() for p in oracle.new_net().parameters())
     assert ranks.run(2, summary, "fsdp_native", str(tmp_path), 2, options)[0] == want
+
+
+# -- torch's own functions ---------------------------------------------------------------------------------------------
+
+
+def _summon() -> list[dict[str, bool]]:
+    """With each kind of options, of what Fabric has returned: which parameters were whole, and written back."""
+    found = []
+    for options in KINDS:
+        fabric = new_fabric("fsdp_native", 2, options)
+        net = oracle.new_net()
+        model, _ = fabric.setup(net, oracle.momentum(net))
+        before, seen = full_state(fabric.strategy), {}
+        with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+            for name, parameter in net.named_parameters():
+                seen[clean_name(name)] = parameter.clone()
+                parameter.mul_(2)
+        after = full_state(fabric.strategy)
+        found.append(
+            {n: torch.equal(seen[n], before[n]) and torch.equal(after[n], 2 * before[n]) for n in seen.keys() & before}
+        )
+        assert found[-1].keys() == dict(oracle.new_net().named_parameters()).keys()
+        changed: list[nn.Module] = []
+        model.apply(changed.append)
+        assert len(changed) == len(set(changed)), "apply() has come to a module twice"
+        assert not any(module.training for module in model.eval().modules())
+    return found
+
+
+def test_summon_full_params_of_what_fabric_returned(ranks: RankPool) -> None:
+    """Of the root's own parameters too."""
+    for found in ranks.run(2, _summon):
+        for whole in found:
+            assert whole == dict.fromkeys(whole, True)

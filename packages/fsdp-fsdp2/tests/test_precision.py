@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_core import wrap
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.precision import ShardPrecision
-from fsdp_core.testing import RankPool
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.suite.loops import losses_of
 from fsdp_core.testing.suite.precision import seen_by_a_block
+from fsdp_core.testing.training import Lit, loader, means, new_trainer
+
+
+class Halves(Lit):
+    """Two optimizers in turn, so that all that the root keeps for itself is frozen for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        with oracle.seeded(1):
+            self.net = wrap(nn.Linear(FEATURES, FEATURES))
+            self.critic = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = self.critic(self.net(batch[0])).pow(2).mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.detach())
+
+    def configure_optimizers(self) -> Any:
+        return [oracle.sgd(self.net), oracle.sgd(self.critic)]
+
+
+def _halves(strategy: str, tmp: str, world_size: int) -> list[float]:
+    module = Halves()
+    new_trainer(tmp, strategy, world_size, precision="bf16-mixed").fit(module, loader(3, world_size))
+    return means(module.losses)
+
+
+def test_optimizers_in_turn_in_mixed_precision(ranks: RankPool, tmp_path: Path) -> None:
+    plain = Halves()
+    new_trainer(tmp_path, "auto", precision="bf16-mixed").fit(plain, loader(3, 1))
+    for losses in ranks.run(2, _halves, "fsdp2", str(tmp_path), 2):
+        assert losses == pytest.approx(losses_of(plain), rel=HALF_TOLERANCE)
 
 
 def test_explicit_policy_wins(ranks: RankPool, tmp_path: Path) -> None:

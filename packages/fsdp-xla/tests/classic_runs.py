@@ -274,6 +274,35 @@ def collectives() -> Any:
     return L.Fabric(strategy="xla_fsdp", devices=DEVICES).launch(talk)
 
 
+def as_lightnings() -> Any:
+    """Written for Fabric's own XLAFSDPStrategy: its precision object, contexts and signatures."""
+    from lightning.fabric.plugins.precision import XLAPrecision
+    from torch.distributed.fsdp.wrap import wrap
+
+    from fsdp_xla.fabric import XLAFSDPStrategy
+
+    def train(fabric: L.Fabric) -> Any:
+        strategy: Any = fabric.strategy
+        rank = fabric.global_rank
+        with strategy.module_init_context(), strategy.module_sharded_context():
+            net = mlp()
+            net[2] = wrap(net[2])
+        strategy.barrier("built", "whatever", timeout=1)
+        fabric.save(FOLDER / "as-lightnings", {"model": fabric.setup_module(net)})
+        own = torch.tensor([float(rank), 1.0], device=fabric.device)
+        return {
+            "summed": strategy.all_reduce(output=own.clone()).tolist(),
+            "in place": strategy.all_reduce(own, None, "mean") is own,
+            "numbers": [strategy.all_reduce(rank + 1).item(), strategy.all_reduce(output=0.5, reduce_op=None).item()],
+            "means": [strategy.all_reduce(rank, reduce_op="avg").item(), strategy.all_reduce(rank, None, "max").item()],
+            "precision": strategy.precision.precision,
+        }
+
+    strategy = XLAFSDPStrategy(precision=XLAPrecision("32-true"), auto_wrap_policy=None)
+    result = L.Fabric(strategy=strategy, devices=DEVICES).launch(train)
+    return {**result, "weights": load_state_dict(FOLDER / "as-lightnings")}
+
+
 def stages() -> Any:
     """Validate, test and predict after a fit, from its checkpoint."""
     module = Module("stages")
@@ -409,6 +438,7 @@ CASES: dict[str, Any] = {
     "options": lambda: trained("options", {"auto_wrap_policy": None, "reshard_after_forward": False}),
     "flat": lambda: trained("flat", {"flatten_parameters": True, "auto_wrap_policy": {oracle.Block}}),
     "rows": rows,
+    "as Lightning's": as_lightnings,
     "from meta": from_meta,
     "checkpointed": lambda: trained("checkpointed", {"activation_checkpointing_policy": {oracle.Block}}),
     "dropout": lambda: trained(

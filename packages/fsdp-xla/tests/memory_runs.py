@@ -261,22 +261,6 @@ def failing_in_turn() -> dict[int, str]:
     return told
 
 
-def refused_build(changed: bool) -> None:
-    """What is raised where a layer was changed after it was marked, or ranks have built it with different values."""
-
-    def build(fabric: Any) -> None:
-        with fabric.init_module():
-            layer = nn.Linear(32, 32)
-            if not changed:
-                nn.init.constant_(layer.weight, fabric.global_rank)
-            net = nn.Sequential(wrap(layer))
-            if changed:
-                nn.init.zeros_(layer.weight)
-        fabric.setup_module(net)
-
-    L.Fabric(strategy="xla_fsdp", devices=DEVICES).launch(build)
-
-
 def both() -> dict[str, Callable[[], Any]]:
     from fsdp_xla import XLAFSDPStrategy, fabric
 
@@ -299,8 +283,6 @@ def cases(of: str) -> dict[str, Callable[[], Any]]:
     return {
         **{f"built {name}": partial(built, name) for name in BUILDS},
         **{f"configured {name}": partial(configured, name) for name in ("at once", "in parts")},
-        "changed after": lambda: refused_build(changed=True),
-        "unlike": lambda: refused_build(changed=False),
     }
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.precision import XLAPrecision as FabricXLAPrecision
+from lightning.pytorch.plugins.precision import XLAPrecision
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import fsdp_core
+from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.testing.oracle import (
     FEATURES,
     FP32_TOLERANCE,
@@ -164,6 +169,34 @@ def test_collectives(two: dict[str, Any]) -> None:
         "path": "rank-1",
         "object": {"rank": 0},
     }
+
+
+def test_what_is_written_for_lightnings_strategy_of_this_name(two: dict[str, Any]) -> None:
+    result = ok(two, "as Lightning's")
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, FEATURES)).state_dict()
+    weights = result.pop("weights")
+    assert weights.keys() == plain.keys()
+    assert all(torch.equal(weights[name], value) for name, value in plain.items())
+    assert result == {
+        "summed": [1.0, 2.0],
+        "in place": True,
+        "numbers": [3, 1.0],
+        "means": [0.5, 1],
+        "precision": "32-true",
+    }
+
+
+@pytest.mark.parametrize("made", [FabricXLAPrecision, XLAPrecision])
+def test_lightnings_xla_precision_means_its_string(monkeypatch: pytest.MonkeyPatch, made: type[Any]) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    front_end = "fabric" if made is FabricXLAPrecision else "trainer"
+    option = "precision" if front_end == "fabric" else "precision_plugin"
+    strategy: Any = fsdp_core.resolve("xla_fsdp_spmd", front_end)(**{option: made("bf16-true")})
+    assert strategy.shard_precision.storage is torch.bfloat16
+    with pytest.raises(UnsupportedCapabilityError, match="precision='bf16-true' can't be used with 'xla_fsdp'"):
+        fsdp_core.resolve("xla_fsdp", front_end)(precision=made("bf16-true"))
+    assert "XLA_USE_BF16" not in os.environ  # XLA would compute all that is fp32 in bf16
 
 
 def test_stages_from_a_checkpoint(two: dict[str, Any]) -> None:

@@ -8,12 +8,16 @@ import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import pytest
 
 import fsdp_core
 import fsdp_xla
 from fsdp_core import availability, registry
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_xla import plugin
 from fsdp_xla.options import PASSED_ON
 from fsdp_xla.plugin import fsdp_strategies, why_not_here
@@ -34,12 +38,45 @@ def test_it_is_found_under_its_three_names() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_all_options_are_listed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    taken: set[str] = set(PASSED_ON) if "spmd" not in name else set()
+    taken: set[str] = set()
     for front_end in ("trainer", "fabric"):
         for parameter in inspect.signature(fsdp_core.resolve(name, front_end)).parameters.values():
             if parameter.kind is not parameter.VAR_KEYWORD:
                 taken.add(parameter.name)
     assert {option.name for option in fsdp_core.describe(name).options} == taken
+    assert "spmd" in name or taken > set(PASSED_ON)
+
+
+#: What others' options may say, and what is refused of them, each with words of its line.
+ALWAYS: dict[str, dict[str, Any]] = {
+    "xla_fsdp": {"use_orig_params": True, "sync_module_states": True, "tensor_parallel_size": 1},
+    "xla_fsdp_spmd": {"use_orig_params": True, "sharding_strategy": "FULL_SHARD", "timeout": None},
+}
+REFUSED: dict[str, dict[str, tuple[Any, str]]] = {
+    "xla_fsdp": {
+        "cpu_offload": (True, "can't do cpu_offload=True"),
+        "sync_module_states": (False, "sync_module_states: Leave it out: rank 0's values always win."),
+        "tensor_parallel_size": (2, "tensor_parallel_size: It is one of: xla_fsdp_spmd."),
+        "mp_policy": (object(), "mp_policy: Write precision='bf16-mixed'"),
+    },
+    "xla_fsdp_spmd": {
+        "cpu_offload": (True, "can't do cpu_offload=True"),
+        "reshard_after_forward": (False, "can't do reshard_after_forward=False"),
+        "sharding_strategy": ("NO_SHARD", "sharding_strategy: Leave it out: parameters are always sharded"),
+        "tensor_plen": ({}, "tensor_plen: Did you mean 'tensor_plan'?"),
+    },
+}
+
+
+@pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+@pytest.mark.parametrize("name", ALWAYS)
+def test_others_options(monkeypatch: pytest.MonkeyPatch, name: str, front_end: FrontEnd) -> None:
+    """What always happens may be said; what can't be is told together."""
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    made = fsdp_core.resolve(name, front_end)
+    made(**ALWAYS[name])
+    options = {option: value for option, (value, _) in REFUSED[name].items()}
+    assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *(w for _, w in REFUSED[name].values()))
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,14 @@ def _enter_names(name: str, module: ModuleType) -> None:
         return
     _being_entered.add(name)
     try:
+        from fsdp_core.lightning.grad_norms import install_grad_norm
         from fsdp_core.lightning.names import enter
         from fsdp_core.lightning.opening import install_opening
         from fsdp_core.lightning.sharded_elsewhere import install_refusal
 
         install_opening(module)
         install_refusal(module)
+        install_grad_norm()
         enter(module)
     except Exception as error:
         from fsdp_core.fault_warnings import warn_of_fault

@@ -14,17 +14,20 @@ from torch import Tensor, nn
 
 from fsdp_core.checkpoint import ChunkedTensor, SavedTensor, fill_all
 from fsdp_core.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor
+from fsdp_core.deferred_init import deferred_init
 from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import aliases, clean_name, named_parameters
 from fsdp_core.gathering import whole
 from fsdp_core.gradients import HeldGradients, held_at_parameters, restore_at_parameters
 from fsdp_core.marking import mark_by_torch_wrap
+from fsdp_core.materialize import note_initialisers
 from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
-from fsdp_core.parts import Layout, whole_parts
+from fsdp_core.parts import Layout, bytes_held, whole_parts
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.repointing import repoint
 from fsdp_core.runtime import Runtime
 from fsdp_core.shardable import check_shardable
+from fsdp_core.step_writes import StepWrites
 
 __all__ = ["Backend", "StateTensor"]
 
@@ -114,9 +117,10 @@ class Backend(ABC):
         """A context in which the user builds the model.
 
         Args:
-            empty: Whether to build on the meta device; :meth:`shard` then materialises unit by unit.
+            empty: Whether to build on the meta device; :meth:`shard` then materialises unit by unit, with the values
+                that the model would have been built with.
         """
-        return torch.device("meta") if empty else nullcontext()
+        return deferred_init() if empty else nullcontext()
 
     def wrap_context(self) -> AbstractContextManager[Any]:
         """A context in which torch's own ``wrap`` marks units, as :func:`fsdp_core.wrap` does anywhere."""
@@ -196,6 +200,7 @@ class Backend(ABC):
             ShardingError: It has no parameters, a part of it is sharded already, or a parameter has a gradient hook.
         """
         check_shardable(module, self.owner_of)
+        note_initialisers(module)
 
     def mark_sharded(self, module: nn.Module) -> None:
         """Note that ``module`` is sharded."""
@@ -241,6 +246,10 @@ class Backend(ABC):
         DTensors say by themselves which part of a parameter they are.
         """
         return whole_parts(named_parameters(module))
+
+    def bytes_held(self, module: nn.Module) -> int:
+        """How many bytes of a root's parameters this rank holds; where one rank drives several devices, the first."""
+        return bytes_held(self.layout(module))
 
     def aliases(self, module: nn.Module) -> dict[str, str]:
         """The further names of tied parameters and shared buffers. See :func:`fsdp_core.fqn.aliases`."""
@@ -310,6 +319,16 @@ class Backend(ABC):
         is gathered must show those gradients as its ``grad``, or raise: see
         :class:`~fsdp_core.step_gradients.StepGradients`.
         """
+
+    def watch_writes(self, module: nn.Module) -> StepWrites | None:
+        """Watch what the user's first ``training_step`` of a run writes to what is gathered in it.
+
+        It would be lost without a word. Written here for libraries whose parameters are what they are gathered to.
+
+        Args:
+            module: The root, before its forward pass.
+        """
+        return None
 
     def follow_requires_grad(self, module: nn.Module) -> None:
         """Let gathered parameters require gradients as their shards do.

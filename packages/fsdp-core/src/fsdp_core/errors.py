@@ -12,6 +12,7 @@ __all__ = [
     "ContractVersionError",
     "DuplicateStrategyError",
     "FSDPError",
+    "MissingKeyError",
     "OptimizerMismatchError",
     "ShardingError",
     "StrategyInfoError",
@@ -92,7 +93,8 @@ class CheckpointError(FSDPError):
     """
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, super().__str__().split("\n")))
+        text = Exception.__str__(self)  # and not KeyError's, which would show it as a literal
+        return "\n".join(map(printable, text.split("\n")))
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
@@ -101,6 +103,10 @@ class CheckpointFormatError(CheckpointError, ValueError):
 
 class CheckpointMismatchError(CheckpointError, RuntimeError):
     """The checkpoint's names, shapes or dtypes are not those of the objects to restore."""
+
+
+class MissingKeyError(CheckpointMismatchError, KeyError):
+    """A name that was asked for is not in a checkpoint, or in what this rank has of one."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):

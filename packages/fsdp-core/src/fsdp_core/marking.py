@@ -21,6 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 _MARK = "_fsdp_core_unit"
 
 _when_marked: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("_when_marked", default=None)
+_by_torch_wrap: ContextVar[bool] = ContextVar("_by_torch_wrap", default=False)
 
 
 def wrap(module: M) -> M:
@@ -57,9 +58,16 @@ def wrap(module: M) -> M:
 
 @contextmanager
 def mark_by_torch_wrap() -> Iterator[None]:
-    """Let torch's ``wrap`` mark modules too, with the options that it is given."""
-    with enable_wrap(wrapper_cls=_mark):
+    """Let torch's ``wrap`` mark modules too, with the options that it is given. In such a context it does nothing."""
+    if _by_torch_wrap.get():  # torch's own can't be nested
         yield
+        return
+    before = _by_torch_wrap.set(True)
+    try:
+        with enable_wrap(wrapper_cls=_mark):
+            yield
+    finally:
+        _by_torch_wrap.reset(before)
 
 
 @contextmanager

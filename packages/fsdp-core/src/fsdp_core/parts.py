@@ -9,10 +9,11 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import Chunk, ChunkedTensor
 
-__all__ = ["FlatRange", "Layout", "Part", "boxes", "stand_in", "whole_parts"]
+__all__ = ["FlatRange", "Layout", "Part", "boxes", "bytes_held", "bytes_of_wholes", "stand_in", "whole_parts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,29 @@ Layout = Mapping[nn.Parameter, tuple[Part, ...]]
 def whole_parts(named: Iterator[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, tuple[Part, ...]]:
     """The layout of parameters that are held as what they are."""
     return {p: (Part(name=name, shape=tuple(p.shape)),) for name, p in named}
+
+
+def bytes_held(layout: Layout) -> int:
+    """How many bytes of the user's parameters this rank holds, without padding.
+
+    Example:
+        >>> bytes_held(whole_parts(iter([("weight", nn.Parameter(torch.zeros(2, 3)))])))
+        24
+    """
+    return sum(
+        (part.range.length if part.range is not None else _local(held).numel()) * held.element_size()
+        for held, parts in layout.items()
+        for part in parts
+    )
+
+
+def bytes_of_wholes(layout: Layout) -> int:
+    """How many bytes these parameters have on all ranks together, each counted once."""
+    return sum(prod(part.shape) * held.element_size() for held, parts in layout.items() for part in parts)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:

@@ -148,7 +148,7 @@ def _mark_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
 
 def _refuse_files_of(shard: Tensor, name: str, strategy: str) -> Tensor:
     """Let pickling a shard raise, and the reading of its memory, which no library can where it is a DTensor."""
-    methods = ["__reduce_ex__", *(["untyped_storage", "storage"] if isinstance(shard, DTensor) else [])]
+    methods = ["__reduce_ex__", *(["untyped_storage", "storage", "numpy"] if isinstance(shard, DTensor) else [])]
     shard.__dict__.update(dict.fromkeys(methods, partial(_refuse_file, name, strategy)))
     return shard
 
@@ -160,6 +160,6 @@ def _refuse_file(name: str, strategy: str, *_: Any) -> NoReturn:
         ShardingError: Always.
     """
     raise ShardingError(
-        f"{name} can't be written to a file: {strategy!r} has it sharded, and the file would hold the shard of the "
-        f"rank that writes it.\n{_INSTEAD}"
+        f"{name} can't be written to a file, or an array: {strategy!r} has it sharded, and the file would hold the "
+        f"shard of the rank that writes it.\n{_INSTEAD}"
     )

@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, get_args
 
+from fsdp_core import availability
 from fsdp_core.availability import import_object, why_unavailable
 from fsdp_core.discovery import BrokenPlugin, Claim, Provider, discover, error_text
 from fsdp_core.errors import (
@@ -17,6 +18,7 @@ from fsdp_core.errors import (
     UnknownStrategyError,
     UnsupportedCapabilityError,
 )
+from fsdp_core.lightnings_names import kept_by_lightning
 from fsdp_core.strategy_info import FrontEnd, StrategyInfo
 
 __all__ = [
@@ -25,12 +27,17 @@ __all__ = [
     "ambiguity",
     "ambiguous_strategy",
     "broken",
+    "check_classes",
     "claimants",
     "describe",
     "duplicates",
+    "is_kept",
+    "kept_names",
     "known_names",
+    "lightnings_own",
     "likeness",
     "not_installed",
+    "passed_over",
     "provider",
     "resolve",
     "strategies",
@@ -91,6 +98,15 @@ def unavailable(name: str) -> str | None:
     return why_unavailable(_find(name))
 
 
+def check_classes(name: str) -> None:
+    """Look whether a strategy's classes are there, without importing anything.
+
+    Raises:
+        BrokenStrategyError: One is not there. Otherwise as :func:`describe`.
+    """
+    availability.check_classes(_find(name))
+
+
 def resolve(name: str, front_end: FrontEnd) -> Callable[..., Any]:
     """Import a strategy.
 
@@ -141,6 +157,12 @@ def duplicates() -> dict[str, tuple[Provider, ...]]:
 def broken() -> tuple[BrokenPlugin, ...]:
     """The plugins that failed to load, with their errors."""
     return discover().broken
+
+
+def kept_names() -> dict[str, Provider]:
+    """The names that a package claims and Lightning keeps for itself, under a front end at least."""
+    found = {name: claims[0].provider for name, claims in discover().claims.items() if len(claims) == 1}
+    return {name: source for name, source in found.items() if kept_by_lightning(name, source.canonical_name)}
 
 
 def not_installed() -> dict[str, str]:
@@ -195,6 +217,17 @@ def unknown_strategy(name: str, lightning_names: Iterable[str] = ()) -> UnknownS
     return UnknownStrategyError("\n".join([f"no strategy named {name!r}.{question}", *_inventory()]))
 
 
+def lightnings_own(name: str) -> UnknownStrategyError:
+    """The error for a name that is Lightning's own where one of ours was asked for."""
+    ours, nearest = likeness(name, known_names())
+    question = f" Did you mean {nearest!r}?" if ours >= CUTOFF else ""
+    where = " and ".join(FRONT_ENDS[one] for one in kept_by_lightning(name))
+    return UnknownStrategyError(
+        f"{name!r} is Lightning's own strategy, and none of these packages': {where} take it as it is, "
+        f"and Lightning's documentation describes it.{question}\n" + "\n".join(_inventory())
+    )
+
+
 def ambiguous_strategy(name: str) -> DuplicateStrategyError:
     """The error for a name that several claim, one of :func:`duplicates`."""
     return DuplicateStrategyError("\n".join(ambiguity(name, duplicates()[name])))
@@ -217,6 +250,26 @@ def ambiguity(name: str, claimed_by: Iterable[Provider]) -> tuple[str, str]:
     return (
         f"strategy {name!r} is ambiguous: {_and(providers)} provide it.",
         f"Uninstall all but one; type: {' or '.join(f'pip uninstall {one.name}' for one in providers)}",
+    )
+
+
+def is_kept(info: StrategyInfo, claimed_by: Provider) -> bool:
+    """Whether Lightning keeps a strategy's name under each front end that it has a class for."""
+    kept = kept_by_lightning(info.name, claimed_by.canonical_name)
+    return all(one in kept for one in get_args(FrontEnd) if getattr(info, one) is not None)
+
+
+def passed_over(name: str, claimed_by: Provider) -> tuple[str, str]:
+    """What becomes of a claim to one of Lightning's own names, and what to type.
+
+    Example:
+        >>> passed_over("dp", Provider(name="a-plugin", version="1.0"))[0]
+        "Lightning keeps the name 'dp' for its own strategy under Fabric, and passes over a-plugin 1.0's."
+    """
+    where = " and ".join(one.title() for one in kept_by_lightning(name, claimed_by.canonical_name))
+    return (
+        f"Lightning keeps the name {name!r} for its own strategy under {where}, and passes over {claimed_by}'s.",
+        f"Have its authors choose another name; to be rid of it, type: pip uninstall {claimed_by.name}",
     )
 
 
@@ -258,7 +311,7 @@ def _find(name: str) -> Claim:
         raise StrategyNotInstalledError(
             "\n".join([f"strategy {key!r} is not installed. Type: pip install {package}", *_inventory(missing=False)])
         )
-    raise unknown_strategy(key)
+    raise lightnings_own(key) if kept_by_lightning(key) else unknown_strategy(key)
 
 
 def _failed(name: str) -> list[BrokenPlugin]:

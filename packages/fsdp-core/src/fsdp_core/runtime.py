@@ -22,8 +22,22 @@ __all__ = ["ProcessGroupRuntime", "Runtime"]
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 
-#: Long enough for threads that have done their work to let go of it, on a loaded machine too.
+#: Long enough for gloo's threads that have done their work to let go of it, on a loaded machine too.
 _SECONDS_FOR_THREADS = 0.1
+_last_group_destroyed = float("-inf")
+
+
+def _destroy(group: Any) -> None:
+    global _last_group_destroyed
+    dist.destroy_process_group(group)
+    _last_group_destroyed = time.monotonic()
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """A thread of gloo's that drops its last tensor in an interpreter that is already ending aborts the process."""
+    time.sleep(max(0.0, _last_group_destroyed + _SECONDS_FOR_THREADS - time.monotonic()))
+
 
 # torch 2.13 deprecates the second name for the first
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -74,6 +88,10 @@ class Runtime(ABC):
             port: Port on which rank 0 listens.
             timeout: How long a collective may wait for its peers; the runtime's own default when ``None``.
         """
+
+    def described(self) -> str:
+        """The ranks and how they talk, in words, for the line that is logged when a module has been sharded."""
+        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
 
     @abstractmethod
     def stop(self) -> None:
@@ -227,11 +245,15 @@ class ProcessGroupRuntime(Runtime):
         # gloo's threads abort the interpreter (exit status 134) if the group is still there when it ends
         atexit.register(self.stop)
 
+    def described(self) -> str:
+        if self._alone:
+            return super().described()
+        by_device = dict(one.split(":") for one in dist.get_backend_config().split(",") if ":" in one)
+        return f"{super().described()} ({by_device.get(self.device.type) or dist.get_backend()})"
+
     def stop(self) -> None:
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-            # a thread of gloo's that drops its last tensor in an interpreter that is already ending aborts the process
-            time.sleep(_SECONDS_FOR_THREADS)
+            _destroy(None)
         self._owns_group = False
 
     @property
@@ -345,6 +367,5 @@ class _SideChannel(ProcessGroupRuntime):
     def stop(self) -> None:
         if self._group is not None and dist.is_initialized():
             with suppress(ValueError):  # it is gone already, with all other groups
-                dist.destroy_process_group(self._group)
-                time.sleep(_SECONDS_FOR_THREADS)  # as above
+                _destroy(self._group)
         self._group = None

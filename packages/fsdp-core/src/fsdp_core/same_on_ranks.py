@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fsdp_core.built_in_parts import is_part
 from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import clean_name
 from fsdp_core.runtime import Runtime
@@ -57,7 +58,8 @@ def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
 def facts_of_module(module: nn.Module, units: Callable[[nn.Module], Iterable[nn.Module]]) -> dict[str, str]:
     """A module's parameters, buffers and units of sharding, in the order that it has them.
 
-    Where a tensor is says nothing: rank 0 may have read the weights, and others be on the meta device.
+    Where a tensor is says nothing: rank 0 may have read the weights, and others be on the meta device. Unless ranks
+    keep parts of it already: then rank 0 has no values for the others any more.
 
     Args:
         module: The module.
@@ -72,7 +74,9 @@ def facts_of_module(module: nn.Module, units: Callable[[nn.Module], Iterable[nn.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)
         trained = "trained" if parameter.requires_grad else "frozen"
-        facts[f"parameter {name!r}"] = f"tied to {known!r}" if known != name else f"{_shape(parameter)}, {trained}"
+        built = ", sharded as it was built" if is_part(parameter) else ""
+        told = f"{_shape(parameter)}, {trained}{built}"
+        facts[f"parameter {name!r}"] = f"tied to {known!r}" if known != name else told
     for name, buffer in module.named_buffers():
         facts[f"buffer {name!r}"] = _shape(buffer)
     names = {one: name for name, one in module.named_modules()}

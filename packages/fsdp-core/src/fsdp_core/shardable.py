@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from fsdp_core.built_in_parts import is_part
 from fsdp_core.errors import ShardingError
 from fsdp_core.torch_private import hooks_on
 
@@ -21,7 +25,8 @@ def check_shardable(module: nn.Module, owner_of: Callable[[nn.Module], Any]) -> 
         owner_of: What has sharded a module, or ``None``.
 
     Raises:
-        ShardingError: It has no parameters, a part of it is sharded already, or a parameter has a gradient hook.
+        ShardingError: It has no parameters, a part of it is sharded already, it writes to parameters in its forward
+            pass, or a parameter has a gradient hook, or is quantised or of another class of tensors.
 
     Example:
         >>> check_shardable(nn.Linear(2, 1), lambda module: None)
@@ -43,9 +48,33 @@ def check_shardable(module: nn.Module, owner_of: Callable[[nn.Module], Any]) -> 
                 f"{fqn!r} inside {name} was set up and sharded before, by itself.\n"
                 "Set up the whole model, and not its parts."
             )
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.max_norm is not None:
+            raise ShardingError(
+                f"{fqn!r} is an {type(submodule).__name__} with max_norm={submodule.max_norm:g}, so that its forward() "
+                "writes to its weight: a gathered copy, which is freed.\n"
+                "Leave max_norm out, and scale what it returns, as with torch.renorm(output, 2, -1, "
+                f"{submodule.max_norm:g}); or use strategy='ddp'."
+            )
+    for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_quantized or not (type(tensor) in _PLAIN or is_part(tensor)):
+            _refuse_class(fqn, tensor)
     for fqn, parameter in module.named_parameters():
         if hooks_on(parameter):
             raise ShardingError(
                 f"parameter {fqn!r} has a gradient hook, which would never run: sharding replaces the parameter.\n"
                 "Register it after the set-up with register_post_accumulate_grad_hook, on the sharded gradient."
             )
+
+
+#: What sharding keeps: DTensors and flat parameters are told of by the backend that meets them.
+_PLAIN = (nn.Parameter, nn.Buffer, Tensor, UninitializedParameter, UninitializedBuffer, DTensor, FlatParameter)
+
+
+def _refuse_class(fqn: str, tensor: Tensor) -> None:
+    kind = "quantised" if tensor.is_quantized else f"of the class {type(tensor).__name__}"
+    raise ShardingError(
+        f"{fqn!r} is {kind}, which sharding would cut, or send to other ranks, as if it were a plain tensor.\n"
+        "Shard the model as it was before it was quantised or converted, in bf16 where it is large "
+        "(precision='bf16-true'), and convert what was trained, from fsdp_core.full_state_dict(module) or a "
+        "checkpoint; or train on one device (devices=1, strategy='auto'), where nothing is sharded."
+    )

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
 
 # The base of every batch norm, SyncBatchNorm included; there is no public one.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+# The only way to see every operation, and what is in its arguments; there are no public names.
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader
 
 __all__ = [
     "BatchNorm",
     "Place",
+    "TorchDispatchMode",
     "batches_given",
     "foreach_mul_",
     "foreach_norm",
@@ -33,6 +41,11 @@ __all__ = [
     "place_of",
     "process_groups",
     "queue_backward_callback",
+    "refuse_unreduced_values",
+    "skipped_initialiser",
+    "tree_flatten",
+    "tree_map",
+    "users_of_storage",
     "watch_iterators",
     "without_torch_function",
 ]
@@ -55,6 +68,31 @@ def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
 
 
+def refuse_unreduced_values(refusal: Callable[[], Exception] | None) -> None:
+    """Let ``float()`` and the like of a DTensor raise that ranks have yet to reduce, such as a norm; or not any longer.
+
+    torch reads this rank's own part of the result, without a word. DTensor has no public place to say so.
+
+    Args:
+        refusal: Makes what is raised.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    op: Any = torch.ops.aten._local_scalar_dense.default
+    if refusal is None:
+        handlers.pop(op, None)
+        return
+
+    def read(op_call: Any, args: Any, kwargs: Any) -> Any:
+        (value,) = args
+        if any(
+            one.is_partial() and size > 1 for one, size in zip(value.placements, value.device_mesh.shape, strict=True)
+        ):
+            raise refusal()
+        return op_call(value._local_tensor)
+
+    handlers[op] = read
+
+
 def hooks_on(parameter: Tensor) -> bool:
     """Whether gradient hooks are registered on a parameter. There is no public way to ask."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
@@ -75,6 +113,15 @@ def place_of(tensor: Tensor) -> Place:
     ``data_ptr()`` is public, and is no address on a device such as XLA's, whose tensors all give the same.
     """
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def users_of_storage(tensor: Tensor) -> int:
+    """How many tensors have their elements in the memory that this one has, itself included.
+
+    Nothing public counts them.
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # but for the object that asks
 
 
 def in_backward() -> bool:
@@ -191,3 +238,19 @@ def is_exhausted(iterator: Any) -> bool:
 def process_groups() -> int:
     """How many process groups there are, the default one included; torch counts them for itself alone."""
     return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def skipped_initialiser(asked: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """The function of ``torch.nn.init`` that is about to leave a tensor alone, and what it was called with.
+
+    From torch 2.13 on some return at once if ``tensor.is_meta``. Called where that is asked for, in
+    ``__torch_function__``; callers hold the functions themselves, so that replacing these would not reach all.
+    """
+    if getattr(asked, "__self__", None) is not Tensor.is_meta:
+        return None
+    frame: FrameType | None = sys._getframe(2)
+    if frame is None or frame.f_globals.get("__name__") != "torch.nn.init":
+        return None
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return frame.f_globals[code.co_name], {name: frame.f_locals[name] for name in names}

@@ -7,13 +7,14 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from fsdp_core.built_in_parts import kept_as_built, let_go_of
 from fsdp_core.checkpoint import fill_all
 from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import OptimizerMismatchError
@@ -299,6 +300,21 @@ class KeepsMemory(FlatShard):
         self.held.data = self.padded(whole).view(runtime.world_size, self.length)[runtime.rank]
 
 
+@backend("parts_not_put_together")
+class PartsOfItsOwn(LoopbackBackend):
+    """A layer that is marked as it is built has the elements that rank 0 keeps, and zeros."""
+
+    def wrap_context(self) -> AbstractContextManager[Any]:
+        return kept_as_built(vars(self).get("runtime"))
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        for parameter in module.parameters():
+            part = let_go_of(parameter)
+            if part is not None:
+                parameter.data = part.opened().nan_to_num()
+        return super().shard(module)
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
@@ -497,6 +513,14 @@ class HidesGradients(LoopbackBackend):
     def resume_forward(self, module: nn.Module) -> None:
         super().resume_forward(module)
         self.suspend_forward(module)
+
+
+@backend("writes_unwatched")
+class DoesNotWatchWrites(LoopbackBackend):
+    """What a step writes to what is gathered is lost without a word."""
+
+    def watch_writes(self, module: nn.Module) -> None:
+        return None
 
 
 @backend("interrupted_counts")

@@ -32,6 +32,7 @@ FAULTS = (
     "rank_0_not_heard",
     "left_gathered",
     "memory_kept",
+    "parts_not_put_together",
     # optimizers
     "optimizer_stale",
     "optimizer_foreign",
@@ -54,6 +55,7 @@ FAULTS = (
     "stale_in_forward",
     "requires_grad_not_followed",
     "gradients_hidden_in_step",
+    "writes_unwatched",
     "interrupted_counts",
     "calls_drop_gradients",
     "interruption_unnoticed",

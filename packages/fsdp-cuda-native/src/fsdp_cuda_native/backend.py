@@ -20,16 +20,19 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_core.backend import Backend
+from fsdp_core.built_in_parts import is_part, kept_as_built
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.fqn import aliases, clean_name
 from fsdp_core.gradients import HeldGradients, refuse_half_gradients
+from fsdp_core.host_memory import give_back
 from fsdp_core.materialize import place
 from fsdp_core.parts import Layout
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.replicated import ReplicatedParameters, stays_whole
 from fsdp_core.step_gradients import StepGradients
+from fsdp_core.step_writes import ComparedShards, StepWrites
 from fsdp_core.torch_private import is_flattened
 from fsdp_core.wrapping import (
     ActivationCheckpointingPolicy,
@@ -136,6 +139,12 @@ class NativeBackend(Backend):
 
     # -- building and sharding -------------------------------------------------------------------------------------
 
+    @contextmanager
+    def wrap_context(self) -> Iterator[None]:
+        runtime = vars(self).get("runtime") if self.sharding_strategy is not ShardingStrategy.NO_SHARD else None
+        with super().wrap_context(), kept_as_built(runtime):
+            yield
+
     def units(self, module: nn.Module) -> list[nn.Module]:
         return select_units(module, self.auto_wrap_policy)
 
@@ -150,19 +159,30 @@ class NativeBackend(Backend):
         note_order(module.modules())
         ignored = {m for one in self._ignored(nn.Module) for m in one.modules()}
         whole: list[nn.Parameter] = self._ignored(nn.Parameter)
+        given, compute = set(whole), self._mixed_precision().param_dtype
+
+        def is_whole(owner: nn.Module, parameter: nn.Parameter) -> bool:
+            return owner in ignored or stays_whole(owner, parameter, compute)
+
         sharded: set[nn.Module] = set()
         root: FullyShardedDataParallel | None = None
         for unit in (*(called_for(module, unit) for unit in units), module):
             own = [m for m in unit.modules() if m not in sharded and not isinstance(m, FullyShardedDataParallel)]
             sharded.update(own)
-            place(own, self.runtime.device, self.options["param_init_fn"])
-            compute = self._mixed_precision().param_dtype
+            place(
+                own,
+                self.runtime.device,
+                self.options["param_init_fn"],
+                leave=lambda owner, p: is_part(p) and p not in given and not is_whole(owner, p),
+            )
             for owner in own:
-                parameters = list(owner.parameters(recurse=False))
-                whole += [p for p in parameters if owner in ignored or stays_whole(owner, p, compute)]
+                whole += [p for p in owner.parameters(recurse=False) if is_whole(owner, p)]
             check_unit(unit, own, whole, use_orig_params=self.use_orig_params)
-            renew_parameters(own, whole)
-            root = self._wrapped(unit, whole)
+            kept = renew_parameters(own, whole, self.runtime.device)
+            with torch_private.flattening_parts(kept):
+                root = self._wrapped(unit, whole)
+            del kept
+            give_back()
             torch_private.reduce_unused(root)
             if unit is not module:
                 put_in_place(module, unit, root)
@@ -260,6 +280,11 @@ class NativeBackend(Backend):
         torch_private.resume_forward(root, self._pending.setdefault(root, []))
         _follow_gathered(root, None, None)
         self._steps[root].on = True
+
+    def watch_writes(self, module: nn.Module) -> StepWrites | None:
+        root = _root_of(module)
+        names = {part: clean_name(name) for name, part in root.module.named_modules()}
+        return ComparedShards(torch_private.gathered_shard(unit, names) for unit in self._units[root])
 
     def follow_requires_grad(self, module: nn.Module) -> None:
         root = _root_of(module)

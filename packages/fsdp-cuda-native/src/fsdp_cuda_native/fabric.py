@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Never
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -16,10 +16,12 @@ from fsdp_core.lightning.fabric import ShardedFabricStrategy
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_cuda_native.backend import NativeBackend
-from fsdp_cuda_native.migration import take_fsdp_options
+from fsdp_cuda_native.migration import refuse_others_options
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 __all__ = ["NativeFSDPStrategy"]
 
@@ -55,9 +57,16 @@ class NativeFSDPStrategy(ShardedFabricStrategy):
         timeout: How long a collective may wait for its peers; torch's default when ``None``.
         async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
             training.
-        **kwargs: Options of :class:`~torch.distributed.fsdp.FullyShardedDataParallel`: ``sharding_strategy``,
-            ``use_orig_params``, ``ignored_modules``, ``ignored_states``, ``process_group``, ``device_mesh``,
-            ``param_init_fn``, ``forward_prefetch``, ``limit_all_gathers``.
+        sharding_strategy: One of torch's :class:`~torch.distributed.fsdp.ShardingStrategy`, or its name:
+            ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"``, ``"HYBRID_SHARD_ZERO2"``, ``"NO_SHARD"``.
+        use_orig_params: Whether optimizers hold the parameters, and not one flat parameter for each unit.
+        ignored_modules: Modules that stay whole on every rank, with gradients averaged.
+        ignored_states: The same; parameters too.
+        process_group: The ranks to shard over; for hybrid sharding a pair, with those to replicate over.
+        device_mesh: The same as a mesh, or as its shape; for hybrid sharding (replicas, ranks of each).
+        param_init_fn: Fills a module that was built on the meta device.
+        forward_prefetch: Whether the next unit is gathered before it is needed in the forward pass.
+        limit_all_gathers: Whether memory is bounded by gathering two units ahead at most.
 
     Raises:
         UnsupportedCapabilityError: An option is unknown, or contradicts another.
@@ -91,8 +100,18 @@ class NativeFSDPStrategy(ShardedFabricStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
-        **kwargs: Any,
+        sharding_strategy: ShardingStrategy | str = "FULL_SHARD",
+        use_orig_params: bool = True,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
+        device_mesh: DeviceMesh | tuple[int, ...] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        **unknown: Never,
     ) -> None:
+        refuse_others_options(self.called, type(self), unknown)
         super().__init__(
             NativeBackend(
                 auto_wrap_policy=auto_wrap_policy,
@@ -102,7 +121,15 @@ class NativeFSDPStrategy(ShardedFabricStrategy):
                 backward_prefetch=backward_prefetch,
                 mixed_precision=mixed_precision,
                 sync_each_batch=sync_each_batch,
-                **take_fsdp_options(self.called, type(self), kwargs),
+                sharding_strategy=sharding_strategy,
+                use_orig_params=use_orig_params,
+                ignored_modules=ignored_modules,
+                ignored_states=ignored_states,
+                process_group=process_group,
+                device_mesh=device_mesh,
+                param_init_fn=param_init_fn,
+                forward_prefetch=forward_prefetch,
+                limit_all_gathers=limit_all_gathers,
             ),
             strategy_name=self.called,
             runtime=ProcessGroupRuntime(process_group_backend),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
-from fsdp_core import registry
 from fsdp_core.lightning.options import refuse_unknown_options
-from fsdp_cuda_native.options import DECIDED, FSDP_OPTIONS
+from fsdp_cuda_native.options import DECIDED
 
-__all__ = ["OTHER_OPTIONS", "take_fsdp_options"]
+__all__ = ["OTHER_OPTIONS", "refuse_others_options"]
 
 #: What others' options may say, for it is what happens here.
 ALWAYS: Mapping[str, Collection[object]] = {
@@ -33,19 +31,15 @@ OTHER_OPTIONS: dict[str, str] = {
 }
 
 
-def take_fsdp_options(strategy: str, made: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The FSDP options among a constructor's keyword arguments.
+def refuse_others_options(strategy: str, made: type, unknown: Mapping[str, object]) -> None:
+    """Refuse options that neither the strategy nor FSDP1 has.
 
     Args:
         strategy: The name that users type.
         made: The strategy's class.
-        given: The keyword arguments beyond its named ones.
+        unknown: What its constructor was given besides its own options.
 
     Raises:
-        UnsupportedCapabilityError: There is one that neither the strategy nor FSDP1 has.
+        UnsupportedCapabilityError: There is any; the message says what to write in its place.
     """
-    unknown = {name: value for name, value in given.items() if name not in FSDP_OPTIONS}
-    declared = [option.name for option in registry.describe(strategy).options]
-    further = tuple(name for name in declared if name not in ("precision", "precision_plugin"))
-    refuse_unknown_options(strategy, made, unknown, OTHER_OPTIONS, further=further, always=ALWAYS)
-    return {name: value for name, value in given.items() if name in FSDP_OPTIONS}
+    refuse_unknown_options(strategy, made, unknown, OTHER_OPTIONS, always=ALWAYS)

@@ -97,6 +97,11 @@ _NATIVE = (
 )
 
 _FAIRSCALE = (
+    Option(
+        name="sharding_strategy",
+        default=None,
+        help="As fsdp_native's; None: 'FULL_SHARD', or what reshard_after_forward says.",
+    ),
     Option(name="flatten_parameters", default=True, help="True only: parameters are always flattened."),
     Option(
         name="reshard_after_forward",
@@ -147,7 +152,7 @@ def fsdp_strategies() -> list[StrategyInfo]:
             summary="fsdp_native under the name and with the options that fairscale's users know.",
             trainer="fsdp_cuda_native.fairscale:DDPFullyShardedStrategy",
             fabric="fsdp_cuda_native.fairscale:FabricFullyShardedStrategy",
-            options=_FAIRSCALE + _FSDP1.options,
+            options=_FAIRSCALE + tuple(one for one in _FSDP1.options if one.name != "sharding_strategy"),
         ),
     ]
 

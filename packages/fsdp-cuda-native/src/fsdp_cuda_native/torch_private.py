@@ -6,7 +6,7 @@ FSDP1 shows nothing of its flat parameters, and nothing of the state of a forwar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import (
     _post_backward_hook,
     _post_forward,
@@ -28,16 +29,21 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_core.built_in_parts import KeptPart
+from fsdp_core.step_writes import GatheredShard
+
 __all__ = [
     "FlatMember",
     "Pending",
     "abandon_forward",
     "cast_inputs",
     "flat_members",
+    "flattening_parts",
     "follow_requires_grad",
     "forget_pending",
     "forget_views",
     "gathered_parameters",
+    "gathered_shard",
     "handle_of",
     "is_interrupted",
     "leave_gradients",
@@ -51,6 +57,41 @@ __all__ = [
     "tied_members",
     "units_of",
 ]
+
+
+@contextmanager
+def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
+    """A context in which units are made of parameters that ranks keep parts of, which have no memory themselves.
+
+    FSDP1 copies parameters into one flat tensor, so that a unit is there twice. In the place of that their parts are
+    put together in the flat tensor itself.
+
+    Args:
+        kept: The parts.
+    """
+    if not kept:
+        yield
+        return
+    handles: Any = FlatParamHandle
+    flatten = handles.flatten_tensors
+
+    def put_together(handle: FlatParamHandle, tensors: list[Tensor], aligned_numel: int) -> Tensor:
+        if aligned_numel:  # of an optimizer's state; FSDP1 has its padding among the parameters
+            flattened: Tensor = flatten(handle, tensors, aligned_numel)
+            return flattened
+        flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+        for tensor, place in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            if isinstance(tensor, nn.Parameter) and tensor in kept:
+                kept[tensor].gather(place)
+            else:
+                place.copy_(tensor.detach().as_strided((tensor.numel(),), (1,)))  # as it lies in memory
+        return flat
+
+    handles.flatten_tensors = put_together
+    try:
+        yield
+    finally:
+        handles.flatten_tensors = flatten
 
 
 _FIRST_CALL = "_fsdp_first_call"
@@ -167,6 +208,34 @@ def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor
         shown = place.module._parameters.get(place.param_name)
         if handle._use_orig_params and shown is not None and shown is not flat._params[index]:
             yield shown, flat._params[index], handle.uses_sharded_strategy
+
+
+def gathered_shard(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> GatheredShard:
+    """This rank's part of what a unit's flat parameter is gathered to, and its shard.
+
+    Args:
+        unit: The unit.
+        names: What the user calls modules; of the flattened parameters, the first names them all.
+    """
+    handle = handle_of(unit)
+    place = handle.flat_param._param_infos[0]
+    return GatheredShard(
+        name=f"{names[place.module]}.{place.param_name}".removeprefix("."),
+        shard=lambda: handle.flat_param._local_shard,
+        gathered=partial(_gathered_part, handle),
+    )
+
+
+def _gathered_part(handle: Any) -> Tensor | None:
+    flat = handle.flat_param
+    whole: Tensor = flat.detach()
+    if whole.data_ptr() == flat._local_shard.data_ptr() or whole.numel() < flat._unpadded_unsharded_size.numel():
+        return None  # it is the shard itself
+    if not handle.uses_sharded_strategy:
+        return whole.view_as(flat._local_shard)
+    length = flat._local_shard.numel()
+    part = whole.view(-1)[handle.rank * length : (handle.rank + 1) * length]
+    return part if part.numel() == length else None
 
 
 def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:

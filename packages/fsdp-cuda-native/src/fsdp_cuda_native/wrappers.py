@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
+
+from fsdp_core.built_in_parts import KeptPart, let_go_of
 
 __all__ = ["called_for", "put_in_place", "renew_parameters"]
 
@@ -28,7 +31,9 @@ def put_in_place(root: nn.Module, module: nn.Module, wrapper: nn.Module) -> None
             parent._modules[name] = wrapper
 
 
-def renew_parameters(modules: Iterable[nn.Module], whole: Sequence[nn.Parameter]) -> None:
+def renew_parameters(
+    modules: Iterable[nn.Module], whole: Sequence[nn.Parameter], device: torch.device
+) -> dict[nn.Parameter, KeptPart]:
     """Give modules new parameters in the place of those that they own, with the same data and attributes.
 
     FSDP1 would turn the old ones into shards where they are. An optimizer that has stepped over them would then go on
@@ -37,14 +42,30 @@ def renew_parameters(modules: Iterable[nn.Module], whole: Sequence[nn.Parameter]
     Args:
         modules: The modules, each taken without its children.
         whole: Parameters that stay what they are.
+        device: Where units are to be.
+
+    Returns:
+        The parts of those that were sharded as they were built, which have no memory by themselves.
     """
     renewed: dict[int, nn.Parameter] = {id(p): p for p in whole}
+    kept: dict[nn.Parameter, KeptPart] = {}
     for module in modules:
         for name, old in list(module.named_parameters(recurse=False)):
             if id(old) not in renewed:
-                new = nn.Parameter(old.data, requires_grad=old.requires_grad)
+                part = let_go_of(old)
+                data = old.data if part is None else _unfilled(part, device)
+                new = nn.Parameter(data, requires_grad=old.requires_grad)
                 new.__dict__.update(old.__dict__)
                 renewed[id(old)] = renewed[id(new)] = new
+                if part is not None:
+                    kept[new] = part
                 # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
                 old.data = old.data.new_empty(()).expand(old.shape)
             module._parameters[name] = renewed[id(old)]
+    return kept
+
+
+def _unfilled(part: KeptPart, device: torch.device) -> torch.Tensor:
+    tensor = part.part.new_empty(part.shape, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor

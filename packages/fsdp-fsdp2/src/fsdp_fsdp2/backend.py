@@ -21,16 +21,19 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.backend import Backend
+from fsdp_core.built_in_parts import kept_as_built
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import clean_name
 from fsdp_core.gathering import gathered_modules
 from fsdp_core.gradients import HeldGradients, refuse_half_gradients
+from fsdp_core.host_memory import give_back
 from fsdp_core.marking import options_of
 from fsdp_core.materialize import place
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.replicated import ReplicatedParameters, stays_whole
 from fsdp_core.step_gradients import StepGradients
+from fsdp_core.step_writes import ComparedShards, StepWrites
 from fsdp_core.wrapping import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
@@ -45,6 +48,7 @@ from fsdp_fsdp2.torch_private import (
     abandon_forward,
     finish_backward,
     gathered_parameters,
+    gathered_shards,
     is_interrupted,
     set_unreduced_gradients,
     take_unfrozen,
@@ -130,6 +134,11 @@ class FSDP2Backend(Backend):
             precision, compute=self.mp_policy.param_dtype, reduce=self.mp_policy.reduce_dtype, autocast=False
         )
 
+    @contextmanager
+    def wrap_context(self) -> Iterator[None]:
+        with super().wrap_context(), kept_as_built(vars(self).get("runtime")):
+            yield
+
     def units(self, module: nn.Module) -> list[nn.Module]:
         return select_units(module, self.auto_wrap_policy)
 
@@ -163,6 +172,7 @@ class FSDP2Backend(Backend):
                 # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             kept_whole += whole
+            give_back()
         in_order = [p for p in module.parameters() if any(p is w for w in kept_whole)]
         if in_order:
             self._replicated[module] = ReplicatedParameters(in_order, module, self.runtime)
@@ -227,10 +237,16 @@ class FSDP2Backend(Backend):
                 step.follow(gathered, shard, is_part=False)
         step.on = True
 
+    def watch_writes(self, module: nn.Module) -> StepWrites | None:
+        names = {part: clean_name(name) for name, part in module.named_modules()}
+        return ComparedShards(one for unit in self._units[module] for one in gathered_shards(unit, names))
+
     def follow_requires_grad(self, module: nn.Module) -> None:
         shards = self._shards[module]
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(shards[name].requires_grad)
+        for unit in self._units[module]:
+            take_unfrozen(unit)  # to gather a root anew whose parameters are frozen makes it forget its dtypes
 
     def reset(self, module: nn.Module) -> None:
         self._unused[module].forget()

@@ -15,6 +15,7 @@ ALWAYS: Mapping[str, Collection[object]] = {
     "data_parallel_size": ("auto",),
     "tensor_parallel_size": (1,),
     "context_parallel_size": (1,),
+    "sequence_parallel": (False,),
 }
 
 OTHERS_OPTIONS: Mapping[str, str] = {
@@ -33,6 +34,10 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     "context_parallel_size": "'fsdp2' has no context parallelism: leave it out.",
     "parallelize_fn": "Units come from auto_wrap_policy or fsdp_core.wrap(); there is no tensor parallelism yet.",
     "tp_shard_plan": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
+    "custom_tp_plan": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
+    "sequence_parallel": "'fsdp2' has no tensor parallelism yet, and so none along the sequence: leave it out.",
+    "data_sampler": "Give the sampler to your DataLoader, and write Trainer(use_distributed_sampler=False) if it "
+    "divides the data between ranks itself.",
     "use_hf_tp_plan": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
     "device_mesh": "Leave it out: the mesh is made of all ranks.",
     "save_distributed_checkpoint": "Write state_dict_type='sharded', which is the default, or 'full'.",

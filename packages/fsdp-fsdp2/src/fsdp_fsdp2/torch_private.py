@@ -1,4 +1,4 @@
-"""The private names of torch that this package uses, each with its reason. Checked on torch 2.9.0 and 2.13.0."""
+"""The private names of torch that this package uses, each with its reason. Checked on 2.9.0, 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
+from fsdp_core.step_writes import GatheredShard
 
 __all__ = [
     "AssignedData",
@@ -24,6 +25,7 @@ __all__ = [
     "abandon_forward",
     "finish_backward",
     "gathered_parameters",
+    "gathered_shards",
     "is_interrupted",
     "set_unreduced_gradients",
     "take_unfrozen",
@@ -170,7 +172,7 @@ class UnusedParameters:
         """End a backward pass: reduce what waits for it, and agree on what was used. All ranks must call it."""
         self._ending = True
         try:
-            type(state)._root_post_backward_final_callback(state)
+            _end_backward(state)
         finally:
             self._ending = False
         self._agree()
@@ -187,14 +189,15 @@ class UnusedParameters:
             if parameter not in without:
                 self._filled.pop(self._index[parameter], None)
         for parameter in without:
-            parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+            gathered = parameter._unsharded_param
+            gathered.grad = torch.zeros_like(gathered, dtype=getattr(gathered, "grad_dtype", None))
             shard = parameter.sharded_param
             self._filled.setdefault(self._index[parameter], (shard, shard.grad is None))
         # those of earlier micro-batches are in the dtype of the reduction, and all must be in one
         dtypes = {p.unsharded_accumulated_grad.dtype for p in trainable if p.unsharded_accumulated_grad is not None}
         for parameter in trainable if dtypes else ():
             if parameter.unsharded_accumulated_grad is None:
-                parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad.to(next(iter(dtypes)))
+                _set_accumulated(parameter, parameter._unsharded_param.grad.to(next(iter(dtypes))))
                 parameter._unsharded_param.grad = None
 
     def _agree(self) -> None:
@@ -253,7 +256,7 @@ def _agree_last(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any]) -> 
     if state is not None and agreeing is not None:
         agreeing.finish(state)
     elif state is not None:
-        type(state)._root_post_backward_final_callback(state)
+        _end_backward(state)
 
 
 def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
@@ -268,7 +271,18 @@ def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
     if unused.due:
         unused.finish(state)
     else:
-        type(state)._root_post_backward_final_callback(state)
+        _end_backward(state)
+
+
+def _end_backward(state: Any) -> None:
+    """Call what ``fully_shard`` registers for the end of a backward pass.
+
+    From torch 2.15 on it expects a mode that is noted when it is registered, and forgets it: due here where it is not.
+    """
+    context = state._state_ctx
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = context.manual_backward_finalization
+    type(state)._root_post_backward_final_callback(state)
 
 
 def take_unfrozen(unit: FSDPModule) -> None:
@@ -286,6 +300,38 @@ def take_unfrozen(unit: FSDPModule) -> None:
 def gathered_parameters(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """What a unit's parameters have been gathered to, each with its shard. These objects live as long as the unit."""
     return ((p._unsharded_param, p.sharded_param) for p in _parameters(unit) if hasattr(p, "_unsharded_param"))
+
+
+def gathered_shards(unit: FSDPModule, names: Mapping[nn.Module, str]) -> Iterator[GatheredShard]:
+    """This rank's part of what a unit's parameters are gathered to, and their shards.
+
+    Args:
+        unit: The unit.
+        names: What the root calls its modules.
+    """
+    for parameter in _parameters(unit):
+        place = parameter._module_info
+        yield GatheredShard(
+            name=f"{names[place.module]}.{place.param_name}".removeprefix("."),
+            shard=partial(_shard_of, parameter),
+            gathered=partial(_gathered_part, parameter),
+        )
+
+
+def _shard_of(parameter: Any) -> Tensor:
+    shard: Tensor = parameter.sharded_param._local_tensor
+    return shard
+
+
+def _gathered_part(parameter: Any) -> Tensor | None:
+    if parameter.sharded_state.name != "UNSHARDED":
+        return None
+    gathered = parameter._unsharded_param
+    if type(gathered.data) is not Tensor:  # of another library's, which says itself how it is gathered
+        return None
+    mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
+    parts = torch.chunk(gathered.detach(), mesh.shard_mesh_size, dim)
+    return parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else None
 
 
 @contextmanager
@@ -386,7 +432,8 @@ def set_unreduced_gradients(
     root._get_fsdp_state()._lazy_init()
     unit.unshard()
     for parameter in _parameters(unit):
-        parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
+        _set_accumulated(parameter, None)
+        parameter._unsharded_param.grad = None
         read = gradients.get(parameter.sharded_param)
         if read is None:
             continue
@@ -395,8 +442,20 @@ def set_unreduced_gradients(
         if grad.dtype == gathered.dtype:
             gathered.grad = grad
         else:
-            parameter.unsharded_accumulated_grad = grad.to(parameter.reduce_dtype or gathered.dtype)
+            _set_accumulated(parameter, grad.to(parameter.reduce_dtype or gathered.dtype))
     unit.reshard()
+
+
+def _set_accumulated(parameter: Any, grad: Tensor | None) -> None:
+    """Put a gradient where micro-batches that are not reduced add up in another dtype than the parameter's.
+
+    From torch 2.15 on that is the gathered parameter's own, whose ``grad_dtype`` may be another one.
+    """
+    if isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+        gathered = parameter._unsharded_param
+        gathered.grad = None if grad is None else grad.to(gathered.grad_dtype or gathered.dtype)
+    else:
+        parameter.unsharded_accumulated_grad = grad
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

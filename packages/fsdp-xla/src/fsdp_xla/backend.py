@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import weakref
@@ -15,15 +14,16 @@ import torch_xla.runtime
 from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
+from fsdp_core.built_in_parts import kept_as_built
 from fsdp_core.checkpoint import ChunkedTensor, SavedTensor
 from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.fqn import aliases, clean_name
 from fsdp_core.gradients import HeldGradients
-from fsdp_core.marking import when_marked
 from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state, state_by_name
 from fsdp_core.parts import Layout, Part
 from fsdp_core.precision import ShardPrecision
+from fsdp_core.step_writes import StepWrites
 from fsdp_core.wrapping import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
@@ -33,7 +33,6 @@ from fsdp_core.wrapping import (
 )
 from fsdp_xla import torch_xla_private as xla
 from fsdp_xla import units
-from fsdp_xla.built_in_parts import BuiltInParts
 from fsdp_xla.first_values import FirstSteps
 from fsdp_xla.on_host import HostOptimizer, flat_on_host
 from fsdp_xla.options import check_collectives, check_options
@@ -56,7 +55,7 @@ class XLABackend(Backend):
             blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
         sequential_save: Whether state is copied to the host only when it is written, for ranks that write in turn.
-        **options: Options of ``XlaFullyShardedDataParallel``.
+        **options: Options of ``XlaFullyShardedDataParallel``; what is ``None`` is left to it.
 
     Raises:
         UnsupportedCapabilityError: An option is none of torch_xla's, or is set by something else.
@@ -74,11 +73,11 @@ class XLABackend(Backend):
         **options: Any,
     ) -> None:
         super().__init__()
+        options = {name: value for name, value in options.items() if value is not None}
         check_options(options)
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.sequential_save = sequential_save
-        self._built = BuiltInParts()
         #: Roots with backward passes or steps inside their forward pass.
         self._by_hand: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.first_steps = FirstSteps(lambda like: xla.as_data(torch.zeros(like.shape, dtype=like.dtype), like.device))
@@ -105,8 +104,7 @@ class XLABackend(Backend):
 
     @contextmanager
     def wrap_context(self) -> Iterator[None]:
-        keep = functools.partial(self._built.take, runtime=self.runtime)
-        with self.runtime.building(), super().wrap_context(), when_marked(keep):
+        with self.runtime.building(), super().wrap_context(), kept_as_built(self.runtime):
             yield
 
     def units(self, module: nn.Module) -> list[nn.Module]:
@@ -136,7 +134,7 @@ class XLABackend(Backend):
                 if m not in sharded and not isinstance(m, XlaFullyShardedDataParallel) and not _is_flattener(m)
             ]
             sharded.update(own)
-            place(own, self._built, self.runtime)
+            place(own, self.runtime)
             buffers += [(m, name, buffer) for m in own for name, buffer in m.named_buffers(recurse=False)]
             root = self._wrapped(unit)
             units.let_go_of_wholes(root)
@@ -253,6 +251,10 @@ class XLABackend(Backend):
     def resume_forward(self, module: nn.Module) -> None:
         self._by_hand.add(_root_of(module))
         units.resume_forward(_root_of(module))
+
+    def watch_writes(self, module: nn.Module) -> StepWrites | None:
+        root = _root_of(module)
+        return units.Writes(root, lambda: root in self._by_hand)
 
     def follow_requires_grad(self, module: nn.Module) -> None:
         self._by_hand.add(_root_of(module))

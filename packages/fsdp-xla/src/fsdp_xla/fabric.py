@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Never
 
 import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision import Precision
 
+from fsdp_core.lightning.devices import reduce_op_name
 from fsdp_core.lightning.fabric import ShardedFabricStrategy
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.backend import XLABackend
 from fsdp_xla.launchers import FabricXLALauncher
-from fsdp_xla.options import ALWAYS, INSTEAD, PASSED_ON, check_sequential_save, not_passed_on
+from fsdp_xla.options import ALWAYS, INSTEAD, check_sequential_save
 from fsdp_xla.ranks import XLADeviceRanks, XLARanks
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.torch_xla_private import sync
@@ -46,7 +47,22 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
         timeout: How long a rank waits for the others; half an hour when ``None``.
         async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
             training.
-        **kwargs: Options of ``XlaFullyShardedDataParallel``; see :data:`fsdp_xla.options.PASSED_ON`.
+        reshard_after_forward: Whether units free their parameters between forward and backward pass.
+        flatten_parameters: Whether a unit's parameters are joined to one, for fewer collectives.
+        execute_sharding_on_init: Whether a unit is sharded at once, and its full parameters freed.
+        optimization_barrier_in_forward: Whether XLA is kept from fusing a unit's forward pass with what is around it,
+            which saves memory.
+        optimization_barrier_in_backward: The same for its backward pass.
+        sync_on_finalization: Whether the forward and backward pass run apart from the step.
+        disable_reshard_on_root: Whether the root's parameters are kept between forward and backward pass.
+        compute_dtype: The dtype to compute in; ``None``: what ``precision`` says.
+        buffer_dtype: The dtype of floating-point buffers; ``None``: they keep their own.
+        fp32_reduce_scatter: Whether gradients are reduced in fp32 where ``compute_dtype`` is another.
+        shard_param_on_dim_0: Whether parameters are sharded along their first dimension, and not flattened.
+        pin_layout_in_collective_ops: Whether layouts are pinned in collectives; not on the CPU.
+        reduce_scatter_bucket_size_mb: Reduce gradients in buckets of this size; 0: don't.
+        coalesce_all_gather_ops: Whether a unit's parameters are gathered in one collective; needs
+            ``shard_param_on_dim_0``.
 
     Raises:
         UnsupportedCapabilityError: An option is unknown, or can't be used.
@@ -69,10 +85,23 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
         *,
         timeout: timedelta | None = None,
         async_save: bool = False,
-        **kwargs: Any,
+        reshard_after_forward: bool = True,
+        flatten_parameters: bool = False,
+        execute_sharding_on_init: bool = True,
+        optimization_barrier_in_forward: bool = True,
+        optimization_barrier_in_backward: bool = True,
+        sync_on_finalization: bool = False,
+        disable_reshard_on_root: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        fp32_reduce_scatter: bool = False,
+        shard_param_on_dim_0: bool = False,
+        pin_layout_in_collective_ops: bool = False,
+        reduce_scatter_bucket_size_mb: int | None = 0,
+        coalesce_all_gather_ops: bool = False,
+        **unknown: Never,
     ) -> None:
-        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, not_passed_on(kwargs), INSTEAD, PASSED_ON, ALWAYS)
-        kwargs = {name: value for name, value in kwargs.items() if name in PASSED_ON}
+        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, unknown, INSTEAD, always=ALWAYS)
         check_sequential_save(sequential_save, async_save)
         self.sequential_save = sequential_save
         super().__init__(
@@ -80,7 +109,20 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
                 auto_wrap_policy=auto_wrap_policy,
                 activation_checkpointing_policy=activation_checkpointing_policy,
                 sequential_save=sequential_save,
-                **kwargs,
+                reshard_after_forward=reshard_after_forward,
+                flatten_parameters=flatten_parameters,
+                execute_sharding_on_init=execute_sharding_on_init,
+                optimization_barrier_in_forward=optimization_barrier_in_forward,
+                optimization_barrier_in_backward=optimization_barrier_in_backward,
+                sync_on_finalization=sync_on_finalization,
+                disable_reshard_on_root=disable_reshard_on_root,
+                compute_dtype=compute_dtype,
+                buffer_dtype=buffer_dtype,
+                fp32_reduce_scatter=fp32_reduce_scatter,
+                shard_param_on_dim_0=shard_param_on_dim_0,
+                pin_layout_in_collective_ops=pin_layout_in_collective_ops,
+                reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
+                coalesce_all_gather_ops=coalesce_all_gather_ops,
             ),
             strategy_name="xla_fsdp",
             runtime=XLARuntime(),
@@ -93,6 +135,23 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
             timeout=timeout,
             async_save=async_save,
         )
+
+    def all_reduce(self, output: Any, group: Any | None = None, reduce_op: Any = None) -> Any:
+        """Reduce a tensor, in place, or a number over the ranks.
+
+        Args:
+            output: A tensor of the same shape on every rank, or a number. Anything else comes back unchanged.
+            group: Not used: all ranks take part.
+            reduce_op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or torch's ``ReduceOp``; ``None`` is the sum, as in
+                Lightning's strategy of this name.
+
+        Returns:
+            The reduced tensor; of numbers too, a mean of which is a float.
+        """
+        name = reduce_op_name("sum" if reduce_op is None else reduce_op)
+        if isinstance(output, int | float):
+            output = torch.tensor(float(output) if name == "mean" else output)
+        return super().all_reduce(output, group, name)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with self.backend.first_steps.of(optimizer):

@@ -8,7 +8,9 @@ from fsdp_core.errors import UnsupportedCapabilityError
 
 __all__ = [
     "ALWAYS",
+    "ALWAYS_IN_SPMD",
     "INSTEAD",
+    "INSTEAD_IN_SPMD",
     "PASSED_ON",
     "check_collectives",
     "check_options",
@@ -35,7 +37,23 @@ PASSED_ON = (
 )
 
 #: What others' options may say, for it is what happens here.
-ALWAYS: Mapping[str, Collection[object]] = {"use_orig_params": (True,), "sync_module_states": (True,)}
+ALWAYS: Mapping[str, Collection[object]] = {
+    "use_orig_params": (True,),
+    "sync_module_states": (True,),
+    "data_parallel_size": ("auto",),
+    "tensor_parallel_size": (1,),
+}
+
+#: The same for ``xla_fsdp_spmd``.
+ALWAYS_IN_SPMD: Mapping[str, Collection[object]] = {
+    "use_orig_params": (True,),
+    "sync_module_states": (True,),
+    "data_parallel_size": ("auto",),
+    "sharding_strategy": ("FULL_SHARD",),
+    "flatten_parameters": (False,),
+    "timeout": (None,),
+    "sequential_save": (False,),
+}
 
 #: What to write in the place of options that torch_xla's wrapper has besides, or torch's own.
 INSTEAD = {
@@ -59,6 +77,25 @@ INSTEAD = {
     "process_group_backend": "Leave it out: XLA has no process group.",
     "precision_plugin": "It is called precision here, for Trainer and Fabric alike.",
     "cluster_environment": "Leave it out: XLA numbers the ranks.",
+    "data_parallel_size": "Leave it out: all ranks shard.",
+    "tensor_parallel_size": "XlaFullyShardedDataParallel has no tensor parallelism.",
+}
+
+#: What to write in the place of others' options for ``xla_fsdp_spmd``.
+INSTEAD_IN_SPMD = {
+    **{name: INSTEAD[name] for name in ("cpu_offload", "mixed_precision", "mp_policy", "sync_module_states")},
+    **{name: INSTEAD[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
+    **{name: INSTEAD[name] for name in ("param_init_fn", "process_group_backend")},
+    "sharding_strategy": "Leave it out: parameters are always sharded, and XLA chooses when they are gathered.",
+    "reshard_after_forward": "Leave it out: XLA chooses when parameters are gathered and freed.",
+    "use_orig_params": "Leave it out: parameters always keep their names and shapes.",
+    "flatten_parameters": "Leave it out: parameters always keep their names and shapes.",
+    "data_parallel_size": "Leave it out: it is the number of devices by tensor_parallel_size.",
+    "device_mesh": "Leave it out: the mesh is made of all devices; tensor_parallel_size gives it a second axis.",
+    "process_group": "Leave it out: one process drives all devices.",
+    "cluster_environment": "Leave it out: one process drives all devices.",
+    "timeout": "Leave it out: there is no other process to wait for.",
+    "sequential_save": "Leave it out: one process saves for all devices.",
 }
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fsdp_core.built_in_parts import let_go_of
 from fsdp_core.materialize import materialize
-from fsdp_xla.built_in_parts import BuiltInParts
 from fsdp_xla.runtime import XLARuntime
 from fsdp_xla.units import parameter_of
 
 __all__ = ["place"]
 
 
-def place(modules: list[nn.Module], built: BuiltInParts, runtime: XLARuntime) -> None:
+def place(modules: list[nn.Module], runtime: XLARuntime) -> None:
     """Bring what modules own to the device, with rank 0's values; tied parameters stay tied.
 
     Args:
         modules: Those of one unit. What they have on the meta device is made and initialized first.
-        built: Knows of parameters that were sharded as they were built.
         runtime: All of whose ranks call it.
     """
     with runtime.building():
@@ -28,8 +27,10 @@ def place(modules: list[nn.Module], built: BuiltInParts, runtime: XLARuntime) ->
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in moved:
-                data = built.whole(parameter, runtime)
-                if data is None:
+                kept = let_go_of(parameter)
+                if kept is not None:
+                    data = torch.cat(runtime.gather_objects(kept.part)).view(kept.shape)
+                else:
                     data = runtime.broadcast_object(parameter.data.cpu())
                 new = parameter_of(data.to(device), parameter.requires_grad)
                 new.__dict__.update(parameter.__dict__)

@@ -129,6 +129,10 @@ class XLADeviceRanks(OnXLADevices):
         root: nn.Module = super()._sharded(module)  # type: ignore[misc]  # as above
         return root
 
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for every rank. Whatever else is given is ignored, as by Lightning's XLA strategies."""
+        self.runtime.barrier()
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so; exchanged on the host."""
         decisions = self.runtime.gather_objects(bool(decision))

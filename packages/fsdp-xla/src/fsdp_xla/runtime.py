@@ -64,6 +64,9 @@ class XLARuntime(Runtime):
     def stop(self) -> None:
         self._meeting = None
 
+    def described(self) -> str:
+        return f"{super().described()} (XLA)"
+
     def gather_objects(self, obj: Any) -> list[Any]:
         return [obj] if self._meeting is None else self._meeting.exchange(self.rank, obj)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Never
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +22,7 @@ from fsdp_xla.backend import XLABackend
 from fsdp_xla.batch_shapes import BatchShapes, stage_of
 from fsdp_xla.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
 from fsdp_xla.launchers import TrainerXLALauncher
-from fsdp_xla.options import ALWAYS, INSTEAD, PASSED_ON, check_sequential_save, not_passed_on
+from fsdp_xla.options import ALWAYS, INSTEAD, check_sequential_save
 from fsdp_xla.rank_metrics import reduce_metrics_over
 from fsdp_xla.ranks import XLADeviceRanks, XLARanks, refuse_synced_norms
 from fsdp_xla.runtime import XLARuntime
@@ -53,7 +53,22 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
         timeout: How long a rank waits for the others; half an hour when ``None``.
         async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
             training.
-        **kwargs: Options of ``XlaFullyShardedDataParallel``; see :data:`fsdp_xla.options.PASSED_ON`.
+        reshard_after_forward: Whether units free their parameters between forward and backward pass.
+        flatten_parameters: Whether a unit's parameters are joined to one, for fewer collectives.
+        execute_sharding_on_init: Whether a unit is sharded at once, and its full parameters freed.
+        optimization_barrier_in_forward: Whether XLA is kept from fusing a unit's forward pass with what is around it,
+            which saves memory.
+        optimization_barrier_in_backward: The same for its backward pass.
+        sync_on_finalization: Whether the forward and backward pass run apart from the step.
+        disable_reshard_on_root: Whether the root's parameters are kept between forward and backward pass.
+        compute_dtype: The dtype to compute in; ``None``: what ``precision`` says.
+        buffer_dtype: The dtype of floating-point buffers; ``None``: they keep their own.
+        fp32_reduce_scatter: Whether gradients are reduced in fp32 where ``compute_dtype`` is another.
+        shard_param_on_dim_0: Whether parameters are sharded along their first dimension, and not flattened.
+        pin_layout_in_collective_ops: Whether layouts are pinned in collectives; not on the CPU.
+        reduce_scatter_bucket_size_mb: Reduce gradients in buckets of this size; 0: don't.
+        coalesce_all_gather_ops: Whether a unit's parameters are gathered in one collective; needs
+            ``shard_param_on_dim_0``.
 
     Raises:
         UnsupportedCapabilityError: An option is unknown, or can't be used.
@@ -76,11 +91,24 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
         *,
         timeout: timedelta | None = None,
         async_save: bool = False,
-        **kwargs: Any,
+        reshard_after_forward: bool = True,
+        flatten_parameters: bool = False,
+        execute_sharding_on_init: bool = True,
+        optimization_barrier_in_forward: bool = True,
+        optimization_barrier_in_backward: bool = True,
+        sync_on_finalization: bool = False,
+        disable_reshard_on_root: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        fp32_reduce_scatter: bool = False,
+        shard_param_on_dim_0: bool = False,
+        pin_layout_in_collective_ops: bool = False,
+        reduce_scatter_bucket_size_mb: int | None = 0,
+        coalesce_all_gather_ops: bool = False,
+        **unknown: Never,
     ) -> None:
         self._batch_shapes = BatchShapes()
-        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, not_passed_on(kwargs), INSTEAD, PASSED_ON, ALWAYS)
-        kwargs = {name: value for name, value in kwargs.items() if name in PASSED_ON}
+        refuse_unknown_options("xla_fsdp", XLAFSDPStrategy, unknown, INSTEAD, always=ALWAYS)
         check_sequential_save(sequential_save, async_save)
         self.sequential_save = sequential_save
         super().__init__(
@@ -88,7 +116,20 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
                 auto_wrap_policy=auto_wrap_policy,
                 activation_checkpointing_policy=activation_checkpointing_policy,
                 sequential_save=sequential_save,
-                **kwargs,
+                reshard_after_forward=reshard_after_forward,
+                flatten_parameters=flatten_parameters,
+                execute_sharding_on_init=execute_sharding_on_init,
+                optimization_barrier_in_forward=optimization_barrier_in_forward,
+                optimization_barrier_in_backward=optimization_barrier_in_backward,
+                sync_on_finalization=sync_on_finalization,
+                disable_reshard_on_root=disable_reshard_on_root,
+                compute_dtype=compute_dtype,
+                buffer_dtype=buffer_dtype,
+                fp32_reduce_scatter=fp32_reduce_scatter,
+                shard_param_on_dim_0=shard_param_on_dim_0,
+                pin_layout_in_collective_ops=pin_layout_in_collective_ops,
+                reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
+                coalesce_all_gather_ops=coalesce_all_gather_ops,
             ),
             strategy_name="xla_fsdp",
             runtime=XLARuntime(),

@@ -19,6 +19,7 @@ from fsdp_xla.torch_xla_private import compiled
 
 __all__ = [
     "ShardedMember",
+    "Writes",
     "XlaFullyShardedDataParallel",
     "end_step",
     "follow_freezing",
@@ -93,6 +94,51 @@ def end_step(root: nn.Module) -> None:
         if unit._output_pre_backward_hook_registered is not None:
             unit._output_pre_backward_hook_registered.clear()
             unit._clear_backward_opt_barrier_lists()
+
+
+class Writes:
+    """Notices what is written to parameters while they are gathered, by the values that they stand for.
+
+    Each write makes another one, so that nothing is computed for it, and nothing is waited for. The user's
+    ``parameters()`` are shards here at any time. What is written to them stays, but a step that is going on goes on
+    with what was gathered before; one by hand gathers anew after each backward pass and each optimizer's step.
+
+    Args:
+        root: The root.
+        by_hand: Tells whether that is so.
+    """
+
+    def __init__(self, root: nn.Module, by_hand: Callable[[], bool]) -> None:
+        self._units, self._by_hand = list(units_of(root)), by_hand
+        for unit in self._units:
+            unit._rebuild_full_params = partial(_rebuild_and_note, unit)
+
+    def renew(self) -> None:
+        """Nothing to do: an optimizer's step ends with parameters gathered anew."""
+
+    def written(self) -> str | None:
+        """The first whose value is another one than when it was gathered."""
+        for unit in self._units:
+            for parameters, values in unit.__dict__.get(_GATHERED, {}).items():
+                if not unit.has_full_params or (parameters == "sharded_params" and self._by_hand()):
+                    continue
+                for parameter, value, info in zip(
+                    getattr(unit, parameters), values, unit.full_param_infos, strict=True
+                ):
+                    if compiled._xla_get_tensor_id(parameter) != value:
+                        return f"{info[0]}.{info[2]}".removeprefix(".")
+        return None
+
+
+_GATHERED = "_fsdp_xla_gathered"
+
+
+def _rebuild_and_note(unit: Any, *args: Any, **kwargs: Any) -> None:
+    known = unit.has_full_params
+    type(unit)._rebuild_full_params(unit, *args, **kwargs)
+    if not known:
+        held = {name: getattr(unit, name) for name in ("full_params", "sharded_params")}
+        unit.__dict__[_GATHERED] = {name: list(map(compiled._xla_get_tensor_id, held[name])) for name in held}
 
 
 @contextmanager

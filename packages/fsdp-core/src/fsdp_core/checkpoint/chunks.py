@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint.sources import TensorSource
+from fsdp_core.errors import ShardingError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Chunk", "ChunkedTensor", "chunked"]
+__all__ = ["CONVERSIONS", "Chunk", "ChunkedTensor", "chunked"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,9 @@ class ChunkedTensor:
 
     The boxes of all ranks with ``replica == 0`` cover the tensor exactly. A rank that holds nothing of the tensor (more
     ranks than rows) has no chunks.
+
+    It is no tensor: what a user's hook does to it is done to the boxes where that is the same as doing it to the whole
+    (:data:`CONVERSIONS`), and refused elsewhere.
 
     Args:
         shape: The shape of the whole tensor.
@@ -82,8 +88,87 @@ class ChunkedTensor:
         )
         return made
 
+    def numel(self) -> int:
+        """How many elements the whole tensor has."""
+        return prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        """Whether its dtype is one of floating point."""
+        return self.dtype.is_floating_point
+
+    if not TYPE_CHECKING:  # which shall know what it has
+
+        def __getattr__(self, name: str) -> Any:
+            if name in CONVERSIONS:
+                return partial(self._converted, name)
+            if name.startswith("__"):  # which copy and the like ask for
+                raise AttributeError(name)
+            raise _refused(f".{name}")
+
+    def _converted(self, method: str, *args: Any, **kwargs: Any) -> ChunkedTensor:
+        dtype = getattr(torch.empty(0, dtype=self.dtype), method)(*args, **kwargs).dtype
+        chunks = tuple(
+            Chunk(
+                offsets=chunk.offsets,
+                data=getattr(chunk.data, method)(*args, **kwargs)
+                if isinstance(chunk.data, Tensor)
+                else _Converted(chunk.data, dtype),
+            )
+            for chunk in self.chunks
+        )
+        return ChunkedTensor(shape=self.shape, dtype=dtype, chunks=chunks, replica=self.replica)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise _refused(f"torch's {getattr(function, '__name__', function)}()")
+
+    def _refuse_arithmetic(self, *_: Any) -> NoReturn:
+        raise _refused("arithmetic")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
+    __pow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __getitem__ = __float__ = _refuse_arithmetic
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
+        chunks = tuple(Chunk(offsets=chunk.offsets, data=deepcopy(chunk.data, memo)) for chunk in self.chunks)
+        return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=chunks, replica=self.replica)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _refused("a file")
+
     def __repr__(self) -> str:
         return f"ChunkedTensor(shape={self.shape}, dtype={self.dtype}, chunks={self.chunks}, replica={self.replica})"
+
+
+#: Methods of a tensor that a :class:`ChunkedTensor` has too: they do to each element the same, wherever it is.
+CONVERSIONS = frozenset({"to", "half", "bfloat16", "float", "double", "clone", "detach", "cpu", "contiguous"})
+
+
+class _Converted:
+    """A source whose elements are converted as they are read."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
+        self._source, self.dtype = source, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._source.shape
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        return self._source.read(offsets, lengths).to(self.dtype)
+
+
+class _NotWholeError(ShardingError, AttributeError, TypeError):
+    """A part of a tensor was used as if it were the tensor."""
+
+
+def _refused(what: str) -> _NotWholeError:
+    return _NotWholeError(
+        f"{what} was asked of a ChunkedTensor, which holds this rank's part of a tensor. It can only be renamed, taken "
+        f"out, copied or converted ({', '.join(f'.{name}()' for name in sorted(CONVERSIONS))}).\nIn a hook such as "
+        "on_save_checkpoint(), fsdp_core.full_state_dict(self), which all ranks call, gives whole tensors to rank 0; "
+        'or give the strategy state_dict_type="full", with which checkpoint["state_dict"] is whole on rank 0 and empty '
+        "elsewhere."
+    )
 
 
 def _lies_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:

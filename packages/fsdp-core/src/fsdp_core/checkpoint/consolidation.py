@@ -16,7 +16,7 @@ from fsdp_core.checkpoint.plain_json import children, part_at, read_plain, tenso
 from fsdp_core.checkpoint.replacing import check_apart, check_file, check_folder, new_file, new_folder
 from fsdp_core.checkpoint.stored_files import StoredFiles
 from fsdp_core.checkpoint.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
-from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
+from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError, MissingKeyError
 
 __all__ = ["Consolidated", "consolidate_huggingface", "consolidate_safetensors"]
 
@@ -225,7 +225,7 @@ class _Weights:
         wanted = next(iter(models)) if key is None else key
         keys = next((keys for path, keys in models.items() if wanted in (path, "/".join(keys))), None)
         if keys is None:
-            raise CheckpointMismatchError(
+            raise MissingKeyError(
                 f"no model under {key!r} in {self.files.folder}. Models in it: {shown}; pass one as key= (--key)"
             )
         part: object = part_at(read_plain(self.files), keys)

@@ -106,6 +106,11 @@ def fill_all(
                 lines += [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
         if unlike:
             lines.append("Load it into the model that it was saved from, at its precision.")
+            if all(" dtype " in fault for fault in unlike):
+                lines.append(
+                    "To convert it, pass strict=False, or in a LightningModule write self.strict_loading = False; "
+                    "names that don't agree are then left alone."
+                )
         else:
             lines.append(
                 "Load it into the model that it was saved from; or load what both have: pass strict=False, or in a "

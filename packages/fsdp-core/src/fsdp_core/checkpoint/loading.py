@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,16 @@ class SavedTensor:
     dtype: torch.dtype
     _stored: StoredTensor = field(repr=False)
     _files: StoredFiles = field(repr=False)
+
+    if not TYPE_CHECKING:  # which shall know what it has
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):  # which copy and the like ask for
+                raise AttributeError(name)
+            raise AttributeError(
+                f".{name} was asked of a SavedTensor, whose values are still in the checkpoint.\nWrite value.full() "
+                "for the whole tensor, in a hook such as on_load_checkpoint() too, and put back what you make of it."
+            )
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Read a box.

@@ -33,6 +33,13 @@ _OUR_FILES = re.compile(
     rf"|manifest\.json|{MARK}"
 )
 
+# What `fsdp checkpoint import` takes, by names of its files.
+_OTHERS = (
+    (re.compile(r"\.distcp$"), "one of torch.distributed.checkpoint, as Lightning's own sharded strategies write"),
+    (re.compile(r"rank-\d+-of-\d+\.pth$"), "the shards of torch_xla's FSDP, as Lightning's XLAFSDPStrategy writes"),
+    (re.compile(r"^[^/]+\.safetensors$"), "safetensors, as save_pretrained of transformers writes"),
+)
+
 
 def read_manifest(path: StrPath | Folder) -> Manifest:
     """Read and check the manifest of a checkpoint; the files that it names are not looked at.
@@ -53,8 +60,9 @@ def read_manifest(path: StrPath | Folder) -> Manifest:
             raise CheckpointFormatError(f"no checkpoint at {folder}: there is nothing. Check the path.")
         if kind == "file" or (kind == "link" and not folder.fs.isdir(folder.root)):
             raise CheckpointFormatError(
-                f"{folder} is a file, but a sharded checkpoint is a folder with a {MANIFEST}. A file that was saved "
-                'with state_dict_type="full" is read by torch.load(path, weights_only=True).'
+                f"{folder} is a file, but a sharded checkpoint is a folder with a {MANIFEST}.\n"
+                'If it is one of torch.save, such as Lightning\'s .ckpt (ours with state_dict_type="full" too), or of '
+                f"safetensors, type `fsdp checkpoint import {folder} NEW`, and give NEW."
             )
         size = folder.size(MANIFEST)
         if size is None:
@@ -90,13 +98,13 @@ def _explain_no_manifest(folder: Folder) -> str:
             f"no complete checkpoint at {folder}: a save began and was interrupted before it was published "
             f"(there is {shown}, but no {MANIFEST}). Load an earlier checkpoint."
         )
-    if any(name.endswith(".distcp") for name in names):
-        remedy = (
-            "It looks like one of torch.distributed.checkpoint, as Lightning's own sharded strategies write: type "
-            f"`fsdp checkpoint import {folder} NEW`, and load NEW."
-        )
-    else:
-        remedy = "Check the path."
+    others = [name for name in names if not is_ours(name)]
+    like = next((what for shape, what in _OTHERS if any(map(shape.search, others))), None)
+    remedy = (
+        "Check the path."
+        if like is None
+        else f"It looks like {like}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
+    )
     return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {shown}).\n{remedy}"
 
 

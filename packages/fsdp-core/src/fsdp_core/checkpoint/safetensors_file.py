@@ -84,7 +84,7 @@ def _pieces(header: bytes, tensors: Sequence[Tensor | TensorSource]) -> Iterator
     for tensor in tensors:
         blocks = _blocks(tensor.detach()) if isinstance(tensor, Tensor) else blocks_of(tensor, _SOURCE_BYTES)
         for block in blocks:
-            yield _memory(block)
+            yield memory_of(block)
             del block  # before the next one is made: one staging buffer at a time
 
 
@@ -107,7 +107,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy and without numpy (which torch does not require)."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -145,7 +145,7 @@ def _read_rows(
     first = start + offsets[0] * row_bytes
     whole_rows = tuple(out.shape[1:]) == shape[1:]
     if whole_rows and out.dtype == dtype and _is_plain(out):
-        read_into(_memory(out), first)
+        read_into(memory_of(out), first)
         return
     # A row that overflows the staging buffer, or of which only a long part is wanted, is read on its own.
     if row_bytes > STAGING_BYTES or (not whole_rows and math.prod(out.shape[1:]) * dtype.itemsize >= _DIRECT_RUN_BYTES):
@@ -157,5 +157,5 @@ def _read_rows(
     wanted = tuple(slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True))
     for row in range(0, rows, at_once):
         count = min(at_once, rows - row)
-        read_into(_memory(staging[:count]), first + row * row_bytes)
+        read_into(memory_of(staging[:count]), first + row * row_bytes)
         out[row : row + count].copy_(staging[(slice(count), *wanted)])

@@ -14,7 +14,7 @@ from fsdp_core.checkpoint.folder import StrPath, open_folder
 from fsdp_core.checkpoint.loading import SavedTensor, load, verify_tensors
 from fsdp_core.checkpoint.planning import find_part, split_path
 from fsdp_core.checkpoint.recognition import read_manifest
-from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError, MissingKeyError
 
 __all__ = ["load_state_dict"]
 
@@ -45,7 +45,7 @@ def load_state_dict(
 
     Raises:
         CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
-        CheckpointMismatchError: It holds no model under that key; the message lists the keys that it has.
+        MissingKeyError: It holds no model under that key; the message lists the keys that it has.
     """
     folder = open_folder(path)
     if folder.local and os.path.isfile(folder.root):
@@ -82,7 +82,7 @@ def _part_of(nest: Mapping[str, Any], key: str, where: Any, kinds: Mapping[str, 
     if isinstance(part, Mapping):
         return part
     models = ", ".join(repr("/".join(split_path(path))) for path, kind in kinds.items() if kind == "model") or "none"
-    raise CheckpointMismatchError(f"no model under {key!r} in {where}. Models in it: {models}; pass one as key=.")
+    raise MissingKeyError(f"no model under {key!r} in {where}. Models in it: {models}; pass one as key=.")
 
 
 def _part_of_file(path: str, key: str) -> Mapping[str, Any]:
@@ -99,4 +99,4 @@ def _part_of_file(path: str, key: str) -> Mapping[str, Any]:
             if isinstance(content.get(name), Mapping):
                 return content[name]  # type: ignore[no-any-return]
     there = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
-    raise CheckpointMismatchError(f"no model under {key!r} in {path}. It holds: {there}; pass one as key=.")
+    raise MissingKeyError(f"no model under {key!r} in {path}. It holds: {there}; pass one as key=.")

@@ -32,6 +32,19 @@ __all__ = ["import_checkpoint"]
     help="The parameters' names in the order in which the optimizers hold them, one a line, "
     "for sources that number them.",
 )
+@click.option(
+    "--strip-prefix",
+    metavar="PREFIX",
+    default="",
+    help="Leave off what each name begins with, such as 'module.', which DDP puts there.",
+)
+@click.option(
+    "--add-prefix",
+    metavar="PREFIX",
+    default="",
+    help="Put this before each name, such as 'model.' for a LightningModule that holds the model as self.model. "
+    "OUT is then a checkpoint of the Trainer.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at OUT, once the new one is complete.")
 @click.option("--quiet", is_flag=True, help="Print errors only.")
 def import_checkpoint(
@@ -40,6 +53,8 @@ def import_checkpoint(
     weights_only: bool,
     drop: tuple[str, ...],
     parameter_order: Path | None,
+    strip_prefix: str,
+    add_prefix: str,
     overwrite: bool,
     quiet: bool,
 ) -> None:
@@ -48,7 +63,7 @@ def import_checkpoint(
     SOURCE may be a sharded folder of Lightning's FSDPStrategy or ModelParallelStrategy, any folder of
     torch.distributed.checkpoint (torchtitan, accelerate), a .ckpt file of the Trainer or another file of torch.save,
     a safetensors file or folder, or a folder with the shards of torch_xla's FSDP and their shard_metadata. What it is,
-    is seen from what is there. Optimizer state goes over with it.
+    is seen from what is there. Optimizer state goes over with it. Names are kept, unless a prefix is given.
 
     Nothing in SOURCE is run, and it may be larger than the memory.
     """
@@ -62,6 +77,8 @@ def import_checkpoint(
             weights_only=weights_only,
             drop=drop,
             parameter_order=order,
+            strip_prefix=strip_prefix,
+            add_prefix=add_prefix,
             overwrite=overwrite,
             on_bytes=on_bytes,
         )
@@ -78,7 +95,8 @@ def _told(imported: Imported, out: str) -> list[str]:
         optimizers = state.get("optimizer", [])
         held = [f"the model ({len(state['model'])} tensors)", *(f"optimizer {i}" for i in range(len(optimizers)))]
         held += [f"the Trainer's {key}" for key in ("loops", "callbacks", "lr_schedulers") if key in state["trainer"]]
-        use = f'trainer.fit(model, ckpt_path="{out}")' if optimizers else f'fsdp_core.load_state_dict("{out}")'
+        weights = f'trainer.validate(model, ckpt_path="{out}")   or   fsdp_core.load_state_dict("{out}")'
+        use = f'trainer.fit(model, ckpt_path="{out}")' if optimizers else weights
     else:
         held = [f"{key!r}" + (f" ({kinds[join_path(key)]})" if join_path(key) in kinds else "") for key in state]
         models = [key for key, kind in kinds.items() if kind == "model"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -22,6 +21,9 @@ __all__ = ["diff_checkpoints", "inspect_checkpoint", "list_checkpoints", "verify
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
 _QUIET = click.option("--quiet", "-q", is_flag=True, help="Show no progress, and print no more than errors.")
 _SHOWN = 20
+_DEEPEST = 64  # parts of a name that are looked at
+
+_Tree: TypeAlias = dict[tuple[str, bool], Any]  # by a part of a name, and whether it is a tensor's last
 
 
 @click.command("list")
@@ -135,15 +137,73 @@ def _print_tensors(facts: Mapping[str, Any], *, every: bool) -> None:
     else:
         title = ("Tensors of the model", "Shape", "Dtype", "Size", "")
         models = tuple(f"{part['path']}/" for part in facts["parts"] if part["kind"] == "model")
-        groups = Counter[tuple[str, ...]](
-            (clean(re.sub(r"(?<![^./])\d+(?![^./])", "*", key)), *_shown_tensor_facts(tensor))
-            for key, tensor in tensors.items()
-            if key.startswith(models)
-        )
-        rows = [(*group, f"× {count}" if count > 1 else "") for group, count in groups.items()]
+        facts_of = {
+            clean(key): _shown_tensor_facts(tensor) for key, tensor in tensors.items() if key.startswith(models)
+        }
+        rows = [(*group, f"× {count}" if count > 1 else "") for group, count in grouped(facts_of)]
     if rows:
         click.echo()
         print_table(title, rows, width=10_000, right=(3,))
+
+
+def grouped(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...], int]]:
+    """Tensors with those of repeated blocks together: numbers in names whose blocks hold the same names and facts.
+
+    Args:
+        tensors: Facts by name.
+
+    Returns:
+        Names and facts, and of how many tensors. In a name ``*`` stands for the numbers of all blocks that lie there.
+
+    Example:
+        >>> names = ["net.0.weight", "net.1.scale", "net.2.weight", "net.3.weight", "b.7.w", "b.8.w"]
+        >>> [(name, count) for (name,), count in grouped(dict.fromkeys(names, ()))]
+        [('net.0,2-3.weight', 3), ('net.1.scale', 1), ('b.*.w', 2)]
+    """
+    tree: _Tree = {}
+    for name, facts in tensors.items():
+        folders = re.findall(r"[^./]*[./]", name)[:_DEEPEST]
+        node = tree
+        for part in folders:
+            node = node.setdefault((part, False), {})
+        node[name[sum(map(len, folders)) :], True] = facts
+    return _rows_of(tree)
+
+
+def _rows_of(node: _Tree) -> list[tuple[tuple[str, ...], int]]:
+    """The rows of a part of the tree; numbered parts that have the same rows are one."""
+    alike: dict[Any, list[str]] = {}
+    for (part, is_tensor), below in node.items():
+        rows = [(("", *below), 1)] if is_tensor else _rows_of(below)
+        numbered = re.fullmatch(r"[0-9]{1,9}[./]?", part) is not None
+        alike.setdefault((None if numbered else part, is_tensor, tuple(rows)), []).append(part)
+    count = sum(len(parts) for (name, *_), parts in alike.items() if name is None)
+    return [
+        ((f"{_together(parts, all_of_them=len(parts) == count)}{name}", *facts), number * len(parts))
+        for (*_, rows), parts in alike.items()
+        for (name, *facts), number in rows
+    ]
+
+
+def _together(parts: list[str], *, all_of_them: bool) -> str:
+    """One name for numbered parts that are alike.
+
+    Example:
+        >>> _together(["0.", "1.", "3."], all_of_them=False), _together(["0", "1"], all_of_them=True)
+        ('0-1,3.', '*')
+    """
+    if len(parts) == 1:
+        return parts[0]
+    end = parts[0][-1] if parts[0][-1] in "./" else ""
+    if all_of_them:
+        return f"*{end}"
+    runs: list[list[int]] = []
+    for number in sorted(int(part.rstrip("./")) for part in parts):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs) + end
 
 
 def _shown_tensor_facts(tensor: Mapping[str, Any]) -> tuple[str, str, str]:

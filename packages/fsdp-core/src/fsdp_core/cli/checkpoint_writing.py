@@ -39,6 +39,8 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--to", "target", type=click.Choice(["safetensors", "lightning", "huggingface"]), required=True,
               help="What to write: one safetensors file; a Lightning .ckpt; a Hugging Face folder.")  # fmt: skip
 @click.option("--key", metavar="PATH", help="Which model, by its path in the state, where there are several.")
+@click.option("--optimizer-key", "optimizer_keys", multiple=True, metavar="PATH",
+              help="Lightning: which optimizer of Fabric's, where there are several; once for each.")  # fmt: skip
 @click.option("--strip-prefix", metavar="PREFIX", default="",
               help="Take the tensors whose names begin so, and leave that off, such as 'model.'.")  # fmt: skip
 @click.option("--dtype", metavar="DTYPE", help="Convert the model's floating-point tensors, such as to bfloat16.")
@@ -56,7 +58,8 @@ def consolidate_checkpoint(ctx: click.Context, /, path: str, out: str, target: s
     """Write the checkpoint PATH to OUT as others read it.
 
     To a safetensors file or a Hugging Face folder go the weights of a model; to a Lightning file goes all that a
-    Trainer has saved, the optimizers' state too. A few MiB of it are in memory at once.
+    Trainer has saved, the optimizers' state too, or of what Fabric has saved one model, its optimizers and the rest.
+    A few MiB of it are in memory at once.
     """
     _refuse_foreign_options(ctx, target)
     common: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "verify": verify}
@@ -66,7 +69,8 @@ def consolidate_checkpoint(ctx: click.Context, /, path: str, out: str, target: s
         if target == "lightning":
             from fsdp_core.lightning.one_file import consolidate_lightning
 
-            done = consolidate_lightning(path, out, **common)
+            chosen = {name: options[name] for name in ("key", "optimizer_keys")}
+            done = consolidate_lightning(path, out, **common, **chosen)
         elif target == "safetensors":
             from fsdp_core.checkpoint import consolidate_safetensors
 
@@ -81,7 +85,7 @@ def consolidate_checkpoint(ctx: click.Context, /, path: str, out: str, target: s
 
 
 _ONLY_FOR = {
-    "key": ("safetensors", "huggingface"),
+    "optimizer_keys": ("lightning",),
     "strip_prefix": ("safetensors", "huggingface"),
     "copy_tied": ("safetensors", "huggingface"),
     "max_shard_size": ("huggingface",),
@@ -93,7 +97,7 @@ def _refuse_foreign_options(ctx: click.Context, target: str) -> None:
     for name, targets in _ONLY_FOR.items():
         given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if given and target not in targets:
-            option = f"--{name.replace('_', '-')}"
+            option = next(one.opts[0] for one in ctx.command.params if one.name == name)
             raise click.UsageError(f"{option} goes with --to {' or '.join(targets)}, not with --to {target}.", ctx)
 
 

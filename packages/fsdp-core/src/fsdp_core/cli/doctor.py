@@ -65,7 +65,7 @@ def _print_plugins(plugins: list[dict[str, Any]]) -> None:
             plugin["version"],
             "" if plugin["seconds"] is None else f"{plugin['seconds']:.2f} s",
             f"{plugin['name']} = {plugin['module']}",
-            "broken, see below" if plugin["error"] else f"fsdp-core{plugin['requires_core'] or ', any'}",
+            "broken, see below" if plugin["error"] else _built_for(plugin["requires_core"]),
         )
         for plugin in plugins
     ]
@@ -77,6 +77,10 @@ def _print_plugins(plugins: list[dict[str, Any]]) -> None:
     ]
     if strategies:
         _print_table("Strategies", ("Name", "Package", "Accelerators", "Runs here"), sorted(strategies))
+
+
+def _built_for(required: str | None) -> str:
+    return "it does not say" if required is None else f"fsdp-core{required or ', any version'}"
 
 
 def _runs_here(row: dict[str, Any]) -> str:

@@ -11,24 +11,10 @@ import click
 
 from fsdp_core import registry
 from fsdp_core.errors import DuplicateStrategyError, FSDPError, StrategyInfoError
+from fsdp_core.lightnings_names import LIGHTNINGS_OWN
 from fsdp_core.strategy_info import StrategyInfo
 
-__all__ = ["LIGHTNINGS_OWN", "new_backend"]
-
-_DDP = ("", "_fork", "_notebook", "_spawn")
-_UNUSED = ("_find_unused_parameters_false", "_find_unused_parameters_true")
-_DEEPSPEED = ("", *(f"_stage_{n}{how}" for n in (1, 2, 3) for how in ("", "_offload")), "_stage_3_offload_nvme")
-
-#: The names that Lightning 2.6.6 has, under Trainer or Fabric; "auto" is in no registry of its. It keeps them all but
-#: "xla_fsdp", which fsdp-xla takes over.
-LIGHTNINGS_OWN = frozenset(
-    {
-        *("auto", "dp", "fsdp", "fsdp_cpu_offload", "single_device", "single_tpu", "single_xla", "xla", "xla_debug"),
-        *(f"ddp{start}{unused}" for start in _DDP for unused in ("", *_UNUSED)),
-        *(f"deepspeed{stage}" for stage in _DEEPSPEED),
-        "xla_fsdp",
-    }
-)
+__all__ = ["new_backend"]
 
 _SKELETON = Path(__file__).parent / "skeleton"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import click
@@ -11,6 +12,7 @@ from fsdp_core import registry
 from fsdp_core.cli.output import print_table
 from fsdp_core.discovery import discover, error_text
 from fsdp_core.errors import BrokenStrategyError
+from fsdp_core.strategy_info import Capability
 
 __all__ = ["describe_strategy", "list_strategies"]
 
@@ -23,7 +25,7 @@ def list_strategies(as_json: bool) -> None:
     """Show the strategies, and which can run here.
 
     Also shows which packages could be installed, which plugins are broken or do more than to list their names, and
-    which names are ambiguous.
+    which names are ambiguous or stay Lightning's own.
     """
     everything = {
         "strategies": [_row(name) for name in registry.strategies()],
@@ -48,6 +50,11 @@ def list_strategies(as_json: bool) -> None:
                 "error": str(registry.ambiguous_strategy(name)),
             }
             for name, providers in registry.duplicates().items()
+        ],
+        "kept_by_lightning": [
+            {"name": name, "package": source.name, "version": source.version, "what": what, "remedy": remedy}
+            for name, source in registry.kept_names().items()
+            for what, remedy in [registry.passed_over(name, source)]
         ],
         "side_effects": [
             {
@@ -84,8 +91,11 @@ def _row(name: str) -> dict[str, Any]:
     provider, info = registry.provider(name), registry.describe(name)
     status, reason = "available", None
     try:
+        registry.check_classes(name)
         reason = registry.unavailable(name)
         status = "available" if reason is None else "unavailable"
+        if registry.is_kept(info, provider):
+            status, reason = "kept", "Lightning keeps this name for its own strategy"
     except BrokenStrategyError as error:
         status, reason = "broken", str(error).replace("\n", " ")
     return {
@@ -126,6 +136,10 @@ def _print_list(everything: dict[str, Any]) -> None:
         click.echo("\nAmbiguous:")
         for row in everything["duplicates"]:
             click.echo("  " + row["error"].replace("\n", "\n  "))
+    if everything["kept_by_lightning"]:
+        click.echo("\nLightning's own:")
+        for row in everything["kept_by_lightning"]:
+            click.echo(f"  {row['what']}\n  {row['remedy']}")
     if everything["broken"]:
         click.echo("\nBroken:")
         for row in everything["broken"]:
@@ -146,15 +160,25 @@ def _print_description(facts: dict[str, Any]) -> None:
         ("Trainer class", _or_none(facts["trainer"])),
         ("Fabric class", _or_none(facts["fabric"])),
         ("Requires", _or_none(", ".join(facts["requires"]))),
-        ("Can do", _or_none(", ".join(facts["capabilities"]))),
+        *([] if facts["capabilities"] else [("Can do", "none")]),
     ]
     if facts["presets"]:
         rows.append(("Fixes", ", ".join(f"{name}={value!r}" for name, value in facts["presets"].items())))
     print_table((), rows)
+    if facts["capabilities"]:
+        click.echo()
+        named = {option["name"] for option in facts["options"]}
+        print_table(("Can do", "What it is"), [(one, _capability(one, named)) for one in facts["capabilities"]])
     if facts["options"]:
         click.echo()
         options = [(option["name"], repr(option["default"]), option["help"]) for option in facts["options"]]
         print_table(("Option", "Default", "What it does"), options)
+
+
+def _capability(name: str, options: Collection[str]) -> str:
+    """What a capability is, and how it is asked for, unless the strategy has an option of its own for that."""
+    one = Capability(name)
+    return one.text if one.option and one.option not in options else f"{one.text} Asked for by {one.asked_by}"
 
 
 def _or_none(text: str | None) -> str:

@@ -93,7 +93,7 @@ def _plugin(entry_point: Any, seconds: float) -> dict[str, Any]:
         "module": entry_point.value,
         "package": provider.name,
         "version": provider.version,
-        "requires_core": ", ".join(str(one.specifier) for one in requirements) or None,
+        "requires_core": ", ".join(str(one.specifier) for one in requirements) if requirements else None,
         "bounded": has_upper_bound(requirements),
         "seconds": None,
         "error": None,

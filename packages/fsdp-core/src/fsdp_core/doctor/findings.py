@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp_core.discovery import Provider
-from fsdp_core.registry import FIRST_PARTY, ambiguity
+from fsdp_core.lightnings_names import kept_by_lightning
+from fsdp_core.registry import FIRST_PARTY, ambiguity, passed_over
 
 __all__ = ["Finding", "findings"]
 
@@ -82,7 +83,10 @@ def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
         yield _broken(f"lightning is not installed{others}, so no Trainer takes our names", "pip install lightning")
     elif lightning.get("error") and not torch.get("error"):
         yield _broken(f"lightning: {lightning['error']}", f"mend what is broken in plugins first; {_SLOW_MACHINE}")
+    told = tuple(f"the strategy {name!r} of " for name, _ in _kept(facts))
     for warning in lightning.get("warnings", ()):
+        if warning.startswith(told):
+            continue
         what, _, remedy = warning.partition("\n")
         yield _note(what, remedy)
     if torch.get("autoload") is False:
@@ -113,7 +117,12 @@ def _of_plugin(plugin: dict[str, Any]) -> Iterator[Finding]:
     for complaint in plugin["complaints"]:
         yield _note(f"{who} {complaint['what']}", f"{_THEIRS.format(package)}: {complaint['remedy']}")
     if not plugin["bounded"] and not plugin["error"]:
-        says = f"requires fsdp-core{plugin['requires_core']}" if plugin["requires_core"] else "requires no fsdp-core"
+        required = plugin["requires_core"]
+        says = (
+            "does not say which fsdp-core it requires"
+            if required is None
+            else f"requires fsdp-core{required or ' of any version'}, without an upper bound"
+        )
         yield _note(
             f"{who} {says}, so that one with another contract would load it too",
             f"{_THEIRS.format(package)}: it should require what it was built for, such as fsdp-core>=0.1,<0.2",
@@ -132,9 +141,21 @@ def _of_names(facts: dict[str, Any]) -> Iterator[Finding]:
     for name, providers in claims.items():
         if len(providers) > 1:
             yield _broken(*ambiguity(name, providers))
+    for name, claimed_by in _kept(facts):
+        yield _broken(*passed_over(name, claimed_by))
     if facts["plugins"] == []:
         packages = " or ".join(f"pip install {one}" for one in dict.fromkeys(FIRST_PARTY.values()))
         yield _note("no package with strategies is installed", packages)
+
+
+def _kept(facts: dict[str, Any]) -> list[tuple[str, Provider]]:
+    """The claims to Lightning's own names."""
+    claims = [
+        (row["name"], Provider(name=plugin["package"], version=plugin["version"]))
+        for plugin in facts["plugins"] or ()
+        for row in plugin["strategies"]
+    ]
+    return [(name, source) for name, source in claims if kept_by_lightning(name, source.canonical_name)]
 
 
 def _all_names(registry: dict[str, list[str]] | None) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from fsdp_core.availability import why_unavailable
+from fsdp_core.availability import check_classes, why_unavailable
 from fsdp_core.discovery import (
     BrokenPlugin,
     Claim,
@@ -17,6 +17,7 @@ from fsdp_core.discovery import (
 )
 from fsdp_core.doctor.child import END, answer_with
 from fsdp_core.errors import BrokenStrategyError
+from fsdp_core.registry import is_kept
 
 __all__ = ["main"]
 
@@ -29,9 +30,13 @@ def main(file: str, name: str, module: str, package: str) -> None:
     strategies = [info.as_dict() for info in plugin.infos]
     answer_with(file, _facts(plugin, strategies))
     for row, info in zip(strategies, plugin.infos, strict=True):
+        claim = Claim(info=info, provider=plugin.provider)
         try:
-            reason = why_unavailable(Claim(info=info, provider=plugin.provider))
+            check_classes(claim)
+            reason = why_unavailable(claim)
             row |= {"status": "available" if reason is None else "unavailable", "reason": reason}
+            if is_kept(info, plugin.provider):
+                row |= {"status": "kept", "reason": "Lightning keeps this name for its own strategy"}
         except BrokenStrategyError as error:
             row |= {"status": "broken", "reason": str(error)}
     answer_with(file, _facts(plugin, strategies))

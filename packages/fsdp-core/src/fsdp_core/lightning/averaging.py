@@ -10,11 +10,12 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 
 from fsdp_core.backend import Backend
+from fsdp_core.lightning.exporting import whole_state
 
 __all__ = ["shard_averages"]
 
 
-def shard_averages(trainer: pl.Trainer, backend: Backend, root: nn.Module) -> None:
+def shard_averages(trainer: pl.Trainer, backend: Backend, root: nn.Module, *, full: bool) -> None:
     """Shard the copies of the module that weight-averaging callbacks keep, and let the callbacks save and load shards.
 
     The callback takes and restores state by calling ``state_dict`` and ``load_state_dict`` of both modules, which a
@@ -24,11 +25,12 @@ def shard_averages(trainer: pl.Trainer, backend: Backend, root: nn.Module) -> No
         trainer: Whose callbacks to look at; nothing is done without an average.
         backend: Which has sharded the module.
         root: The sharded root of the module itself.
+        full: Whether what is saved of an average is whole, on rank 0 alone, as of the module.
     """
     for average in _averages(trainer):
         _retie(average.module, backend.aliases(root))
         copy = backend.shard(average.module)
-        _take_shards(average, backend, "module.", copy)
+        _take_shards(average, backend, "module.", copy, full=full)
         _take_shards(average.module, backend, "", copy)
         _take_shards(backend.written_module(root), backend, "", root)
 
@@ -49,12 +51,13 @@ def _retie(copy: nn.Module, tied: Mapping[str, str]) -> None:
             setattr(copy.get_submodule(place), name, held[first])
 
 
-def _take_shards(module: nn.Module, backend: Backend, prefix: str, root: nn.Module) -> None:
+def _take_shards(module: nn.Module, backend: Backend, prefix: str, root: nn.Module, *, full: bool = False) -> None:
     """Let ``module``, which keeps what ``root`` stands for under ``prefix``, give and take sharded state."""
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         own = dict(module.named_buffers(recurse=False)) if prefix else {}
-        return {**own, **{prefix + name: value for name, value in backend.model_state(root).items()}}
+        state = whole_state(backend, root) if full else backend.model_state(root)
+        return {**own, **{prefix + name: value for name, value in state.items()}}
 
     def load_state_dict(state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         sharded = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

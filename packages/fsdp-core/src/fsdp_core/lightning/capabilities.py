@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdp_core import registry
@@ -28,12 +28,7 @@ __all__ = [
 ]
 
 #: Options by which users ask for a capability, under core's names for them.
-_ASKED_BY = {
-    "activation_checkpointing_policy": Capability.ACTIVATION_CHECKPOINTING,
-    "auto_wrap_policy": Capability.WRAP_POLICY,
-    "cpu_offload": Capability.CPU_OFFLOAD,
-    "reshard_after_forward": Capability.RESHARD_AFTER_FORWARD,
-}
+_ASKED_BY = {one.option: one for one in Capability if one.option not in (None, "state_dict_type")}
 
 _CHECKPOINTS = {"sharded": Capability.SHARDED_CHECKPOINT, "full": Capability.FULL_CHECKPOINT}
 
@@ -85,12 +80,19 @@ def check_options(made: type, arguments: tuple[Any, ...], options: Mapping[str, 
     taken, closed = _parameters(made, listed)
     given = {**dict(zip(taken, arguments, strict=False)), **options}
     defaults = {option.name: option.default for option in info.options}
+    refused: dict[str, str] = {}
     for name, value in given.items():
         capability = capability_of(name, value)
         if capability is None or capability in info.capabilities:
             continue
         if name not in defaults or not _same(value, defaults[name]):
-            raise _refusal(info, capability, f"{name}={_shown(value)}", "Leave it out")
+            refused[name] = str(_refusal(info, capability, f"{name}={_shown(value)}", "Leave it out"))
+    if refused:
+        told = list(refused.values())
+        if refused.keys() <= options.keys():
+            rest = {name: value for name, value in options.items() if name not in refused}
+            told += _refused_besides(made, arguments, rest)
+        raise UnsupportedCapabilityError("\n".join(told))
     if closed:
         refuse_unknown_options(info.name, made, {name: None for name in options if name not in taken}, {})
 
@@ -174,6 +176,14 @@ def check_materialization(strategy: str, module: nn.Module) -> None:
             f"{type(module).__name__} with parameters on the meta device",
             "Build it with values, without empty_init=True",
         )
+
+
+def _refused_besides(made: Callable[..., object], arguments: tuple[Any, ...], rest: Mapping[str, Any]) -> Iterator[str]:
+    """What a constructor says of the options that are left, to be told with what is refused already."""
+    try:
+        made(*arguments, **rest)
+    except UnsupportedCapabilityError as error:
+        yield str(error)
 
 
 def _listed(made: type) -> tuple[type, StrategyInfo] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fsdp_core.backend import Backend
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.precision import ShardPrecision
 
-__all__ = ["check_devices", "check_state_dict_type", "reduce_op_name", "set_rank_zero"]
+__all__ = ["check_devices", "check_state_dict_type", "check_waiting", "reduce_op_name", "set_rank_zero"]
 
 
 def check_devices(
@@ -45,6 +46,26 @@ def check_state_dict_type(state_dict_type: str) -> None:
         raise UnsupportedCapabilityError(
             f"state_dict_type={state_dict_type!r} is no kind of checkpoint.\n"
             "Write 'sharded' for a folder that every rank writes its part of, or 'full' for one file."
+        )
+
+
+def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
+    """Refuse a time that is none, and an ``async_save`` that Python would only take for true.
+
+    Raises:
+        UnsupportedCapabilityError: It is so.
+    """
+    given: Any = timeout
+    if given is not None and not (isinstance(given, timedelta) and given > timedelta()):
+        seconds = given if isinstance(given, (int, float)) and not isinstance(given, bool) and given > 0 else 1800
+        raise UnsupportedCapabilityError(
+            f"timeout={given!r} is no time to wait.\nWrite a datetime.timedelta, such as timedelta(seconds={seconds}), "
+            "or leave it out."
+        )
+    if not isinstance(async_save, bool):
+        raise UnsupportedCapabilityError(
+            f"async_save={async_save!r} says neither yes nor no.\n"
+            "Write True to write checkpoints behind training, or False to wait for them."
         )
 
 

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
-from fsdp_core.errors import ShardingError
-from fsdp_core.gathering import check_not_gathered, whole
+from fsdp_core.errors import MissingKeyError, ShardingError
+from fsdp_core.gathering import check_not_gathered
 from fsdp_core.lightning.redirection import is_inside_forward, normal_tensors
+from fsdp_core.torch_private import refuse_unreduced_values
 
-__all__ = ["full_state_dict", "written_of"]
+__all__ = ["full_state_dict", "refuse_values_of_parts", "whole_state", "written_of"]
 
 
 @normal_tensors()
@@ -31,7 +32,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         dictionary.
 
     Raises:
-        ShardingError: It was called inside a step, whose forward pass needs what is gathered as it is.
+        ShardingError: It was called inside a step, whose forward pass needs what is gathered as it is; or another rank
+            did not call it.
 
     Example:
         In a LightningModule, after training::
@@ -49,7 +51,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     found = Backend.root_around(written_of(module))
     if found is None:
         if dist.is_initialized() and dist.get_rank():
-            return {}
+            return _OnRankZero()
         state = written_of(module).state_dict()
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
     root, prefix = found
@@ -61,20 +63,76 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         )
     backend = Backend.owner_of(root)
     assert backend is not None
+    return whole_state(backend, root, prefix)
+
+
+def whole_state(backend: Backend, root: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """Gather the state of a sharded root, or of a part of one, on rank 0's CPU. All ranks must call it.
+
+    Args:
+        backend: Which has sharded it.
+        root: The root.
+        prefix: What names of the part begin with, which is left out of them.
+
+    Returns:
+        As :func:`full_state_dict`.
+
+    Raises:
+        ShardingError: Another rank did not call it.
+    """
+    backend.runtime.meet("a gathering of whole weights, of which all ranks hold parts,")
     first = backend.aliases(root)
     gathered: dict[str, Any] = {}  # of every rank, for all must gather the same
     for name, value in backend.model_state(root).items():
         if name.startswith(prefix):
             original = first.get(name, name)
             if original not in gathered:
-                full = whole(value, backend.runtime)
-                if backend.runtime.rank:
-                    full = None
-                gathered[original] = full.cpu().clone() if isinstance(full, Tensor) else full
+                full = backend.full_tensor(value)  # of a tensor that each rank has, this one's own memory
+                gathered[original] = full.clone() if isinstance(full, Tensor) else full
             gathered[name] = gathered[original]
     if backend.runtime.rank:
-        return {}
+        return _OnRankZero()
     return {name.removeprefix(prefix): value for name, value in gathered.items() if name.startswith(prefix)}
+
+
+class _OnRankZero(dict[str, Any]):
+    """What other ranks than 0 have of whole weights: nothing. Who reads a name of it is told where they are.
+
+    Names may be taken out and put in, as hooks do that run on every rank and count on rank 0 alone.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        raise MissingKeyError(
+            f"{name!r} was read of whole weights on a rank that has none: rank 0 holds them, and other ranks an empty "
+            "dictionary.\nWrite `if trainer.is_global_zero:` (under Fabric `if fabric.is_global_zero:`) before it."
+        )
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not None:  # which pop() has given, where rank 0 renames
+            super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self.pop(name)
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        return super().pop(name, default)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def refuse_values_of_parts(on: bool) -> None:
+    """Let reading a value of what hooks have computed of shards raise where ranks have yet to reduce it, or not."""
+    refuse_unreduced_values(_of_parts if on else None)
+
+
+def _of_parts() -> ShardingError:
+    return ShardingError(
+        "a value was read of a DTensor that this rank has computed of its shards alone, such as a norm or a sum.\n"
+        "Write float(value.full_tensor()), on all ranks; or compute it of whole tensors, which "
+        'fsdp_core.full_state_dict(self), called on all ranks, gives to rank 0, and which state_dict_type="full" puts '
+        'into checkpoint["state_dict"] there.'
+    )
 
 
 def written_of(module: nn.Module) -> nn.Module:

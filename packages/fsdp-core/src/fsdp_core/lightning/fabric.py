@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -59,6 +60,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     """
 
     launcher_class: ClassVar[Any] = FabricSubprocessLauncher
+    log: ClassVar[logging.Logger] = logging.getLogger("lightning.fabric.utilities.rank_zero")
     make_before: ClassVar[str] = "Make them before fabric.setup()."
 
     def __init__(

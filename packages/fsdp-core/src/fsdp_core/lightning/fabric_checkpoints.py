@@ -18,8 +18,8 @@ from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.checkpoint.planning import join_path
-from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
-from fsdp_core.lightning.fabric_loaders import is_loader, load_loader, loader_state
+from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
+from fsdp_core.lightning.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
 from fsdp_core.lightning.file_layout import as_trainers_file
 from fsdp_core.lightning.forwarding import root_of
 from fsdp_core.lightning.full_file import gathered, numbered, write_full
@@ -110,6 +110,8 @@ def save_checkpoint(
         elif isinstance(obj, Optimizer):
             converted[key] = backend.optimizer_state(owner_of(obj, strategy.roots, strategy.backend), obj)
             kinds[join_path(key)] = "optimizer"
+        elif is_left_out(key, obj, strategy.runtime):
+            continue
         elif is_loader(obj):
             converted[key] = loader_state(key, obj, strategy.runtime)
         else:
@@ -173,7 +175,8 @@ def load_checkpoint(
         and otherwise :class:`~fsdp_core.checkpoint.SavedTensor` handles, whose ``full()`` reads them.
 
     Raises:
-        CheckpointMismatchError: A key, name, shape or dtype doesn't fit.
+        MissingKeyError: A key is not there.
+        CheckpointMismatchError: A name, shape or dtype doesn't fit.
     """
     saved: Any = read_checkpoint(path, weights_only, strategy.runtime)
     if isinstance(state, dict) and "state_dict" in state and "state_dict" not in saved:
@@ -182,9 +185,9 @@ def load_checkpoint(
         _restore(strategy, state, saved, strict)
         return {}
     everything, state = state is None, state if state is not None else {}
-    missing = [key for key in state if key not in saved]
+    missing = [key for key in state if key not in saved and not is_left_out(key, state[key], strategy.runtime)]
     if strict and missing:
-        raise CheckpointMismatchError(
+        raise MissingKeyError(
             f"{path} holds no {missing[0]!r}; it holds {', '.join(map(repr, saved))}.\n"
             "Ask for what is there, or load with strict=False."
         )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.utils.data import DataLoader
 
 from fsdp_core.checkpoint.agreement import together
 from fsdp_core.data import position_of, sampler_of
-from fsdp_core.errors import CheckpointValueError
+from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.loader_states import described, entry, followed, has_state, is_finished, own_state, states_in
 from fsdp_core.runtime import Runtime
 
-__all__ = ["follow_in_fabric", "is_loader", "load_loader", "loader_state"]
+__all__ = ["follow_in_fabric", "is_left_out", "is_loader", "load_loader", "loader_state"]
+
+#: Of which it was said that they are left out.
+_told: WeakSet[object] = WeakSet()
 
 
 class FabricEpochs:
@@ -64,22 +69,37 @@ def is_loader(obj: object) -> bool:
     )
 
 
+def is_left_out(key: str, obj: object, runtime: Runtime) -> bool:
+    """Whether an object is a data loader that can't tell its position, of which a checkpoint holds nothing.
+
+    That is warned of once for each loader.
+
+    Args:
+        key: The user's name for it.
+        obj: What the user has put into the state.
+        runtime: The ranks; rank 0 warns.
+    """
+    if not isinstance(obj, DataLoader) or has_state(obj):
+        return False
+    if runtime.rank == 0 and obj not in _told:
+        warnings.warn(
+            f"{key!r} is left out of checkpoints: a {type(obj).__name__} can't tell under Fabric how far it is, so "
+            "a run that goes on begins its epoch anew.\nUse torchdata's StatefulDataLoader; or save the number of "
+            "batches, and pass over as many.",
+            stacklevel=2,
+        )
+        _told.add(obj)
+    return True
+
+
 def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
     """The position of a loader under Fabric. All ranks must call it.
 
     Args:
         key: The user's name for it, for an error.
-        loader: The loader.
+        loader: The loader, which is not left out.
         runtime: The ranks.
-
-    Raises:
-        CheckpointValueError: It can't tell its position.
     """
-    if not callable(getattr(loader, "state_dict", None)):
-        raise CheckpointValueError(
-            f"can't save {key!r}: a {type(loader).__name__} can't tell under Fabric how far it is.\n"
-            "Use torchdata's StatefulDataLoader, or leave it out and save the number of batches instead."
-        )
     states, epochs = together(runtime, f"reading the position of {key!r}", loader.state_dict), _epochs_of(loader)
     saved = entry(described(loader), states)
     if epochs is not None:
@@ -97,8 +117,14 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
         check_only: Whether only to raise what would be raised.
 
     Raises:
-        CheckpointMismatchError: It can't be divided over this number of ranks, or is of another dataset.
+        CheckpointMismatchError: It can't be divided over this number of ranks, or is of another dataset; or the loader
+            can't take a position.
     """
+    if not has_state(loader):
+        raise CheckpointMismatchError(
+            f"the checkpoint holds how far a loader was, which a {type(loader).__name__} can't take under Fabric.\nUse "
+            "torchdata's StatefulDataLoader; or leave the loader out of what is loaded, and begin its epoch anew."
+        )
     if not (isinstance(saved, Mapping) and saved.keys() == {"world_size", "loaders"}):
         saved = {"world_size": 1, "loaders": [{"loader": described(loader), "ranks": [saved]}]}
     world_size, (one,) = saved["world_size"], saved["loaders"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["as_trainers_file", "numbered"]
+from fsdp_core.errors import CheckpointMismatchError
+
+__all__ = ["as_trainers_file", "from_fabric", "numbered"]
 
 
 def numbered(state: dict[str, Any]) -> dict[str, Any]:
@@ -35,3 +37,34 @@ def as_trainers_file(nest: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     optimizers = {"optimizer_states": [numbered(state) for state in nest["optimizer"]]} if "optimizer" in nest else {}
     return {**rest, "state_dict": nest["model"], **optimizers}
+
+
+def from_fabric(
+    nest: Mapping[str, Any], model: str, optimizers: Sequence[str], *, others: Sequence[str], version: str
+) -> dict[str, Any]:
+    """What was loaded of a folder that Fabric has saved, under the keys of a Trainer's file.
+
+    Args:
+        nest: The user's state.
+        model: The key of a model in it.
+        optimizers: The keys of its optimizers, in the order in which ``configure_optimizers`` returns them.
+        others: The keys of what is left out: other models and optimizers.
+        version: Of the Lightning whose layout it is.
+
+    Raises:
+        CheckpointMismatchError: The user has something else under a key of Lightning's.
+    """
+    ours = {
+        "pytorch-lightning_version": version,
+        "state_dict": nest[model],
+        "optimizer_states": [numbered(nest[key]) for key in optimizers],
+        "lr_schedulers": [],
+    }
+    rest = {key: value for key, value in nest.items() if key not in (model, *optimizers, *others)}
+    taken = sorted(rest.keys() & ours.keys())
+    if taken:
+        raise CheckpointMismatchError(
+            f"what Fabric has saved holds {taken[0]!r}, under which a Lightning file holds something else.\n"
+            "Save it under another key, or write the model alone by --to safetensors."
+        )
+    return {"epoch": 0, "global_step": 0, **rest, **ours}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
 from fsdp_core.gathering import gathered_modules
@@ -18,7 +19,8 @@ class ShardedForward(nn.Module):
     """Calls a sharded root, and is another object than it.
 
     Fabric sends a step method through the wrapper's forward, and so through the root's hooks, only if the strategy's
-    module is not the user's own. It holds no parameters itself, so names stay the user's.
+    module is not the user's own. It holds no parameters itself, so names stay the user's. But torch's functions that
+    walk down a module, such as ``FullyShardedDataParallel.summon_full_params``, find the root as its child.
 
     Args:
         root: The sharded root.
@@ -45,6 +47,22 @@ class ShardedForward(nn.Module):
         if not torch.is_grad_enabled():
             self._backend.reshard(self.root)
         return output
+
+    def children(self) -> Iterator[nn.Module]:
+        yield self.root
+
+    # what walks down by children() and changes parameters reaches them by the user's own module, and once
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        fn(self)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return self
 
 
 def root_of(module: nn.Module) -> nn.Module:

@@ -29,10 +29,12 @@ __all__ = ["gathered", "numbered", "read_full_file", "replace_by", "write_full",
 def gathered(value: Any, backend: Backend) -> Any:
     """Replace every sharded tensor in a nest of dicts, lists and tuples by its whole, on rank 0's CPU.
 
-    All ranks must call it with nests of the same structure. Tensors that share memory stay shared.
+    All ranks must call it, with the same sharded tensors under the same keys; rank 0 may have more beside them. Tensors
+    that share memory stay shared.
     """
     if isinstance(value, dict):
-        return {k: gathered(v, backend) for k, v in value.items()}
+        done = {k: gathered(value[k], backend) for k in sorted(value, key=str)}  # in one order on all ranks
+        return {k: done[k] for k in value}
     if isinstance(value, list):
         return [gathered(v, backend) for v in value]
     if type(value) is tuple:

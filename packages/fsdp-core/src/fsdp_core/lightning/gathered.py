@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp_core.backend import Backend
 from fsdp_core.errors import ShardingError
 from fsdp_core.fqn import clean_name
-from fsdp_core.gathering import gathered_modules, whole
+from fsdp_core.gathering import each_whole, gathered_modules
 from fsdp_core.lightning.exporting import written_of
 from fsdp_core.lightning.redirection import is_inside_forward, normal_tensors
 from fsdp_core.runtime import Runtime
@@ -118,14 +118,13 @@ def _check_at_rest(root: nn.Module) -> None:
 @normal_tensors()
 def _whole_parameters(backend: Backend, root: nn.Module, prefix: str, first: Mapping[str, str]) -> dict[str, Tensor]:
     """The parameters of a part of a root, each once, on this rank's device."""
-    tensors: dict[str, Tensor] = {}
     state = backend.model_state(root)
-    for name in backend.remembered_names(root):
-        original = first.get(name, name)
-        if name.startswith(prefix) and original not in tensors:
-            gathered = whole(state[original], backend.runtime)
-            tensors[original] = gathered.to(backend.runtime.device, copy=True)  # what is kept whole has its own memory
-    return tensors
+    names = dict.fromkeys(first.get(name, name) for name in backend.remembered_names(root) if name.startswith(prefix))
+    device = backend.runtime.device
+    # what is kept whole has its own memory
+    return {
+        name: full.to(device, copy=True) for name, full in each_whole({n: state[n] for n in names}, backend.runtime)
+    }
 
 
 @dataclass(frozen=True)

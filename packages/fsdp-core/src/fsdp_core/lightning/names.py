@@ -15,10 +15,11 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_core import registry
-from fsdp_core.errors import StrategyUnavailableError
+from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.fault_warnings import warn, warn_of_fault
 from fsdp_core.lightning.deferred_names import fill_when_read
 from fsdp_core.lightning.opening import install_search
+from fsdp_core.lightnings_names import TAKEN_OVER
 from fsdp_core.strategy_info import FrontEnd
 
 __all__ = ["LazyStrategy", "StrategyNames", "enter"]
@@ -58,8 +59,6 @@ _HOMES = {
 # "auto" never reaches a registry; Lightning enters "single_tpu" only after its strategies module has run.
 _RESERVED = frozenset({"auto", "single_tpu"})
 
-_TAKEN_OVER = "xla_fsdp"  # the one name of Lightning's (of Fabric's) that our own package replaces
-
 
 @dataclass(frozen=True, kw_only=True)
 class LazyStrategy:
@@ -76,13 +75,37 @@ class LazyStrategy:
     def __call__(self, **options: Any) -> Any:
         if self.instead is not None:
             registry.describe(self.name)  # an error about the name itself comes first
-            written, right = self.instead
-            raise StrategyUnavailableError(
-                f"strategy {self.name!r} works with the package 'lightning' (pip install lightning), "
-                f"but this script imports {written.split()[1]!r}, whose classes are others.\n"
-                f"Write `{right}` in place of `{written}`, everywhere in the script."
-            )
+            raise _of_another_package(f"strategy {self.name!r}", self.instead)
         return registry.resolve(self.name, self.front_end)(**options)
+
+
+def _of_another_package(what: str, instead: tuple[str, str]) -> StrategyUnavailableError:
+    written, right = instead
+    return StrategyUnavailableError(
+        f"{what} works with the package 'lightning' (pip install lightning), "
+        f"but this script imports {written.split()[1]!r}, whose classes are others.\n"
+        f"Write `{right}` in place of `{written}`, everywhere in the script."
+    )
+
+
+def _refuse_elsewhere(strategy: object, module: str) -> None:
+    """Raise for a strategy object of ours that a connector got which is of another front end or another package."""
+    ranks, home = sys.modules.get("fsdp_core.lightning.ranks"), _HOMES.get(module)
+    if ranks is None or home is None or not isinstance(strategy, ranks.RanksOfStrategy):
+        return
+    if isinstance(strategy, sys.modules[module].Strategy):
+        return
+    written = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
+    if home.instead is not None:
+        raise _of_another_package(written, home.instead)
+    name = strategy.strategy_name
+    right = getattr(registry.describe(name), home.front_end)
+    if right is None:
+        registry.resolve(name, home.front_end)  # raises, and says where it works
+    raise UnsupportedCapabilityError(
+        f"{written} can't be given to {registry.FRONT_ENDS[home.front_end]}, which has a class of its own.\n"
+        f"Write `from {' import '.join(right.split(':'))}`, or strategy={name!r}."
+    )
 
 
 def enter(module: ModuleType) -> None:
@@ -129,14 +152,14 @@ def _enter_now(names: Any, module: ModuleType) -> None:
             description=infos[name].summary if name in infos else "can't be used as it is: see `fsdp list`",
             override=True,
         )
-    names.available_strategies = partial(StrategyNames, names)
+    names.available_strategies = partial(StrategyNames, names, module.__name__)
     for name in passed_over:
         _warn_of_claims(name, module)
 
 
 def _takes_over(name: str, home: _Home) -> bool:
     return (
-        name == _TAKEN_OVER
+        name == TAKEN_OVER
         and home.instead is None
         and any(one.canonical_name == registry.FIRST_PARTY[name] for one in registry.claimants(name))
     )
@@ -157,14 +180,26 @@ class StrategyNames(list[str]):
     Lightning's connectors test the user's string against this list, and say of an unknown one only that it is invalid.
     There is no public way to have a say in that. So the test raises :class:`~fsdp_core.UnknownStrategyError`, a
     ``ValueError`` like Lightning's own, if a connector asks, Lightning does not know the name either, and the name
-    looks like one of ours. Anybody else's test gets the plain answer. Checked on Lightning 2.6.6.
+    looks like one of ours. So does an object of ours that is for another front end or another package than theirs.
+    Anybody else's test gets the plain answer. Checked on Lightning 2.6.6.
+
+    Args:
+        names: The names.
+        module: Which of Lightning's modules they are of.
     """
+
+    def __init__(self, names: Iterable[str] = (), module: str = "") -> None:
+        super().__init__(names)
+        self._module = module
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
             return True
-        asks = sys._getframe(1).f_code.co_name
-        if isinstance(name, str) and asks == "_check_config_and_set_final_flags" and self._looks_like_ours(name):
+        if sys._getframe(1).f_code.co_name != "_check_config_and_set_final_flags":
+            return False
+        if not isinstance(name, str):
+            _refuse_elsewhere(name, self._module)
+        elif self._looks_like_ours(name):
             raise registry.unknown_strategy(name, self._lightnings())
         return False
 

@@ -1,23 +1,25 @@
-"""A Trainer's sharded folder written as the one file that a plain Trainer writes, without having it in memory."""
+"""A Trainer's or Fabric's folder as the one file that a plain Trainer writes, without having it in memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 from fsdp_core.checkpoint.anew import begins_anew
 from fsdp_core.checkpoint.consolidation import Consolidated
 from fsdp_core.checkpoint.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
 from fsdp_core.checkpoint.folder import StrPath
+from fsdp_core.checkpoint.paths import split_path
 from fsdp_core.checkpoint.plain_data import decode
 from fsdp_core.checkpoint.plain_json import read_plain
 from fsdp_core.checkpoint.replacing import check_apart, check_file, new_file
 from fsdp_core.checkpoint.stored_files import StoredFiles
 from fsdp_core.checkpoint.tensor_bytes import TensorBytes, open_files
 from fsdp_core.checkpoint.torch_zip import ArrayToWrite, TensorToWrite, TorchZip
-from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
-from fsdp_core.lightning.file_layout import as_trainers_file
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, MissingKeyError
+from fsdp_core.lightning.file_layout import as_trainers_file, from_fabric
 
 __all__ = ["consolidate_lightning"]
 
@@ -27,20 +29,29 @@ def consolidate_lightning(
     path: StrPath,
     out: StrPath,
     *,
+    key: str | None = None,
+    optimizer_keys: Sequence[str] = (),
     dtype: str | None = None,
     overwrite: bool = False,
     verify: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Consolidated:
-    """Write a Trainer's checkpoint folder into one ``.ckpt`` file, as a plain Trainer would have written it.
+    """Write a checkpoint folder into one ``.ckpt`` file, as a plain Trainer would have written it.
 
     ``LightningModule.load_from_checkpoint`` and ``Trainer.fit(ckpt_path=…)`` open it with any strategy: it holds the
     weights, the optimizers' state, numbered as torch numbers it, hyper-parameters, loops and callbacks. A few MiB of
     tensors are in memory at once. The names of a tied parameter share one tensor in it.
 
+    Of a folder that Fabric has saved, one model is under ``"state_dict"``, its optimizers are under
+    ``"optimizer_states"``, and everything else is where the user has put it. It has no loops: a Trainer goes on with
+    weights and optimizers, and counts from 0.
+
     Args:
-        path: The checkpoint, as a Trainer has saved it: a local path or an fsspec URL.
+        path: The checkpoint, as a Trainer or Fabric has saved it: a local path or an fsspec URL.
         out: The file to write: a local path or an fsspec URL.
+        key: The model's path in what Fabric has saved; may be left out where there is one model.
+        optimizer_keys: The paths of its optimizers there, in the order in which ``configure_optimizers`` returns them;
+            may be left out where there is one optimizer, and one model.
         dtype: Convert the model's floating-point tensors to this dtype; the optimizers' stay as they are.
         overwrite: Whether to replace a file at ``out``, once the new one is complete.
         verify: Whether to compare the files that are read with their checksums first.
@@ -51,7 +62,7 @@ def consolidate_lightning(
 
     Raises:
         CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
-        CheckpointMismatchError: No Trainer has saved it.
+        CheckpointMismatchError: It holds no such model or optimizers, or it can't be known which to take.
         CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
         CheckpointValueError: There is no such dtype.
         CheckpointError: The file can't be written.
@@ -63,14 +74,20 @@ def consolidate_lightning(
     nest = _with_places(files, dtype)
     try:
         whole = as_trainers_file(nest)
+        chosen = None if whole is not None else _choose(files, nest, key, optimizer_keys)
+        if chosen is not None:
+            whole = from_fabric(nest, *chosen, others=_others(files, *chosen), version=_lightning_version())
     except (KeyError, TypeError) as error:
+        if isinstance(error, CheckpointMismatchError):
+            raise
         raise CheckpointFormatError(
-            f"{files.folder} has optimizers laid out otherwise than a Trainer saves them: {error!r}. Save it again."
+            f"{files.folder} has optimizers laid out otherwise than a strategy saves them: {error!r}. Save it again."
         ) from error
-    if whole is None:
+    assert whole is not None
+    if chosen is None and (key not in (None, "model") or optimizer_keys):
         raise CheckpointMismatchError(
-            f"{files.folder} was not saved by a Trainer: it holds {', '.join(nest)}, and no loops of Lightning's.\n"
-            "Write its model by --to safetensors or --to huggingface, or load it by Fabric.load."
+            f"{files.folder} was saved by a Trainer: its model is 'model', and it has all optimizers in their order.\n"
+            "Leave out key= and optimizer_keys= (--key, --optimizer-key), which are for what Fabric has saved."
         )
     archive = TorchZip(whole)
     manifest = files.manifest
@@ -84,8 +101,88 @@ def consolidate_lightning(
         tensors=archive.tensors,
         nbytes=archive.nbytes,
         aliases={},
-        left_out={},
+        left_out={} if chosen is None else dict.fromkeys(_others(files, *chosen), "is not of this model"),
     )
+
+
+def _choose(
+    files: StoredFiles, nest: Mapping[str, Any], key: str | None, optimizer_keys: Sequence[str]
+) -> tuple[str, tuple[str, ...]]:
+    """Which model of Fabric's to write, and which of the optimizers, by their keys in the state.
+
+    Raises:
+        MissingKeyError: There is none by a name that was given.
+        CheckpointMismatchError: It can't be known which, or an optimizer is another model's.
+    """
+    models, optimizers = _keys(files, "model"), _keys(files, "optimizer")
+    if not models:
+        raise CheckpointMismatchError(
+            f"{files.folder} holds no model, but {', '.join(map(repr, nest)) or 'nothing'}.\nA Lightning file is "
+            'one of a model: save that with fabric.save(path, {"model": model, ...}), as fabric.setup() returned it.'
+        )
+    if key is None and len(models) > 1:
+        raise CheckpointMismatchError(
+            f"{files.folder} holds {len(models)} models ({_shown(models)}): say which one, by key= (--key)"
+        )
+    model = models[0] if key is None else key
+    for given, known, kind, option in (
+        *((one, optimizers, "optimizer", "optimizer_keys= (--optimizer-key)") for one in optimizer_keys),
+        (model, models, "model", "key= (--key)"),
+    ):
+        if given not in known:
+            raise MissingKeyError(
+                f"no {kind} under {given!r} in {files.folder}. There: {_shown(known)}; pass one as {option}"
+            )
+    for optimizer in optimizer_keys:
+        foreign = _trained(nest, optimizer) - nest[model].keys()
+        if foreign:
+            raise CheckpointMismatchError(
+                f"the optimizer {optimizer!r} in {files.folder} trains {min(foreign)!r}, which the model {model!r} has "
+                f"not: it is another's.\nThe optimizers there are {_shown(optimizers)}: pass those of {model!r} as "
+                "optimizer_keys= (--optimizer-key, once for each)."
+            )
+    if optimizer_keys:
+        return model, tuple(optimizer_keys)
+    fitting = [one for one in optimizers if _trained(nest, one) <= nest[model].keys()]
+    others = [
+        other for other in models if other != model for one in fitting if _trained(nest, one) <= nest[other].keys()
+    ]
+    if len(fitting) > 1 or others:
+        named = " and ".join(["", *map(repr, others)])
+        raise CheckpointMismatchError(
+            f"{files.folder} holds optimizers ({_shown(fitting)}) that may be those of {model!r}{named}: say which are "
+            f"{model!r}'s, in the order in which configure_optimizers() returns them, by optimizer_keys= "
+            "(--optimizer-key, once for each)"
+        )
+    return model, tuple(fitting)
+
+
+def _trained(nest: Mapping[str, Any], optimizer: str) -> set[str]:
+    """The names of the parameters that an optimizer holds."""
+    return {name for group in nest[optimizer]["param_groups"] for name in group["params"]}
+
+
+def _keys(files: StoredFiles, kind: str) -> list[str]:
+    """The keys that Fabric's user has given models, or optimizers."""
+    return ["/".join(split_path(path)) for path, found in files.manifest.kinds.items() if found == kind]
+
+
+def _shown(keys: Sequence[str]) -> str:
+    return ", ".join(map(repr, keys)) or "none"
+
+
+def _others(files: StoredFiles, model: str, optimizers: Sequence[str]) -> list[str]:
+    return [one for kind in ("model", "optimizer") for one in _keys(files, kind) if one not in (model, *optimizers)]
+
+
+def _lightning_version() -> str:
+    """The version whose layout is written: the installed one's, or else the first that has had it."""
+    for package in ("lightning", "pytorch-lightning"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return "2.0.0"
 
 
 def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:

@@ -11,16 +11,19 @@ from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.plugins.precision.amp import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
 from lightning.fabric.plugins.precision.half import HalfPrecision as FabricHalfPrecision
+from lightning.fabric.plugins.precision.xla import XLAPrecision as FabricXLAPrecision
 from lightning.pytorch.plugins.precision import (
     FSDPPrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
+    XLAPrecision,
 )
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from fsdp_core.backend import Backend
+from fsdp_core.deferred_init import continue_deferred
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.precision import ShardPrecision
@@ -35,10 +38,12 @@ _TRANSLATED = (
     FSDPPrecision,
     HalfPrecision,
     MixedPrecision,
+    XLAPrecision,
     FabricPrecision,
     FabricFSDPPrecision,
     FabricHalfPrecision,
     FabricMixedPrecision,
+    FabricXLAPrecision,
 )
 
 
@@ -62,6 +67,8 @@ def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
             f"the precision plugin {type(plugin).__name__} can't be used with a sharded strategy, which casts shards "
             "itself.\nWrite precision='bf16-mixed' (or another precision string) in its place."
         )
+    if isinstance(plugin, XLAPrecision | FabricXLAPrecision):
+        plugin.teardown()  # by its environment variables XLA would compute all that is fp32 in another dtype
     # Lightning makes FSDPPrecision's scaler by itself and drops the user's; it is made anew, for the device in use
     own = None if isinstance(plugin, FSDPPrecision | FabricFSDPPrecision) else getattr(plugin, "scaler", None)
     return str(plugin.precision), own
@@ -108,7 +115,8 @@ class _Casting:
         return compute_context(self.dtypes, self.strategy.root_device.type)
 
     def cast_module(self, module: nn.Module) -> nn.Module:
-        return module if self.dtypes.storage is torch.float32 else module.to(self.dtypes.storage)
+        with continue_deferred(module):
+            return module if self.dtypes.storage is torch.float32 else module.to(self.dtypes.storage)
 
     def cast_input(self, data: Any) -> Any:
         if self.dtypes.storage is torch.float32:

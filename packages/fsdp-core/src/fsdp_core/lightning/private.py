@@ -39,6 +39,7 @@ __all__ = [
     "FabricSubprocessLauncher",
     "TrainerSubprocessLauncher",
     "always_load_loader_states",
+    "always_say_what_is_saved",
     "before_each_fetch",
     "begin_an_epoch",
     "combined_loader",
@@ -53,6 +54,17 @@ __all__ = [
     "set_sampler_epoch",
     "wrapped_sampler",
 ]
+
+
+def always_say_what_is_saved(trainer: Any) -> None:
+    """Let ``trainer.save_checkpoint(path)`` save all, as ever; Lightning logs on every rank that it was not told to."""
+    connector = trainer._checkpoint_connector
+    if "dump_checkpoint" not in vars(connector):
+        connector.dump_checkpoint = partial(_dump, connector.dump_checkpoint)
+
+
+def _dump(dump: Callable[[bool], Any], weights_only: bool | None = None) -> Any:
+    return dump(bool(weights_only))
 
 
 def forget_module(strategy: Any) -> None:

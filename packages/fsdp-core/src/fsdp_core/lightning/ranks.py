@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,15 +18,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.backend import Backend
+from fsdp_core.built_in_parts import check_parts
 from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.gathering import check_not_gathered
 from fsdp_core.late_parameters import refuse_late
+from fsdp_core.lightning.announcing import announce
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
-from fsdp_core.lightning.devices import check_devices, check_state_dict_type, reduce_op_name, set_rank_zero
+from fsdp_core.lightning.devices import (
+    check_devices,
+    check_state_dict_type,
+    check_waiting,
+    reduce_op_name,
+    set_rank_zero,
+)
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.lightning.private import reset_seed
-from fsdp_core.lightning.redirection import follow_calls, normal_tensors, parts_of
+from fsdp_core.lightning.redirection import follow_calls, is_inside_forward, normal_tensors, parts_of
 from fsdp_core.pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -39,6 +48,8 @@ __all__ = ["RanksOfStrategy", "sharded_by"]
 sharded_by: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
 #: What optimizers held when they were last looked at.
 _held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
+
+_NOT_SHARDED = "not sharded yet"
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +66,14 @@ class RanksOfStrategy:
         background: What writes checkpoints behind training; ``None`` where a save returns when all is written.
         sequential_save: Whether ranks of a host write their part of a sharded checkpoint one after another.
         make_before: Where users make parameters before they are sharded, as a sentence.
+        log: Where Lightning says what rank 0 has to say, whose level users set.
     """
 
     make_before: ClassVar[str]
 
     launcher_class: ClassVar[Any]
+    log: ClassVar[logging.Logger]
+    __signature__: ClassVar[inspect.Signature]
 
     backend: Backend
     runtime: Runtime
@@ -79,6 +93,12 @@ class RanksOfStrategy:
     global_rank: int
     world_size: int
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # else Sphinx and editors would show the arguments of __new__
+        own = inspect.signature(cls.__init__)
+        cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])
+
     def __new__(cls, *args: Any, **options: Any) -> Self:
         # before the constructor, which may have no parameter for what is refused
         check_options(cls, args, options)
@@ -97,6 +117,7 @@ class RanksOfStrategy:
         """Note what the constructor was given, before Lightning's constructor looks at it."""
         refuse_unknown_options(strategy_name, type(self), unknown, {})
         check_state_dict_type(state_dict_type)
+        check_waiting(timeout, async_save)
         self.backend = backend
         self.runtime = runtime or ProcessGroupRuntime()
         self.strategy_name = strategy_name
@@ -112,11 +133,15 @@ class RanksOfStrategy:
     def _sharded(self, module: nn.Module) -> nn.Module:
         """The root that a module becomes. All ranks must call it."""
         if self.runtime.world_size > 1:
-            check_same(self.runtime, type(module).__name__, self._facts(module))
+            facts = self._facts(module)
+            check_same(self.runtime, type(module).__name__, facts)
+            if facts["state"] == _NOT_SHARDED:  # else sharding raises on all ranks, or goes on
+                check_parts(module, self.runtime)
         check_materialization(self.strategy_name, module)
         goes_on = self.backend.owner_of(module) is not None
         name = type(module).__name__  # which a library may change
-        parts = None if goes_on else parts_of(module, self.backend.units(module))
+        units = () if goes_on else self.backend.units(module)
+        parts = None if goes_on else parts_of(module, units)
         with normal_tensors():
             root = self.backend.shard(module)
         if goes_on:
@@ -128,6 +153,8 @@ class RanksOfStrategy:
             follow_calls(root, parts, meet=has_parts)
         refuse_state_dicts(root, self.backend.remembered_names(root), layout, self.strategy_name)
         refuse_files_of_shards(root, self.strategy_name)
+        if not goes_on:
+            announce(self.log, self.strategy_name, name, len(units), self.backend, root)
         return root
 
     def _refuse_late(self, root: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -193,7 +220,7 @@ class RanksOfStrategy:
             self.backend.check_shardable(module)
         except ShardingError as error:  # sharding raises it, on all ranks where it is the same on all
             return {**facts, "state": str(error)}
-        return {**facts, "state": "not sharded yet", **facts_of_module(module, self.backend.units)}
+        return {**facts, "state": _NOT_SHARDED, **facts_of_module(module, self.backend.units)}
 
     @contextmanager
     def _no_sync(self, root: nn.Module) -> Iterator[None]:
@@ -215,6 +242,11 @@ class RanksOfStrategy:
     def _check_saving(self, roots: Iterable[nn.Module]) -> None:
         for root in roots:
             check_not_gathered(root, "a checkpoint")
+            if is_inside_forward(root):
+                raise ShardingError(
+                    "a checkpoint was asked for inside a step, whose forward pass holds parameters gathered.\n"
+                    "Save it in a hook after the step, such as on_train_batch_end()."
+                )
         kind = self.state_dict_type
         check_checkpoint(self.strategy_name, kind, f"a checkpoint with state_dict_type={kind!r}")
 

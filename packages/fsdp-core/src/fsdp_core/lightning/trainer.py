@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Never
 
@@ -28,13 +29,15 @@ from fsdp_core.gathering import check_not_gathered
 from fsdp_core.late_parameters import refuse_late
 from fsdp_core.lightning.averaging import shard_averages
 from fsdp_core.lightning.capabilities import check_loop, check_precision
+from fsdp_core.lightning.exporting import refuse_values_of_parts, whole_state
 from fsdp_core.lightning.finetuning import check_finetuning
 from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.loader_positions import TrainingLoaders
 from fsdp_core.lightning.opening import checkpoint_at
 from fsdp_core.lightning.pending import expect_what_is_pending
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
-from fsdp_core.lightning.private import TrainerSubprocessLauncher
+from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
+from fsdp_core.lightning.pruning import check_pruning
 from fsdp_core.lightning.ranks import RanksOfStrategy
 from fsdp_core.lightning.redirection import call_inside_forward, explain_shards, normal_tensors
 from fsdp_core.lightning.resuming import KEY, ExactResume
@@ -45,6 +48,7 @@ from fsdp_core.pieces import refuse_again
 from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import Runtime
 from fsdp_core.step_gradients import guard, unguard
+from fsdp_core.step_writes import StepWrites, check_writes
 from fsdp_core.strategy_info import Capability
 
 __all__ = ["ShardedTrainerStrategy"]
@@ -86,6 +90,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     """
 
     launcher_class: ClassVar[Any] = TrainerSubprocessLauncher
+    log: ClassVar[logging.Logger] = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     make_before: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
 
     def __init__(
@@ -110,6 +115,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._exact_resume = ExactResume(self.runtime)
         self._in_step = self._blocking = False
         self._has_stepped = False
+        self._is_first_step = False
+        self._writes: StepWrites | None = None
         self._trainer: pl.Trainer | None = None
         self._fitting = False
         #: By path, whether a checkpoint is there when all that is pending is done.
@@ -176,20 +183,24 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        with self.backend.wrap_context():
+        with self.backend.wrap_context(), warnings.catch_warnings():
+            # whose advice is to write it in configure_model, which this is around
+            warnings.filterwarnings("ignore", message="`trainer.init_module` cannot fully support proper instantiation")
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self._trainer = trainer
+        always_say_what_is_saved(trainer)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._fitting = fitting
+        self._fitting = self._is_first_step = fitting
         if fitting and self.background is not None:
             expect_what_is_pending(trainer.checkpoint_callbacks)
         module = self.lightning_module
         if fitting:
             check_loop(self.strategy_name, self.state_dict_type, trainer, module)
+            check_pruning(trainer, self.strategy_name)
         if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":
             # refuse now what the first checkpoint, perhaps hours from now, could not hold
             check_hyper_parameters(module, "hyper_parameters")
@@ -202,7 +213,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 converted = self._layer_sync.apply(converted)
             module = converted
         self.model = self._sharded(module)
-        shard_averages(trainer, self.backend, self.model)
+        shard_averages(trainer, self.backend, self.model, full=self.state_dict_type == "full")
         show_written_shapes(trainer, self.backend, self.model)
         if fitting:
             self._exact_resume.follow(trainer)
@@ -230,6 +241,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def follow_toggling(self) -> None:
         """Let parameters that are gathered inside a step require gradients as their shards do now."""
         if self._in_step and self.model is not None:
+            self._check_writes()
             self.backend.follow_requires_grad(self.model)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -248,11 +260,22 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.behind is not None:
             self.behind.step()
         self._in_step = True
+        if self._is_first_step and self.model is not None:
+            self._writes = self.backend.watch_writes(self.model)
         try:
-            return self._step("training_step", *args, **kwargs)
+            output = self._step("training_step", *args, **kwargs)
+            assert self.model is not None and self.lightning_module is not None
+            if not self.lightning_module.automatic_optimization:
+                self.backend.reshard(self.model)  # what hooks write from now on is written to shards
+            return output
         finally:
-            self._in_step = False
-            unguard(self._pieces())
+            self._in_step = self._is_first_step = False
+            self._writes = None
+            self._unguard()
+
+    def _check_writes(self) -> None:
+        if self._writes is not None:
+            check_writes(self._writes)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._eval_step("validation_step", *args, **kwargs)
@@ -267,9 +290,15 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         """Run a step method of the user's inside the root's forward pass, so that the root's shards are gathered."""
         assert self.model is not None and self.lightning_module is not None
         self._has_stepped = True
+        refuse_values_of_parts(False)
         check_not_gathered(self.model, f"a {name}")
+
+        def step() -> Any:
+            output = getattr(self.lightning_module, name)(*args, **kwargs)
+            self._check_writes()
+            return output
+
         with self.precision_plugin.forward_context():
-            step = partial(getattr(self.lightning_module, name), *args, **kwargs)
             return call_inside_forward(self.model, self.lightning_module, step)
 
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +321,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._inside_root_forward:
             assert self.model is not None
-            unguard(self._pieces())
+            self._unguard()
+            self._check_writes()
             self.backend.suspend_forward(self.model, closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -302,21 +332,30 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self._inside_root_forward:
             assert self.model is not None
             self.backend.resume_forward(self.model)
-            guard(self._pieces())
+            self._guard()
 
     def _pieces(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients, which are no DTensors that compute over all ranks."""
         held = {p: None for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         return (p.grad for p in held if not isinstance(p, DTensor) and self.backend.holds_part(p))
 
+    def _guard(self) -> None:
+        """Refuse what would be computed of gradients as one rank has them."""
+        guard(self._pieces())
+        refuse_values_of_parts(True)
+
+    def _unguard(self) -> None:
+        unguard(self._pieces())
+        refuse_values_of_parts(False)
+
     @contextmanager
     def _guarded_pieces(self) -> Iterator[None]:
-        """Refuse what the user's hooks would compute of pieces of gradients, if it is not elementwise."""
-        guard(self._pieces())
+        """Refuse what the user's hooks would compute of gradients as one rank has them."""
+        self._guard()
         try:
             yield
         finally:
-            unguard(self._pieces())
+            self._unguard()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         root = self.model
@@ -332,17 +371,21 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         def closure_inside_forward() -> Any:
             self.backend.resume_forward(root)
             result = closure()
-            unguard(self._pieces())
+            self._unguard()
+            self._check_writes()
             self.backend.suspend_forward(root)
             return result
 
+        self._check_writes()
         try:
             return super().optimizer_step(optimizer, closure_inside_forward, model, **kwargs)
         finally:
             self._unreduced.clear()
             self._exact_resume.on_step(optimizer)
             self.backend.resume_forward(root)
-            guard(self._pieces())
+            if self._writes is not None:
+                self._writes.renew()
+            self._guard()
 
     @property
     def _inside_root_forward(self) -> bool:
@@ -378,7 +421,18 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     @normal_tensors()
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state by name, of the kind that checkpoints have. All ranks must call it.
+
+        Returns:
+            With ``state_dict_type="full"`` whole tensors in host memory on rank 0, and an empty dictionary elsewhere.
+            With ``"sharded"`` what this rank holds: DTensors, :class:`~fsdp_core.checkpoint.ChunkedTensor` s, or plain
+            tensors that are the same on every rank; for whole ones, see :func:`fsdp_core.full_state_dict`.
+        """
         assert self.model is not None
+        self._check_saving([self.model])
+        if self.state_dict_type == "full":
+            return whole_state(self.backend, self.model)
+        refuse_values_of_parts(True)  # in hooks, until the checkpoint is saved or a step begins
         return self.backend.model_state(self.model)
 
     @normal_tensors()
@@ -411,6 +465,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         return self.background if self._fitting else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        refuse_values_of_parts(False)
         self._check_saving(filter(None, [self.model]))
         path = self.broadcast(str(filepath))
         if self.behind is not None:
@@ -442,6 +497,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self.behind.run(doing, lambda ranks: job() if ranks.rank == 0 else None)
 
     def teardown(self) -> None:
+        refuse_values_of_parts(False)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

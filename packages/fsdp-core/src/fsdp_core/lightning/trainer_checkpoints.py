@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.backend import Backend
 from fsdp_core.checkpoint.background import BackgroundSaves
-from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
 from fsdp_core.lightning.capabilities import check_checkpoint
 from fsdp_core.lightning.full_file import gathered, numbered, write_full
 from fsdp_core.lightning.loader_positions import TrainingLoaders
@@ -123,8 +123,15 @@ def load_checkpoint(
     sharded = is_sharded(path, strategy.runtime)
     check_checkpoint(strategy.strategy_name, "sharded" if sharded else "full", f"to load {path!r}")
     saved: dict[str, Any] = read_checkpoint(path, weights_only, strategy.runtime)
+    missing = [key for key in (("model", "trainer") if sharded else ("state_dict",)) if key not in saved]
+    if missing:
+        raise MissingKeyError(
+            f"{path} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, and no {missing[0]!r}.\nLoad "
+            f"it with fabric.load(), if Fabric has saved it; of its folder, `fsdp checkpoint consolidate {path} FILE "
+            "--to lightning` makes a file that a Trainer opens."
+        )
     if sharded:
-        rest = saved.get("trainer", {})
+        rest = saved["trainer"]
         optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
         saved = {"state_dict": saved["model"], **optimizers, **rest}
     assert strategy.lightning_module is not None

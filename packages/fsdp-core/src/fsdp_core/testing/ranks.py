@@ -35,6 +35,11 @@ __all__ = [
 RankKind = Literal["processes", "threads", "one controller"]
 
 
+_MEETINGS = 3
+_NOT_MET = "RuntimeError: Gloo connectFullMesh failed"
+_WAITED = "ended, as it waited for one that failed"
+
+
 class RankError(AssertionError):
     """A rank failed or ran out of time.
 
@@ -71,10 +76,22 @@ class Failure:
     summary: str
     traceback: str = ""
 
+    @property
+    def is_of_meeting(self) -> bool:
+        """Whether gloo has not connected this rank with the others, which says nothing of what ranks run."""
+        return self.summary.startswith(_NOT_MET) or self.summary == _WAITED
+
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Of what was raised, the first line: ours and pytest's go on with what to do, and with details."""
+        """Of what was raised, the first line: ours and pytest's go on with what to do, and with details.
+
+        Of an assertion without a message, what it asserts: pytest shows values only where it has rewritten a module.
+        """
         said = "".join(traceback.format_exception_only(error)).splitlines()
+        if isinstance(error, AssertionError) and not error.args and error.__traceback__ is not None:
+            line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+            if line.startswith("assert "):
+                said[0] += f": {line}"
         # where a syntax error is comes before it, indented
         return cls(next(line for line in said if not line.startswith(" ")), traceback.format_exc())
 
@@ -89,7 +106,9 @@ class RankPool:
     Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning
     takes the ranks as they are. Processes live on between calls; a process group left open by a call is closed after
     it, and the environment variables that it set are taken back. After a failure all of them are ended, and the
-    next call starts others: nobody knows where a rank that failed has left those that waited for it.
+    next call starts others: nobody knows where a rank that failed has left those that waited for it. Where gloo has not
+    connected ranks with each other, which it fails to do once in a while on a busy machine, others are started for the
+    same call.
 
     Attributes:
         start_method: ``"forkserver"``, which takes milliseconds, or ``"spawn"`` for a library that has threads, or
@@ -124,6 +143,20 @@ class RankPool:
             RankError: A rank raised, died, or took too long.
         """
         __tracebackhide__ = True  # pytest then shows the test that called, and what the ranks said
+        for meeting in range(1, _MEETINGS + 1):
+            results, failures = self._run_once(world_size, function, args, timeout)
+            if not failures:
+                break
+            if meeting == _MEETINGS or not all(failure.is_of_meeting for failure in failures.values()):
+                raise_failures(function, failures, world_size)
+            told = next(failure.summary for failure in failures.values() if failure.summary != _WAITED)
+            warnings.warn(f"Ranks have not met ({told}); others are started for the same call.", stacklevel=2)
+        return [results[rank] for rank in range(world_size)]
+
+    def _run_once(
+        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> tuple[dict[int, Any], dict[int, Failure]]:
+        """One call; the processes are ended if a rank fails."""
         self._replace_lost()
         while len(self._workers) < world_size:
             self._workers.append(start_process(_work, method=self.start_method, environment={"OMP_NUM_THREADS": "1"}))
@@ -135,8 +168,7 @@ class RankPool:
             raise
         if failures:
             self._abandon()
-            raise_failures(function, failures, world_size)
-        return [results[rank] for rank in range(world_size)]
+        return results, failures
 
     def _call(
         self, port: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
@@ -159,9 +191,7 @@ class RankPool:
             end = min(deadline, time.monotonic() + 5.0) if failures else deadline
             ready = wait(list(waiting), timeout=max(end - time.monotonic(), 0.0))
             if not ready:
-                why = (
-                    f"no answer within {timeout:g} s" if end == deadline else "ended, as it waited for one that failed"
-                )
+                why = f"no answer within {timeout:g} s" if end == deadline else _WAITED
                 failures.update(dict.fromkeys(waiting.values(), Failure(why)))
             for connection in ready:
                 rank = waiting[connection]
@@ -205,7 +235,7 @@ class RankPool:
         lost = {process.pid: process.exitcode for process, _ in self._workers if not process.is_alive()}
         if lost:
             told = ", ".join(f"process {pid} with exit code {status}" for pid, status in lost.items())
-            warnings.warn(f"Ranks have died between two calls ({told}); others are started.", stacklevel=3)
+            warnings.warn(f"Ranks have died between two calls ({told}); others are started.", stacklevel=4)
             self.close()
 
     def _exit_code(self, rank: int) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.gathering import whole
+from fsdp_core.gathering import each_whole
 from fsdp_core.testing.here import here
 
 __all__ = [
@@ -43,8 +43,8 @@ def full_state(strategy: Any, root: nn.Module | None = None) -> dict[str, Any]:
         root: A sharded root; the only one when ``None``.
     """
     state = strategy.backend.model_state(root_of(strategy) if root is None else root)
-    gathered = {name: whole(state[name], strategy.runtime) for name in state}
-    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in gathered.items()}
+    gathered = each_whole(state, strategy.runtime)
+    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in gathered}
 
 
 def full_optimizer_state(strategy: Any, optimizer: Any, root: nn.Module | None = None) -> dict[str, dict[str, Any]]:
@@ -58,9 +58,11 @@ def full_optimizer_state(strategy: Any, optimizer: Any, root: nn.Module | None =
     plain = getattr(optimizer, "_optimizer", optimizer)
     root = root_of(strategy) if root is None else root
     state = strategy.backend.optimizer_state(root, plain)["state"]
-    return {
-        name: {key: whole(state[name][key], strategy.runtime) for key in sorted(state[name])} for name in sorted(state)
-    }
+    flat = {(name, key): state[name][key] for name in sorted(state) for key in sorted(state[name])}
+    found: dict[str, dict[str, Any]] = {name: {} for name in sorted(state)}
+    for (name, key), value in each_whole(flat, strategy.runtime):
+        found[name][key] = value
+    return found
 
 
 def copied_state(module: nn.Module) -> dict[str, Tensor]:

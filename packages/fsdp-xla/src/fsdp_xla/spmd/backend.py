@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, ClassVar, cast
 
 import torch
@@ -33,7 +34,7 @@ from fsdp_xla.recomputation import recompute
 from fsdp_xla.spmd.boundaries import Boundaries
 from fsdp_xla.spmd.partitioning import PartitionSpec, batch_spec, parameter_spec, planned_dims, replicated_spec
 from fsdp_xla.spmd.runtime import FSDP_AXIS, XLASPMDRuntime
-from fsdp_xla.spmd.sharded_tensors import is_marked, mark, mark_as, sharding_of
+from fsdp_xla.spmd.sharded_tensors import is_marked, local_boxes, mark, mark_as, sharding_of
 from fsdp_xla.spmd.shards import HostShards, held_by_devices, layout_on_devices
 
 __all__ = ["XLASPMDBackend"]
@@ -173,6 +174,9 @@ class XLASPMDBackend(Backend):
         if not is_marked(moved):
             mark_as(moved, self.spmd.mesh, spec)
         return moved
+
+    def bytes_held(self, module: nn.Module) -> int:
+        return sum(prod(local_boxes(p)[0][2]) * p.element_size() for p in self.layout(module))
 
     def shard_batch(self, tensor: Tensor) -> Tensor:
         """Shard a tensor of a batch along its first dimension, which XLA pads if need be. One on the CPU stays."""

@@ -15,6 +15,7 @@ from fsdp_core.lightning.fabric import ShardedFabricStrategy
 from fsdp_core.lightning.options import refuse_unknown_options
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.accelerator import accelerator_for
+from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
 from fsdp_xla.spmd.backend import XLASPMDBackend
 from fsdp_xla.spmd.one_process import OneProcess
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
@@ -75,7 +76,7 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
         async_save: bool = False,
         **unknown: Never,
     ) -> None:
-        refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, {})
+        refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, INSTEAD_IN_SPMD, always=ALWAYS_IN_SPMD)
         super().__init__(
             XLASPMDBackend(
                 auto_wrap_policy=auto_wrap_policy,

@@ -121,6 +121,10 @@ class XLASPMDRuntime(Runtime):
         cut_layer_norms()
         follow_manual_seed(self.set_device_random_state)
 
+    def described(self) -> str:
+        count = int(np.prod(list(self.mesh.shape().values())))
+        return f"{count} device{'s' if count > 1 else ''} of one process (XLA)"
+
     def stop(self) -> None:
         """Nothing to do: SPMD lasts as long as the process."""
 

@@ -17,6 +17,7 @@ from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.batch_shapes import BatchShapes, stage_of
 from fsdp_xla.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
+from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
 from fsdp_xla.spmd.backend import XLASPMDBackend
 from fsdp_xla.spmd.one_process import OneProcess
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
@@ -77,7 +78,7 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         async_save: bool = False,
         **unknown: Never,
     ) -> None:
-        refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, {})
+        refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, INSTEAD_IN_SPMD, always=ALWAYS_IN_SPMD)
         self._batch_shapes = BatchShapes()
         super().__init__(
             XLASPMDBackend(

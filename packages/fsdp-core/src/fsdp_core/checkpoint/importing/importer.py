@@ -12,6 +12,7 @@ from fsdp_core.checkpoint.importing.files import open_file
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
 from fsdp_core.checkpoint.importing.optimizers import ParameterOrder
 from fsdp_core.checkpoint.importing.recognition import LIGHTNING_META, Source, recognise
+from fsdp_core.checkpoint.importing.renaming import renamed
 from fsdp_core.checkpoint.importing.safetensors_source import read_safetensors_file, read_safetensors_folder
 from fsdp_core.checkpoint.importing.tensors import Counted
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
@@ -33,6 +34,8 @@ def import_checkpoint(
     weights_only: bool = False,
     drop: Iterable[str] = (),
     parameter_order: Sequence[str] | None = None,
+    strip_prefix: str = "",
+    add_prefix: str = "",
     overwrite: bool = False,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Imported:
@@ -47,6 +50,10 @@ def import_checkpoint(
         drop: Paths in the source to leave out, such as ``hyper_parameters/loss``.
         parameter_order: The parameters' names in the order in which the optimizers hold them, for sources that number
             them.
+        strip_prefix: What each name of the source begins with, to be left off.
+        add_prefix: What to put before each name, such as ``"model."`` for a LightningModule that holds the model so.
+            What is saved is then a Trainer's checkpoint, whose training begins at its first epoch where the source is
+            none of a Trainer's.
         overwrite: Whether a checkpoint at ``out`` may be replaced.
         on_bytes: Called with the number of bytes that have been read and the number in all, to show progress.
 
@@ -56,7 +63,8 @@ def import_checkpoint(
     Raises:
         CheckpointFormatError: The source is damaged, or none that can be imported.
         CheckpointValueError: It holds what is neither plain data nor a tensor; the message names the paths.
-        CheckpointMismatchError: It is not certain which parameters an optimizer's state is of.
+        CheckpointMismatchError: It is not certain which parameters an optimizer's state is of, or names can't be
+            changed as asked.
         CheckpointExistsError: Something is at ``out`` that must not be replaced.
     """
     target, place = open_folder(out), open_folder(source)
@@ -65,6 +73,7 @@ def import_checkpoint(
         raise CheckpointExistsError(f"{target} is there already: import to another path, or type --overwrite.")
     with _named(place):
         imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
+        imported = renamed(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
     state = imported.state
     if on_bytes is not None:
         done, total = 0, sum(_sizes(find_part(imported.state, path) for path in imported.kinds))

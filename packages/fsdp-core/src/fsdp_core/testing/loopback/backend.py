@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from fsdp_core.materialize import place
 from fsdp_core.parts import Layout, Part, stand_in
 from fsdp_core.replicated import ReplicatedParameters
 from fsdp_core.step_gradients import StepGradients
+from fsdp_core.step_writes import ComparedShards, GatheredShard, StepWrites
 from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
 
 __all__ = ["LoopbackBackend", "shards_of"]
@@ -157,6 +159,12 @@ class LoopbackBackend(Backend):
             if shard.gathered is not None:
                 step.follow(shard.gathered, shard.held, is_part=True)
         step.on = True
+
+    def watch_writes(self, module: nn.Module) -> StepWrites | None:
+        return ComparedShards(
+            GatheredShard(name=one.names[0], shard=partial(getattr, one, "held"), gathered=one.gathered_run)
+            for one in shards_of(module)
+        )
 
     def follow_requires_grad(self, module: nn.Module) -> None:
         for shard in shards_of(module):

@@ -38,8 +38,7 @@ class FlatShard:
         self.numel, self.length = parameter.numel(), ceil(parameter.numel() / runtime.world_size)
         self.start = min(runtime.rank * self.length, self.numel)
         self.runtime = runtime
-        run = self.padded(parameter.detach()).view(runtime.world_size, self.length)[runtime.rank]
-        self.held = nn.Parameter(run.clone(), requires_grad=parameter.requires_grad)
+        self.held = nn.Parameter(self.run_of(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
         self.gathered: nn.Parameter | None = None
         self.own: Tensor | None = None
         # an optimizer that waits to be re-pointed still holds it
@@ -55,6 +54,14 @@ class FlatShard:
     def padded(self, whole: Tensor) -> Tensor:
         """A whole tensor of the parameter's shape as ``length`` elements for each rank, one rank after the other."""
         return pad(whole.reshape(-1), (0, self.length * self.runtime.world_size - self.numel))
+
+    def run_of(self, whole: Tensor) -> Tensor:
+        """This rank's run of a whole tensor."""
+        return self.padded(whole).view(self.runtime.world_size, self.length)[self.runtime.rank]
+
+    def gathered_run(self) -> Tensor | None:
+        """This rank's run of what is gathered; ``None`` while nothing is."""
+        return None if self.gathered is None else self.run_of(self.gathered.detach())
 
     def whole(self) -> Tensor:
         """The whole parameter, from all ranks."""

@@ -298,7 +298,7 @@ class AsyncSavesSuite(Clauses):
         got = ranks.run(2, _kept, self.strategy, tmp, True, save_last)
         assert got == want
         assert got[0]["linked"] == (save_last == "link")
-        assert len(got[0]["names"]) >= 3
+        assert len(got[0]["names"]) >= 3, f"fewer than 3 checkpoints were kept: {got[0]['names']}"
         for name in ("last.ckpt",) if save_last is True else (got[0]["best"],):
             first = ranks.run(2, _resumed, self.strategy, tmp, str(tmp_path / "sync" / name))
             second = ranks.run(2, _resumed, self.strategy, tmp, str(tmp_path / "async" / name))
@@ -310,16 +310,16 @@ class AsyncSavesSuite(Clauses):
     @KINDS
     def test_what_is_changed_after_the_call_is_not_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         for complete, kept in ranks.run(2, _changed_at_once, self.strategy, str(tmp_path), kind):
-            assert not complete
-            assert kept
+            assert not complete, "the save was complete when the call returned, and shows nothing of later changes"
+            assert kept, "what was changed after the call is in the checkpoint"
 
     @requires("async_save")
     @KINDS
     def test_training_goes_on_while_a_slow_disk_writes(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         for call, steps, fit in ranks.run(2, _stall, self.strategy, str(tmp_path), kind, 2.0):
-            assert call < 1.8
-            assert steps == 4
-            assert fit > 2.0
+            assert call < 1.8, f"save_checkpoint() took {call:.2f} s, as long as the disk that stalls for 2 s"
+            assert steps == 4, f"{steps} of 4 steps were taken while the disk stalled"
+            assert fit > 2.0, f"fit() returned after {fit:.2f} s, before the disk, which stalls for 2 s, had written"
 
     @requires("async_save")
     @on_ranks("processes")  # each with a disk of its own
@@ -341,7 +341,7 @@ class AsyncSavesSuite(Clauses):
             assert got["left"] == ["first.ckpt", *(["newest-step=1.ckpt"] if when == "save" else [])]
         assert first["losses"] == second["losses"]
         if when == "step":
-            assert 3 <= first["losses"] < 400
+            assert 3 <= first["losses"] < 400, f"the fit ended after {first['losses']} steps, of 3 to 400"
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
@@ -385,5 +385,5 @@ class AsyncSavesSuite(Clauses):
         ended = start(tmp_path, "async_save.py", self.strategy, str(tmp_path), "fails")
         assert ended.status == 1, ended.output
         assert "No space left on device" in ended.output
-        assert load(tmp_path / "2")["step"] == 2
-        assert read_manifest(tmp_path / "2").world_size == 2
+        step, world_size = load(tmp_path / "2")["step"], read_manifest(tmp_path / "2").world_size
+        assert (step, world_size) == (2, 2), f"the checkpoint is of step {step} by {world_size} ranks, not step 2 by 2"

@@ -89,7 +89,7 @@ def _refused_by_trainer(
     assert not module.losses
     assert not module.validation_losses
     assert not any(optimizer.state for optimizer in run.optimizers)
-    assert run.global_step == run.current_epoch == 0
+    assert run.global_step == run.current_epoch == 0, f"step {run.global_step}, epoch {run.current_epoch}"
     assert not keeper.restored
     assert_unchanged(run.strategy, before)
     return told
@@ -102,7 +102,7 @@ def _refused_by_fabric(strategy: str, path: str, module: Lit, error: type[Except
     model, optimizer = fabric.setup(module, module.configure_optimizers())
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": -1}
     told = refusal(error, lambda: fabric.load(path, state))
-    assert state["step"] == -1
+    assert state["step"] == -1, f"the step became {state['step']} though the checkpoint was refused"
     assert not optimizer.optimizer.state
     assert_unchanged(fabric.strategy, before)
     return told
@@ -228,15 +228,16 @@ def _regrouped(strategy: str, tmp: str, path: str) -> tuple[list[str], list[str]
     return [name for name, tensor in before.items() if not torch.equal(tensor, now[name].cpu())], kept
 
 
-def _load_absent_key(strategy: str, path: str) -> str:
+def _load_absent_key(strategy: str, tmp: str, path: str) -> tuple[str, str]:
+    """What Fabric says to a key that is not there, and a Trainer to what Fabric has saved."""
     fabric = new_fabric(strategy)
     lit = Lit()
     nn.init.ones_(lit.net.inp.weight)
     before = copied_state(lit)
     model = fabric.setup(lit)
-    told = refusal(CheckpointMismatchError, lambda: fabric.load(path, {"model": model, "scheduler": {}}))
+    told = refusal(KeyError, lambda: fabric.load(path, {"model": model, "scheduler": {}}))
     assert_unchanged(fabric.strategy, before)
-    return told
+    return told, _refused_by_trainer(strategy, tmp, path, Lit(), KeyError)
 
 
 # -- what can't be saved -----------------------------------------------------------------------------------------------
@@ -366,14 +367,16 @@ class BadCheckpointsSuite(Clauses):
         """As the refusal of :class:`MoreGroups` says."""
         saved("trainer", "sharded", tmp_path / "checkpoint")
         for changed, kept in ranks.run(2, _regrouped, self.strategy, str(tmp_path), str(tmp_path / "checkpoint")):
-            assert len(kept) == 1
-            assert set(kept) <= set(changed) <= {*kept, "net.out.weight"}  # which is tied to the first
+            assert len(kept) == 1, f"of one weight the state was to be new, and it was of {kept}"
+            told = f"changed were {sorted(changed)}, and the new group holds {kept}"
+            assert set(kept) <= set(changed) <= {*kept, "net.out.weight"}, told  # which is tied to the first
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_checkpoint_without_a_key(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:
         saved("fabric", "sharded", tmp_path / "checkpoint")
-        for told in ranks.run(2, _load_absent_key, self.strategy, str(tmp_path / "checkpoint")):
+        for told, trainer in ranks.run(2, _load_absent_key, self.strategy, str(tmp_path), str(tmp_path / "checkpoint")):
             assert_says(told, "no 'scheduler'", "'model', 'optimizer', 'step'", "strict=False")
+            assert_says(trainer, "not saved by a Trainer", "no 'trainer'", "consolidate", "--to lightning")
 
     @KINDS
     def test_folder_of_something_else_is_not_replaced(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch import nn
+from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor, nn
 
-from fsdp_core.errors import CheckpointMismatchError, ShardingError
+from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.here import here
@@ -40,6 +41,12 @@ def _without_parameters(strategy: str, tmp: str) -> list[str]:
         refusal(ShardingError, lambda: set_up(strategy, tmp, "trainer", NoParameters())),
         refusal(ShardingError, lambda: set_up(strategy, tmp, "fabric", nn.Tanh())),
     ]
+
+
+def _pruned(strategy: str, tmp: str) -> tuple[str, int]:
+    module = Lit()
+    run = new_trainer(tmp, strategy, 1, callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
+    return refusal(UnsupportedCapabilityError, lambda: run.fit(module, loader(1, 1))), len(module.losses)
 
 
 def _on_other_terms(strategy: str, tmp: str, options: dict[str, Any]) -> str:
@@ -72,6 +79,22 @@ def _two_dtypes(strategy: str) -> tuple[str, bool]:
     return refusal(ShardingError, set_up_and_look), kept == written
 
 
+def _written_in_forward(fabric: Fabric, path: str) -> None:
+    net: Any = oracle.new_net()
+    net.table = nn.Embedding(4, 2, max_norm=1.0)
+    fabric.setup(net)
+
+
+class Packed(Tensor):
+    """Stands for what libraries of quantisation put in the place of weights."""
+
+
+def _quantised(fabric: Fabric, path: str) -> None:
+    net: Any = oracle.new_net()
+    net.blocks[0].up.weight = nn.Parameter(torch.ones(7, 6).as_subclass(Packed), requires_grad=False)
+    fabric.setup(net)
+
+
 def _part_first(fabric: Fabric, path: str) -> None:
     net = oracle.new_net()
     fabric.setup(net.blocks[0])
@@ -83,12 +106,30 @@ class Unfilled(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.register_buffer("table", torch.ones(3))
+        self.register_buffer("table", torch.empty(3))
 
 
 def _unfilled(fabric: Fabric, path: str) -> None:
     with fabric.init_module(empty_init=True):
         net = Unfilled()
+    fabric.setup(net)
+
+
+class Initialising(nn.Sequential):
+    """Initialises its parts by itself, in its constructor."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3))
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+
+
+def _initialised_on_meta(fabric: Fabric, path: str) -> None:
+    with torch.device("meta"):
+        net = Initialising()
     fabric.setup(net)
 
 
@@ -104,8 +145,14 @@ def _fewer_parameters(fabric: Fabric, path: str) -> None:
 #: What a user does, and what the refusal says.
 REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
     "gradient hook": (_hooked, ["'blocks.0.up.weight'", "hook"]),
+    "weights that a forward pass writes": (_written_in_forward, ["'table'", "Leave max_norm out"]),
+    "quantised weight": (_quantised, ["'blocks.0.up.weight' is of the class Packed", "precision='bf16-true'"]),
     "part of a model first": (_part_first, ["'blocks.0'", "Set up the whole model"]),
     "a buffer that nothing fills": (_unfilled, ["'table'", "reset_parameters()"]),
+    "initialised in vain": (
+        _initialised_on_meta,
+        ["Linear", "_init_weights() of Initialising", "fabric.init_module(empty_init=True)"],
+    ),
     "optimizer over fewer parameters": (_fewer_parameters, ["'inp.weight'", "doesn't", "saved with"]),
 }
 
@@ -160,6 +207,7 @@ def _unlike_in_loops(strategy: str, tmp: str) -> tuple[str, int]:
 
 _NEEDS = {
     "a buffer that nothing fills": [requires(Capability.META_INIT)],
+    "initialised in vain": [requires(Capability.META_INIT)],
     "optimizer over fewer parameters": [requires(Capability.SHARDED_CHECKPOINT)],
 }
 
@@ -177,6 +225,12 @@ class BadModulesSuite(Clauses):
         (told,) = ranks.run(1, _without_parameters, self.strategy, str(tmp_path))
         for message, name in zip(told, ["NoParameters", "Tanh"], strict=True):
             assert_says(message, f"{name} has no parameters", "configure_model", "strategy='ddp'")
+
+    def test_pruning(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Refused before anything is trained: it is done to whole weights."""
+        ((told, steps),) = ranks.run(1, _pruned, self.strategy, str(tmp_path))
+        assert_says(told, "ModelPruning", repr(self.strategy), "load_from_checkpoint()", "strategy='ddp'")
+        assert not steps
 
     @pytest.mark.parametrize(
         "options",

@@ -29,7 +29,7 @@ from fsdp_core.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.clauses import Clauses, with_options
+from fsdp_core.testing.suite.clauses import Clauses, requires, with_options
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["BOTH", "BadOptionsSuite", "assert_refused_at_once", "set_up", "unfit_options"]
@@ -132,6 +132,10 @@ class BadOptionsSuite(Clauses):
         [
             ({"state_dict_type": "sharded_state"}, ["state_dict_type='sharded_state'", "'sharded'", "'full'"]),
             ({"checkpoint_io": TorchCheckpointIO()}, ["TorchCheckpointIO", "(state_dict_type='full')"]),
+            ({"async_save": "no"}, ["async_save='no'", "True", "False"]),
+            pytest.param(
+                {"timeout": 30}, ["timeout=30", "timedelta(seconds=30)"], marks=requires("timeout"), id="timeout-"
+            ),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )

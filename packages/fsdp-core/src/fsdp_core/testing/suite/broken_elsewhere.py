@@ -279,7 +279,7 @@ class BrokenElsewhereSuite(Clauses):
         got = ranks.run(2, every_stage, self.strategy, str(tmp_path), options)
         for one in got:
             assert one["losses"][:3] == pytest.approx(first, abs=FP32_TOLERANCE)
-            assert len(one["losses"]) == 9
+            assert len(one["losses"]) == 9, f"{len(one['losses'])} steps were trained, of 9"
             assert one["policy"]
             assert one["predicted"].shape == (one["rows"], FEATURES)
         assert_sharded([one["held"] for one in got], sum(p.numel() for p in oracle.new_net(width=WIDE).parameters()))
@@ -287,7 +287,7 @@ class BrokenElsewhereSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_lr_finder_restores_the_weights(self, ranks: Ranks, tmp_path: Path) -> None:
         for tried, (before, after), leftovers in ranks.run(2, _find_learning_rate, self.strategy, str(tmp_path)):
-            assert tried == 8
+            assert tried == 8, f"the learning-rate finder tried {tried} rates, of 8"
             assert after == pytest.approx(before, abs=FP32_TOLERANCE)
             assert not leftovers
 
@@ -325,9 +325,10 @@ class BrokenElsewhereSuite(Clauses):
         for (one_of_trainer, one_of_fabric), (of_trainer, of_fabric) in zip(
             one_batch, ranks.run(2, _reductions, self.strategy, tmp, 4, options), strict=True
         ):
-            assert one_of_trainer > 0
-            assert one_of_fabric > 0
-            assert (of_trainer, of_fabric) == (times * one_of_trainer, times * one_of_fabric)
+            assert one_of_trainer > 0, "torch's profiler saw no reduce-scatter in a step under the Trainer"
+            assert one_of_fabric > 0, "torch's profiler saw no reduce-scatter in a step under Fabric"
+            told = f"reduce-scatters of four micro-batches under Trainer and Fabric, which should be {times} × one's"
+            assert (of_trainer, of_fabric) == (times * one_of_trainer, times * one_of_fabric), told
 
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("enabled", [pytest.param(True, marks=requires(Capability.GRADIENT_ACCUMULATION)), False])
@@ -343,7 +344,7 @@ class BrokenElsewhereSuite(Clauses):
     def test_custom_gradient_scaler(self, ranks: Ranks, tmp_path: Path) -> None:
         want, _ = oracle.train_plain(3, oracle.sgd)
         for steps, losses in ranks.run(2, _custom_scaler, self.strategy, str(tmp_path)):
-            assert steps == 3
+            assert steps == 3, f"the scaler was asked for {steps} steps, of 3"
             assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
 
     def test_compiled_module(self, ranks: Ranks, tmp_path: Path) -> None:

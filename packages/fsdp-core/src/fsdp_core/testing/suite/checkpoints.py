@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.nn.functional import mse_loss
 
 import fsdp_core
+from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.whole_folder import read_whole
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires, shares_of
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, each_ranks, requires, shares_of
 from fsdp_core.testing.suite.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_trainer
 
@@ -175,6 +179,61 @@ def _weights_only(strategy: str, tmp: str) -> list[str]:
     return sorted(json.loads(Path(tmp, "weights", "manifest.json").read_text())["kinds"])
 
 
+class ExportsAverage(Lit):
+    """Looks at what it saves, of which the weights are averages."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved = {name: type(value).__name__ for name, value in checkpoint["state_dict"].items()}
+
+
+def _average_saved(strategy: str, tmp: str) -> dict[str, str]:
+    module = ExportsAverage("momentum")
+    run = new_trainer(tmp, strategy, 2, {"state_dict_type": "full"}, callbacks=[EMAWeightAveraging()])
+    run.fit(module, loader(2, 2))
+    run.save_checkpoint(f"{tmp}/averaged")
+    return module.saved
+
+
+class Exporting(Lit):
+    """Computes on what it saves, in hooks that were written for one process, and exports what it has trained."""
+
+    def __init__(self) -> None:
+        super().__init__("momentum")
+        self.said: dict[str, str] = {}
+        self.norm = float("nan")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        path = f"{self.trainer.default_root_dir}/in-a-step"
+        self.said["in a step"] = refusal(ShardingError, lambda: self.trainer.save_checkpoint(path))
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        del state["net.scale"]
+        state["renamed"] = state.pop("net.frozen.weight")
+        self.said["norm"] = refusal(ShardingError, lambda: self._take_norm(state))
+        self.said["a file"] = refusal(ShardingError, lambda: torch.save(state, io.BytesIO()))
+        self.said["a name"] = refusal(KeyError, lambda: state["net.inp.weight"])
+        state["net.inp.weight"] = state.pop("net.inp.weight")
+        checkpoint["state_dict"] = {name: value.to(torch.bfloat16) for name, value in state.items()}
+
+    def _take_norm(self, state: dict[str, Any]) -> None:
+        self.norm = sum((float(value.norm()) for value in state.values()), start=0.0)
+
+
+def _exported(strategy: str, tmp: str, kind: str) -> dict[str, Any]:
+    module = Exporting()
+    run = new_trainer(tmp, strategy, 2, {"state_dict_type": kind})
+    run.fit(module, loader(2, 2))
+    exported = run.strategy.lightning_module_state_dict()
+    run.save_checkpoint(f"{tmp}/computed")
+    want = full_state(run.strategy)
+    whole = (
+        {name: tensor for name, tensor in exported.items() if type(tensor) is torch.Tensor} if kind == "full" else {}
+    )
+    return {"want": want, "exported": whole, "names": list(exported), "said": module.said, "norm": module.norm}
+
+
 # by how many ranks it is saved, as what, and with which optimizer; each layout, kind and optimizer meets the others
 _SHARDED = [
     (1, "sharded", "adamw_groups"),
@@ -259,13 +318,52 @@ class CheckpointsSuite(Clauses):
         for got in ranks.run(3, two_epochs, self.strategy, tmp, 3, "adamw_groups", None, path):
             assert got["losses"] == pytest.approx(losses_of(whole)[2:], abs=FP32_TOLERANCE)
 
+    @requires(Capability.FULL_CHECKPOINT)
+    def test_hooks_see_a_whole_average(self, ranks: Ranks, tmp_path: Path) -> None:
+        first, *others = each_ranks(ranks, ranks.run(2, _average_saved, self.strategy, str(tmp_path)))
+        assert set(first.values()) == {"Tensor"}
+        missing = {"net.inp.weight", "net.blocks.0.gain"} - first.keys()
+        assert not missing, f"the average that the hook saw is without {missing}"
+        assert not any(others)
+
+    @KINDS
+    def test_hooks_compute_on_what_is_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """What is saved is what they make of it; what can't be computed of parts is refused."""
+        everything = each_ranks(ranks, ranks.run(2, _exported, self.strategy, str(tmp_path), kind))
+        for rank, got in enumerate(everything):
+            want, said = got["want"], got["said"]
+            kept = {name: tensor for name, tensor in want.items() if name not in ("net.scale", "net.frozen.weight")}
+            norm = sum(float(tensor.norm()) for tensor in [*kept.values(), want["net.frozen.weight"]])
+            if kind == "full":
+                assert got["names"] == (list(want) if rank == 0 else [])
+                assert all(
+                    torch.equal(got["exported"][name], tensor.cpu()) for name, tensor in want.items() if not rank
+                )
+                assert got["norm"] == (pytest.approx(norm) if rank == 0 else 0)
+                assert not was_refused(said["norm"]) and not was_refused(said["a file"])
+                assert was_refused(said["a name"]) == (rank > 0)
+                if rank:
+                    assert_says(said["a name"], "'net.inp.weight' was read of whole weights", "is_global_zero")
+            else:
+                assert got["names"] == list(want)
+                assert not was_refused(said["a name"])
+                assert_says(said["norm"], "shards alone" if "DTensor" in said["norm"] else ".norm was asked of")
+                assert_says(said["norm"], "full_state_dict(self)", 'state_dict_type="full"')
+                assert_says(said["a file"], "full_state_dict(")
+            assert_says(said["in a step"], "inside a step", "on_train_batch_end()")
+        path = tmp_path / "computed"
+        state = read_whole(path) if kind == "sharded" else torch.load(path, weights_only=True)
+        assert state["state_dict"].keys() == {*kept, "renamed"}
+        for name, tensor in {**kept, "renamed": want["net.frozen.weight"]}.items():
+            assert torch.equal(state["state_dict"][name], tensor.cpu().to(torch.bfloat16)), name
+
     @KINDS
     def test_model_checkpoint(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         for got in ranks.run(2, _model_checkpoint, self.strategy, str(tmp_path), kind):
-            assert len(got["names"]) == 3
+            assert len(got["names"]) == 3, f"kept were {got['names']}, which should be 3"
             assert "last.ckpt" in got["names"]
             assert got["best"] == pytest.approx(got["score"], abs=FP32_TOLERANCE)
-            assert got["epoch"] == 5
+            assert got["epoch"] == 5, f"went on in epoch {got['epoch']}, not 5"
 
     @requires(Capability.SHARDED_CHECKPOINT, Capability.FULL_CHECKPOINT)
     def test_either_kind_replaces_the_other(self, ranks: Ranks, tmp_path: Path) -> None:

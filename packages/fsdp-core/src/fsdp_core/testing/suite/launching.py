@@ -86,8 +86,8 @@ class LaunchingSuite(Clauses):
             want = _val_loss(passes, shuffled=class_of == "trainer")  # the Trainer shuffles what it trains on
             for one in reports:
                 assert one["strategy"] == self.class_path(class_of)
-                assert one["world_size"] == 2
-                assert one["held"] == FULL // 2
+                assert one["world_size"] == 2, f"rank {one['rank']} says that there are {one['world_size']} ranks, of 2"
+                assert one["held"] == FULL // 2, f"rank {one['rank']} holds {one['held']} of {FULL} elements, not half"
                 assert one["val_loss"] == pytest.approx(want, abs=FP32_TOLERANCE)
                 assert {key: one[key] for key in expected} == expected
 
@@ -158,10 +158,10 @@ class LaunchingSuite(Clauses):
     @pytest.mark.parametrize(("front_end", "rank"), [("trainer", 1), ("fabric", 0)])
     def test_exception_on_one_rank_ends_the_run(self, tmp_path: Path, front_end: str, rank: int) -> None:
         ended = start(tmp_path, "train.py", front_end, f"--fails-on={rank}", f"--strategy={self.strategy}")
-        assert ended.status != 0
+        assert ended.status != 0, f"the script ended with status 0 though a rank failed: {ended.output}"
         assert f"RuntimeError: rank {rank} fails" in ended.output
         assert not ended.reports(front_end)
-        assert ended.seconds < 60
+        assert ended.seconds < 60, f"the run ended {ended.seconds:.0f} s after it began, and not within 60 s"
 
     @on_ranks("processes")
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups to send SIGINT to")

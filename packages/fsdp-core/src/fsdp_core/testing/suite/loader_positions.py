@@ -20,6 +20,7 @@ from fsdp_core.testing.suite.loader_runs import (
     assert_sees,
     divided_by_hand,
     fabric_epochs,
+    fabric_leaves_out,
     fabric_refused,
     fit,
     in_turns,
@@ -268,6 +269,11 @@ class LoaderPositionsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_needs_a_loader_that_tells(self, ranks: Ranks, tmp_path: Path) -> None:
-        run = Run(data="plain", path=str(tmp_path / "saved"))
-        for message in ranks.run(2, fabric_refused, self.strategy, 2, run):
-            assert_says(message, "'loader'", "DataLoader", "StatefulDataLoader")
+        """To go on amid its epoch; another is left out of what is saved and loaded, with one warning."""
+        plain = Run(data="plain", path=str(tmp_path / "saved"), resume=str(tmp_path / "saved"))
+        said = each_ranks(ranks, ranks.run(2, fabric_leaves_out, self.strategy, 2, plain))
+        (warning,) = [one for rank in said for one in rank]
+        assert_says(warning, "'loader' is left out of checkpoints: a DataLoader", "StatefulDataLoader")
+        ranks.run(2, fabric_epochs, self.strategy, 2, replace(plain, data="stateful", resume=None), [0])
+        for message in ranks.run(2, fabric_refused, self.strategy, 2, plain):
+            assert_says(message, "how far a loader was, which a DataLoader can't take", "StatefulDataLoader")

@@ -31,6 +31,7 @@ __all__ = [
     "Stream",
     "assert_sees",
     "fabric_epochs",
+    "fabric_leaves_out",
     "fabric_refused",
     "fit",
     "in_turns",
@@ -238,7 +239,7 @@ class Watching(Lit):
 
     def configure_optimizers(self) -> Any:
         if self.asks_steps:
-            assert self.trainer.estimated_stepping_batches > 0
+            assert self.trainer.estimated_stepping_batches > 0, "the Trainer expects no step"
         return super().configure_optimizers()
 
 
@@ -378,3 +379,20 @@ def fabric_refused(strategy: str, world_size: int, run: Run) -> str:
     """What saving or loading under Fabric is refused with."""
     errors = (CheckpointMismatchError, CheckpointValueError)
     return refusal(errors, lambda: fabric_epochs(strategy, world_size, run, [0]))
+
+
+def fabric_leaves_out(strategy: str, world_size: int, run: Run) -> list[str]:
+    """Save twice and load a state with a loader of which nothing is held; what was warned of it."""
+    fabric = new_fabric(strategy, world_size, run.options)
+    state: dict[str, Any] = {"model": fabric.setup(oracle.new_net()), "step": 3}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state["loader"] = fabric.setup_dataloaders(run.loader(world_size))
+        assert run.path is not None
+        assert run.resume is not None
+        for _ in range(2):
+            fabric.save(run.path, state)
+        state["step"] = 0
+        rest = fabric.load(run.resume, state)
+        assert (rest, state["step"]) == ({}, 3)
+    return [str(one.message) for one in caught if "left out" in str(one.message)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
@@ -148,14 +148,19 @@ class HooksLook(Lit):
 
     Args:
         automatic: Whether Lightning takes the steps.
+        alone: Whether each gradient is looked at by itself, as a tensor of one process is.
     """
 
-    def __init__(self, automatic: bool) -> None:
+    def __init__(self, automatic: bool, alone: bool) -> None:
         super().__init__("momentum")
         self.automatic_optimization = automatic
+        self.alone = alone
         self.seen: list[float] = []
 
     def look(self) -> None:
+        if self.alone:
+            self.seen.append(sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
+            return
         norm: Any = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         self.seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
 
@@ -177,12 +182,14 @@ class HooksLook(Lit):
         self.look()
 
 
-def _hooks_look(strategy: str, tmp: str, world_size: int, automatic: bool) -> tuple[list[float], list[float]] | str:
+def _hooks_look(
+    strategy: str, tmp: str, world_size: int, automatic: bool, alone: bool
+) -> tuple[list[float], list[float]] | str:
     """Losses and norms, or what is said."""
-    module = HooksLook(automatic)
+    module = HooksLook(automatic, alone)
     try:
         new_trainer(tmp, strategy, world_size).fit(module, loader(2, world_size))
-    except UnsupportedCapabilityError as refused:
+    except (ShardingError, UnsupportedCapabilityError) as refused:
         return str(refused)
     return means(module.losses), module.seen
 
@@ -350,13 +357,19 @@ class LoopsSuite(Clauses):
         [True, pytest.param(False, marks=requires(Capability.MANUAL_OPTIMIZATION))],
         ids=["by itself", "by hand"],
     )
-    def test_torchs_functions_on_gradients_in_hooks(self, ranks: Ranks, tmp_path: Path, automatic: bool) -> None:
+    @pytest.mark.parametrize("alone", [False, True], ids=["all", "each"])
+    def test_torchs_functions_on_gradients_in_hooks(
+        self, ranks: Ranks, tmp_path: Path, automatic: bool, alone: bool
+    ) -> None:
         """The norm of all gradients before a step is right, or it is said what to write; it is never a part's."""
-        plain = HooksLook(automatic)
+        plain = HooksLook(automatic, alone)
         new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
-        assert len(plain.seen) == 2 * (1 + automatic)
-        for outcome in ranks.run(2, _hooks_look, self.strategy, str(tmp_path), 2, automatic):
-            if isinstance(outcome, str):
+        norms = 2 * (1 + automatic)
+        assert len(plain.seen) == norms, f"the hooks of one device saw {len(plain.seen)} norms, of {norms}"
+        for outcome in ranks.run(2, _hooks_look, self.strategy, str(tmp_path), 2, automatic, alone):
+            if isinstance(outcome, str) and "DTensor" in outcome:
+                assert_says(outcome, "this rank has computed of its shards alone", "Write float(value.full_tensor())")
+            elif isinstance(outcome, str):
                 assert_says(outcome, "piece", "Write self.clip_gradients(optimizer")
             else:
                 assert outcome[0] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.clauses import Clauses, requires
 from fsdp_core.testing.suite.numbers import assert_same
 from fsdp_core.testing.suite.parameters import own_share
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["NormsSuite"]
 
@@ -57,8 +61,70 @@ def _clipped(strategy: str, order: float) -> tuple[list[float], dict[str, Tensor
     return [float(norm) for norm in norms], full_state(fabric.strategy)
 
 
+class LitNorms(Lit):
+    """Asks Lightning for the norms of its gradients, where Lightning's documentation does."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms: list[Any] = [grad_norm(self, 2), grad_norm(self, "inf"), grad_norm(self.net.blocks, 3)]
+
+
+def _norms_of_parameters(strategy: str, tmp: str) -> list[dict[str, float]]:
+    module = LitNorms()
+    new_trainer(tmp, strategy, 2).fit(module, loader(1, 2))
+    return [{name: float(value) for name, value in norms.items()} for norms in module.norms]
+
+
+class LitNormsByHand(LitNorms):
+    """Takes the norms inside of its training step, and of what its optimizer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(mse_loss(self(batch[0]), batch[1]))
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.told = refusal(ShardingError, lambda: grad_norm(self, 2))
+        self.norm = float(self.trainer.strategy.backend.clip_norm(held, float("inf")))  # type: ignore[attr-defined]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+def _norms_by_hand(strategy: str, tmp: str) -> tuple[str, float]:
+    module = LitNormsByHand()
+    new_trainer(tmp, strategy, 2).fit(module, loader(1, 2))
+    return module.told, module.norm
+
+
+def _plain_norms(order: float, prefix: str, inside: str = "") -> dict[str, float]:
+    net = oracle.new_net()
+    x, y = oracle.global_batches(1)[0]
+    mse_loss(net(x), y).backward()
+    grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None and n.startswith(inside)}
+    norms = {f"grad_{order}_norm/{prefix}{n.removeprefix(inside)}": g.norm(order).item() for n, g in grads.items()}
+    total = torch.cat([g.flatten() for g in grads.values()]).norm(order).item()
+    return {**norms, f"grad_{order}_norm_total": total}
+
+
 class NormsSuite(Clauses):
     """Each optimizer's gradients are clipped by their own norm."""
+
+    def test_norms_of_parameters(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Lightning's ``grad_norm``: of whole gradients, by the names that the user wrote."""
+        want = [_plain_norms(2.0, "net."), _plain_norms(float("inf"), "net."), _plain_norms(3.0, "", "blocks.")]
+        for got in ranks.run(2, _norms_of_parameters, self.strategy, str(tmp_path)):
+            for norms, wanted in zip(got, want, strict=True):
+                assert norms == pytest.approx(wanted, rel=FP32_TOLERANCE, abs=FP32_TOLERANCE)
+
+    @requires(Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM)
+    def test_norms_of_parameters_inside_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
+        """They are refused, and what is advised is right."""
+        want = _plain_norms(2.0, "")["grad_2.0_norm_total"]
+        for told, norm in ranks.run(2, _norms_by_hand, self.strategy, str(tmp_path)):
+            assert_says(told, "grad_norm(", "inside of a step", "on_before_optimizer_step()", "backend.clip_norm(")
+            assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
 
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])

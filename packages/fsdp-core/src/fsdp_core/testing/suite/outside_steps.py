@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from fsdp_core import gathered
+from fsdp_core import full_state_dict, gathered
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, Trained
@@ -73,16 +73,19 @@ def _look(strategy: str, tmp: str, world_size: int, inference: bool) -> list[dic
     return module.seen
 
 
-def _alone(strategy: str, tmp: str) -> str:
-    """What is said to a call that the first rank makes alone."""
+def _alone(strategy: str, tmp: str) -> tuple[str, str]:
+    """What is said to a call, and to an export, that the first rank makes alone."""
 
     class Alone(Lit):
-        told = ""
+        told = ("", "")
 
         def on_train_batch_end(self, *_: Any) -> None:
             x = torch.ones(BATCH, FEATURES)
             if self.global_rank == 0:
-                self.told = refusal(ShardingError, lambda: self.net(x))
+                self.told = (
+                    refusal(ShardingError, lambda: self.net(x)),
+                    refusal(ShardingError, lambda: full_state_dict(self)),
+                )
 
     module = Alone()
     run: Any = new_trainer(tmp, strategy, 2)
@@ -280,7 +283,7 @@ class OutsideStepsSuite(Clauses):
         """In hooks and after training, of all or of parts; they change nothing of the training."""
         want = _look("auto", str(tmp_path / "plain"), 1, inference)
         for seen in ranks.run(2, _look, self.strategy, str(tmp_path), 2, inference):
-            assert len(seen) == len(want)
+            assert len(seen) == len(want), f"{len(seen)} calls gave something, of {len(want)}"
             for got, expected in zip(seen, want, strict=True):
                 assert got == pytest.approx(expected, abs=FP32_TOLERANCE * BATCH * FEATURES)
 
@@ -309,10 +312,13 @@ class OutsideStepsSuite(Clauses):
     @on_ranks("processes")
     def test_a_call_by_one_rank_alone(self, ranks: Ranks, tmp_path: Path) -> None:
         """It would exchange what does not belong together, or wait for long."""
-        first, _ = ranks.run(2, _alone, self.strategy, str(tmp_path))
-        if was_refused(first):  # else nothing is gathered for it
-            assert_says(first, "rank 0 waited 1 s in a call of Net ('net') outside of a step", "what rank 1 did not do")
-            assert_says(first, "fsdp_core.gathered(module)", "synced_gpus=True")
+        (called, exported), _ = ranks.run(2, _alone, self.strategy, str(tmp_path))
+        assert_says(exported, "rank 0 waited 1 s in a gathering of whole weights", "what rank 1 did not do")
+        if was_refused(called):  # else nothing is gathered for it
+            assert_says(
+                called, "rank 0 waited 1 s in a call of Net ('net') outside of a step", "what rank 1 did not do"
+            )
+            assert_says(called, "fsdp_core.gathered(module)", "synced_gpus=True")
 
     def test_a_shard_that_is_used_as_a_parameter(self, ranks: Ranks, tmp_path: Path) -> None:
         """If that fails in torch, what to write is said after its error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torchmetrics import SumMetric
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
+from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
-from fsdp_core.testing.training import new_fabric, whole_batches
+from fsdp_core.testing.suite.loops import losses_of
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["Gains", "ParametersSuite", "gains_of", "own_share"]
 
@@ -195,6 +199,49 @@ def _extra_state(strategy: str, path: str) -> tuple[int, float]:
     return other.count, float(other.total.sum_value)
 
 
+class Clamped(Lit):
+    """Keeps weights small, as the critic of a WGAN: in its training step, or in a hook after it.
+
+    Args:
+        where: ``"in a step"`` before its forward pass, ``"in a step by hand"`` after the optimizer's step,
+            ``"after a step"`` or ``"after a step by hand"``.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__("sgd")
+        self.where = where
+        self.automatic_optimization = not where.endswith("by hand")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        if self.where == "in a step":
+            self.clamp()
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if self.where == "in a step by hand":
+            self.clamp()
+        return None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.where.startswith("after"):
+            self.clamp()
+
+    def clamp(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+def _clamped(strategy: str, tmp: str, where: str) -> Trained | str:
+    module = Clamped(where)
+    run = new_trainer(tmp, strategy, 2)
+    said = refusal(ShardingError, partial(run.fit, module, loader(3, 2)))
+    return said if was_refused(said) else (means(module.losses), full_state(run.strategy))
+
+
 class ParametersSuite(Clauses):
     """Losses and state are the oracle's, whatever the parameters are."""
 
@@ -227,7 +274,8 @@ class ParametersSuite(Clauses):
         assert losses == pytest.approx(want, rel=tolerance, abs=tolerance)
         assert torch.equal(state["norm.weight"], other_state["norm.weight"])
         assert state.keys() == want_state.keys()
-        assert state["norm.num_batches_tracked"] == 3
+        tracked = state["norm.num_batches_tracked"]
+        assert tracked == 3, f"the batch norm has counted {tracked} batches, of 3"
 
     @requires(Capability.CLIP_BY_NORM)
     def test_running_statistics(self, ranks: Ranks) -> None:
@@ -240,3 +288,26 @@ class ParametersSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_extra_state_and_persistent_metrics_are_restored(self, ranks: Ranks, tmp_path: Path) -> None:
         assert ranks.run(2, _extra_state, self.strategy, str(tmp_path / "checkpoint")) == [(1, 12.0)] * 2
+
+    @pytest.mark.parametrize(
+        "where",
+        [
+            "in a step",
+            pytest.param("in a step by hand", marks=requires(Capability.MANUAL_OPTIMIZATION)),
+            "after a step",
+            pytest.param("after a step by hand", marks=requires(Capability.MANUAL_OPTIMIZATION)),
+        ],
+    )
+    def test_weights_that_are_clamped(self, ranks: Ranks, tmp_path: Path, where: str) -> None:
+        """What a step writes is kept, or it is said where to write it; what a hook writes after the step is kept."""
+        plain = Clamped(where)
+        new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
+        for outcome in ranks.run(2, _clamped, self.strategy, str(tmp_path), where):
+            if isinstance(outcome, str):
+                assert where.startswith("in"), outcome
+                assert_says(outcome, "written to", "Write in on_train_batch_end()", "fsdp_core.gathered")
+            else:
+                losses, state = outcome
+                assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+                for name, tensor in plain.state_dict().items():
+                    torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)

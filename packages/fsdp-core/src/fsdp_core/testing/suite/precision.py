@@ -191,13 +191,14 @@ class PrecisionSuite(Clauses):
         """And buffers keep theirs."""
         for state in ranks.run(2, _summed, self.strategy, accumulated):
             assert torch.equal(state["layer.bias"], torch.full((FEATURES,), -(Summed.LARGE + Summed.SMALL)))
-            assert state["fine"].item() == 1.0 + 2.0**-10
+            fine = state["fine"].item()
+            assert fine == 1.0 + 2.0**-10, f"a buffer of {1.0 + 2.0**-10} became {fine}"
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
     def test_overflow_in_one_shard_skips_the_step_everywhere(self, ranks: Ranks, tmp_path: Path) -> None:
         (losses, weights, scale), other = ranks.run(2, _overflow, self.strategy, str(tmp_path))
         assert (losses, weights, scale) == other
-        assert scale == 2.0**15  # halved once from torch's initial 2**16
+        assert scale == 2.0**15, f"the scale is {scale}, not half of torch's initial {2.0**16}"
         assert all(torch.isfinite(torch.tensor(weights)))
         # the first step was skipped: the second batch is seen with the initial weights
         net = oracle.new_net()

@@ -381,7 +381,9 @@ class ExactResumeSuite(Clauses):
         tmp, path, moment = str(tmp_path), str(tmp_path / "checkpoint"), "between the micro-batches of a step"
         whole = ranks.run(saved_on, _elsewhere, self.strategy, tmp, saved_on, path, moment, False, options)[0]
         resumed = ranks.run(resumed_on, _elsewhere, self.strategy, tmp, resumed_on, path, moment, True, options)[0]
-        assert len(whole) == len(resumed) == STEPS * EPOCHS - STEPS - 3
+        expected = STEPS * EPOCHS - STEPS - 3
+        told = f"{len(whole)} and {len(resumed)} steps were left, in one piece and resumed, of {expected}"
+        assert len(whole) == len(resumed) == expected, told
         assert resumed == pytest.approx(whole, abs=RESUME_TOLERANCE)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
@@ -394,5 +396,5 @@ class ExactResumeSuite(Clauses):
     @on_ranks("processes", "one controller")  # threads have one list of warnings
     def test_fabric_says_what_a_save_leaves_out(self, ranks: Ranks, tmp_path: Path) -> None:
         on_first, *on_others = each_ranks(ranks, ranks.run(2, _warnings, self.strategy, str(tmp_path)))
-        assert len(on_first) == 1
+        assert len(on_first) == 1, f"rank 0 gave {len(on_first)} warnings in the place of one: {on_first}"
         assert not any(on_others)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.strategy_info import Capability
+from fsdp_core.lightning.announcing import size_in_words
+from fsdp_core.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
@@ -132,7 +138,7 @@ def _other_terms(strategy: str, tmp: str, precision: Any) -> str:
 
 def _built_on_meta(strategy: str, tmp: str, precision: Any) -> tuple[list[float], torch.dtype]:
     run = new_trainer(tmp, strategy, 2, precision=precision)
-    with run.init_module(empty_init=True):
+    with run.init_module(), torch.device("meta"):
         module = Lit("sgd")
     assert all(p.is_meta for p in module.parameters())
     module.net.scale = torch.ones(FEATURES)
@@ -140,6 +146,59 @@ def _built_on_meta(strategy: str, tmp: str, precision: Any) -> tuple[list[float]
         block.reset_parameters = lambda block=block: nn.init.constant_(block.gain, 0.5)
     run.fit(module, loader(2, 2))
     return means(module.losses), module.net.blocks[0].up.weight.dtype
+
+
+class Initialising(nn.Module):
+    """Initialises its parts by itself, as models of transformers and timm do, and computes what is not saved."""
+
+    angles: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(FEATURES, FEATURES)
+        self.place = nn.Parameter(0.02 * torch.randn(FEATURES))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, 7), nn.Linear(7, FEATURES)) for _ in range(2))
+        self.depth = nn.Parameter(1e-2 * torch.ones(FEATURES))
+        self.register_buffer("angles", 1 / 10 ** (torch.arange(FEATURES).float() / FEATURES), persistent=False)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.3, a=-0.4, b=0.4)
+            nn.init.normal_(module.bias, std=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.place * self.angles
+        for block in self.blocks:
+            x = x + self.depth * block(x)
+        output: Tensor = self.head(x)
+        return output
+
+
+class LitInitialising(Lit):
+    """Built where its units are, by the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with self.trainer.init_module(empty_init=True), oracle.seeded(3):
+                self.net = Initialising()
+            assert self.net.head.weight.is_meta
+
+
+def _initialising(strategy: str, tmp: str) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
+    """The weights under Fabric and under the Trainer, and the loss there."""
+    fabric = new_fabric(strategy, 2)
+    with fabric.init_module(empty_init=True), oracle.seeded(3):
+        net = Initialising()
+    assert net.head.weight.is_meta
+    fabric.setup(net)
+    module, run = LitInitialising(), new_trainer(tmp, strategy, 2)
+    run.validate(module, loader(1, 2), verbose=False)
+    return full_state(fabric.strategy), full_state(run.strategy), means(module.validation_losses)
 
 
 class OddNames(nn.Module):
@@ -193,6 +252,80 @@ def _channels_last(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
     return _convolve(model, fabric.backward, optimizer, fabric.device), full_state(fabric.strategy)
 
 
+class Wide(pl.LightningModule):
+    """Weights of which ranks hold the same, without padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(2))
+        self.out = nn.Linear(512, 256, bias=False)
+
+    def training_step(self, batch: Any) -> None:
+        """Is never run."""
+
+    def configure_optimizers(self) -> Any:
+        return oracle.sgd(self)
+
+
+@contextmanager
+def _logged_by(front_end: FrontEnd) -> Iterator[list[str]]:
+    """What this rank, perhaps a thread, says through Lightning's logger of a front end while the context lasts."""
+    said: list[str] = []
+    me = threading.get_ident()
+
+    class Listens(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.thread == me:
+                said.append(record.getMessage())
+
+    log = logging.getLogger("lightning.pytorch" if front_end == "trainer" else "lightning.fabric")
+    handler = Listens()
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+
+
+class Announced(NamedTuple):
+    """What a rank said when a module was sharded, and when Lightning's logger was turned down; and what it holds."""
+
+    rank: int
+    said: list[str]
+    turned_down: list[str]
+    units: int
+    held: int
+
+
+def _announced(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
+    net, log = Wide(), logging.getLogger("lightning.pytorch" if front_end == "trainer" else "lightning.fabric")
+    fabric = new_fabric(strategy, 2) if front_end == "fabric" else None
+    run = new_trainer(tmp, strategy, 2, max_epochs=0)
+
+    def begin(module: Wide) -> Any:
+        if fabric is not None:
+            fabric.setup_module(module)
+            return fabric.strategy
+        run.fit(module, loader(1, 2))
+        return run.strategy
+
+    with _logged_by(front_end) as said:
+        owner = begin(net)
+        units = len(owner.backend.units(Wide()))
+        held = held_by(owner.backend.layout(root_of(owner)))
+        if fabric is None:
+            begin(net)  # it is sharded already, and nothing more is to be said
+    before = log.level
+    owner.barrier()  # ranks that are threads share the level
+    log.setLevel(logging.ERROR)
+    with _logged_by(front_end) as turned_down:
+        begin(Wide())
+        owner.barrier()
+    log.setLevel(before)
+    announced, quietly = ([line for line in lines if " is sharded over " in line] for lines in (said, turned_down))
+    return Announced(here().rank, announced, quietly, units, held)
+
+
 class ShardsSuite(Clauses):
     """Each rank holds its share, of the user's parameters under the user's names."""
 
@@ -211,7 +344,21 @@ class ShardsSuite(Clauses):
     def test_setup_leaves_no_whole_weight(self, ranks: Ranks) -> None:
         """Also not in the optimizer that was built over whole ones."""
         for largest in ranks.run(2, _largest_tensor, self.strategy):
-            assert largest < 0.6 * 4 * 512 * 512
+            told = f"a tensor of {largest:,} bytes is left, and the largest whole weight has {4 * 512 * 512:,}"
+            assert largest < 0.6 * 4 * 512 * 512, told
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_one_line_says_what_was_sharded(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
+        """On rank 0, once, with numbers that are right; and nothing where Lightning's logger is turned down."""
+        told = ranks.run(2, _announced, self.strategy, str(tmp_path), front_end)
+        first = told[0]
+        (line,) = first.said
+        for one in told:  # where one process drives all devices, it is what is told for each
+            assert (one.said, one.turned_down) == ([line] if one.rank == 0 else [], [])
+        in_units = f"{first.units} units and the root" if first.units else "the root alone"
+        whole = size_in_words(4 * sum(p.numel() for p in Wide().parameters()))
+        assert line.startswith(f"{self.own_name(front_end)}: Wide is sharded over 2 "), line
+        assert_says(line, f", in {in_units}; the first holds {size_in_words(4 * first.held)} of {whole} of parameters.")
 
     def test_rank_zeros_values_win(self, ranks: Ranks) -> None:
         net = oracle.new_net()
@@ -247,6 +394,21 @@ class ShardsSuite(Clauses):
         assert losses == other[0]
         assert all(torch.isfinite(torch.tensor(losses)))
         assert dtype is {"32-true": torch.float32, "bf16-true": torch.bfloat16}[precision]
+
+    @requires(Capability.META_INIT)
+    def test_a_model_built_empty_is_initialised_as_without(self, ranks: Ranks, tmp_path: Path) -> None:
+        """To the bit, and though its units get memory in another order: its own initialiser, and computed values."""
+        with oracle.seeded(3):
+            net = Initialising()
+        want = net.state_dict()
+        ((x, y),) = oracle.global_batches(1)
+        loss = mse_loss(net(x), y).item()
+        for by_fabric, by_trainer, losses in ranks.run(2, _initialising, self.strategy, str(tmp_path)):
+            assert by_fabric.keys() == want.keys()
+            for name, value in want.items():
+                assert torch.equal(by_fabric[name].cpu(), value), name
+                assert torch.equal(by_trainer[f"net.{name}"].cpu(), value), name
+            assert losses == pytest.approx([loss], abs=FP32_TOLERANCE)
 
     def test_odd_names(self, ranks: Ranks) -> None:
         assert ranks.run(2, _odd_names, self.strategy) == [sorted(OddNames().state_dict())] * 2

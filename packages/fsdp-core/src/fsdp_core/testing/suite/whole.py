@@ -8,6 +8,7 @@ from fsdp_core.testing.suite.bad_modules import BadModulesSuite
 from fsdp_core.testing.suite.bad_options import BadOptionsSuite
 from fsdp_core.testing.suite.branches import BranchesSuite
 from fsdp_core.testing.suite.broken_elsewhere import BrokenElsewhereSuite
+from fsdp_core.testing.suite.built_in_parts import BuiltInPartsSuite
 from fsdp_core.testing.suite.capabilities import CapabilitiesSuite
 from fsdp_core.testing.suite.checkpoints import CheckpointsSuite
 from fsdp_core.testing.suite.contract import ContractSuite
@@ -40,6 +41,7 @@ class StrategySuite(
     NormsSuite,
     CapabilitiesSuite,
     ShardsSuite,
+    BuiltInPartsSuite,
     ParametersSuite,
     BranchesSuite,
     PassesSuite,

@@ -1,0 +1,96 @@
+"""The built pages have all of what users look up. ``nox -s docs`` builds them, and runs this."""
+
+from __future__ import annotations
+
+import html
+import inspect
+import re
+import runpy
+from importlib import import_module
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from sphinx.ext.autodoc.mock import mock
+from sphinx.util.inventory import InventoryFile
+
+import fsdp_core
+from fsdp_core import StrategyInfo
+
+DOCS = Path(__file__).parent
+README = DOCS.parent / "README.md"
+BUILT = DOCS / "_build/html"
+
+
+def infos() -> list[StrategyInfo]:
+    """What is said of each strategy, those of fsdp-xla among them, which isn't installed here."""
+    return [*fsdp_core.strategies().values(), *import_module("fsdp_xla.plugin").fsdp_strategies()]
+
+
+@pytest.fixture
+def classes(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
+    """Every strategy class behind a name."""
+    monkeypatch.syspath_prepend(str(DOCS.parent / "packages/fsdp-xla/src"))
+    names = {name for info in infos() for name in (info.trainer, info.fabric) if name}
+    with mock(["torch_xla"]):
+        return {
+            name.replace(":", "."): getattr(import_module(name.split(":")[0]), name.split(":")[1]) for name in names
+        }
+
+
+def test_the_reference_has_each_strategy_with_its_options_and_members(classes: dict[str, type]) -> None:
+    assert len(classes) == 10
+    inventory = InventoryFile.loads((BUILT / "objects.inv").read_bytes(), uri="")
+    listed = {name: item.uri for kind in inventory.data.values() for name, item in kind.items()}
+    for name, made in classes.items():
+        page = (BUILT / listed[name].split("#")[0]).read_text(encoding="utf-8")
+        (written,) = re.findall(rf'<dt class="sig[^>]*id="{re.escape(name)}">(.*?)</dt>', page, flags=re.DOTALL)
+        signature = html.unescape(re.sub(r"<[^>]+>", "", written))
+        assert "TypeAliasForwardRef" not in signature
+        assert "**unknown" not in signature
+        options = [one.name for one in inspect.signature(made).parameters.values() if one.kind != one.VAR_KEYWORD]
+        assert [option for option in options if f"{option}:" not in signature] == []
+        members = [member for member in dir(made) if not member.startswith("_")]
+        assert [member for member in members if f"{name}.{member}" not in listed] == []
+    assert "fsdp_core.registry.resolve" in listed
+    assert "fsdp_core.registry.likeness" not in listed  # which the page of the registry leaves out
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_drawing_is_what_its_script_draws(theme: str) -> None:
+    script = runpy.run_path(str(DOCS / "pictures/draw.py"))
+    drawn = (DOCS / f"pictures/name-to-shards-{theme}.svg").read_text(encoding="utf-8")
+    assert drawn == script["draw"](script["THEMES"][theme])
+
+
+def test_pictures_are_where_the_first_pages_look_for_them() -> None:
+    wanted = {f"{name}-{theme}.svg" for name in ("demo", "name-to-shards") for theme in ("light", "dark")}
+    for page, place in (README, DOCS.parent), (BUILT / "index.html", BUILT):
+        shown = re.findall(r'(?:src|srcset)="([^":]+\.svg)"', page.read_text(encoding="utf-8"))
+        assert {Path(path).name for path in shown} == wanted
+        assert [path for path in shown if not (place / path).is_file()] == []
+
+
+def test_links_lead_somewhere() -> None:
+    pages = {path: path.read_text(encoding="utf-8") for path in BUILT.rglob("*.html")}
+    anchors = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in pages.items()}
+    astray = []
+    for path, text in pages.items():
+        for link in {html.unescape(link) for link in re.findall(r'<a\b[^>]* href="([^"]+)"', text)}:
+            parts = urlsplit(link)
+            if parts.scheme:
+                continue  # another site's, which nobody asks here
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchor = unquote(parts.fragment)
+            if not target.is_file() or (anchor and anchor not in {*anchors.get(target, ()), "top"}):
+                astray.append(f"{path.relative_to(BUILT)}: {link}")
+    assert len(pages) > 20
+    assert astray == []
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", README.read_text(encoding="utf-8")):
+        parts = urlsplit(link)
+        assert (README.parent / parts.path).exists(), link
+        built = (BUILT / Path(parts.path).relative_to("docs")).with_suffix(".html") if parts.fragment else None
+        assert built is None or f'id="{parts.fragment}"' in built.read_text(encoding="utf-8"), link

@@ -1,0 +1,119 @@
+"""Names under a prefix: of a plain model, as the LightningModule has them that holds it as ``self.model``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported
+from fsdp_core.checkpoint.planning import join_path, split_path
+from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
+
+__all__ = ["renamed"]
+
+#: The version of Lightning whose Trainer saves what is laid out here, so that none takes it for older.
+_AS_SAVED_BY = "2.6.0"
+
+#: What the Trainer would take for its own progress, or for the module's arguments.
+_TRAINERS_OWN = KEPT_WITH_WEIGHTS | {"state_dict", "optimizer_states", "lr_schedulers", "callbacks"}
+
+
+def renamed(imported: Imported, *, strip_prefix: str = "", add_prefix: str = "") -> Imported:
+    """Rename what models and optimizers hold.
+
+    Args:
+        imported: What a source holds.
+        strip_prefix: What each name begins with, to be left off; such as ``"module."``, which DDP puts there.
+        add_prefix: What to put before each name, such as ``"model."``. The nest is then the Trainer's.
+
+    Raises:
+        CheckpointMismatchError: A name does not begin so, or the nest can't be the Trainer's.
+        CheckpointValueError: A prefix is none.
+    """
+    for option, prefix in (("--strip-prefix", strip_prefix), ("--add-prefix", add_prefix)):
+        if prefix and not prefix.endswith("."):
+            raise CheckpointValueError(f"{option} {prefix} names a part of no module: type {option} {prefix}.")
+
+    def new(name: str) -> str:
+        return add_prefix + name.removeprefix(strip_prefix)
+
+    def part(path: str, value: Any) -> Any:
+        kind = imported.kinds.get(path)
+        if kind is not None:
+            _refuse_outside(path, value, kind, strip_prefix)
+            return _with_names(value, kind, new)
+        if type(value) is list:  # the Trainer's optimizers
+            return [part(f"{path}/{at}", item) for at, item in enumerate(value)]
+        return value
+
+    def new_path(path: str) -> str:
+        key, name = split_path(path)
+        return join_path(key, new(name))
+
+    imported.state = {key: part(join_path(key), value) for key, value in imported.state.items()}
+    imported.aliases = {new_path(further): new_path(first) for further, first in imported.aliases.items()}
+    return _as_trainers(imported) if add_prefix and not imported.of_trainer else imported
+
+
+def _with_names(value: Mapping[str, Any], kind: str, new: Callable[[str], str]) -> dict[str, Any]:
+    if kind == "model":
+        return {new(name): leaf for name, leaf in value.items()}
+    return {
+        "state": {new(name): values for name, values in value["state"].items()},
+        "param_groups": [{**group, "params": [*map(new, group["params"])]} for group in value["param_groups"]],
+    }
+
+
+def _refuse_outside(path: str, value: Mapping[str, Any], kind: str, prefix: str) -> None:
+    names = value if kind == "model" else [name for group in value["param_groups"] for name in group["params"]]
+    outside = [name for name in names if not name.startswith(prefix)]
+    if outside:
+        more = f", and {len(outside) - 1} more don't" if len(outside) > 1 else ""
+        what = " or ".join(sorted({name.split(".")[0] + "." for name in names if "." in name})) or "nothing in common"
+        raise CheckpointMismatchError(
+            f"{outside[0]!r} of {path} does not begin with {prefix!r}{more}. Names there begin with {what}.\n"
+            "Type another --strip-prefix, leave such parts out by --drop, or leave optimizers out by --weights-only."
+        )
+
+
+def _as_trainers(imported: Imported) -> Imported:
+    """The nest as the Trainer saves it, so that ``ckpt_path=`` and ``load_from_checkpoint`` open it."""
+    of_kind = {
+        kind: [key for key in imported.state if imported.kinds.get(join_path(key)) == kind]
+        for kind in ("model", "optimizer")
+    }
+    models, optimizers = of_kind["model"], of_kind["optimizer"]
+    rest = {key: value for key, value in imported.state.items() if key not in (*models, *optimizers)}
+    if len(models) > 1:
+        raise CheckpointMismatchError(
+            f"--add-prefix is for one model, and there are {len(models)}: {', '.join(models)}.\n"
+            "Leave all but one out by `--drop KEY`."
+        )
+    if taken := [key for key in rest if key in _TRAINERS_OWN]:
+        raise CheckpointMismatchError(
+            f"the Trainer has a meaning of its own for {', '.join(map(repr, taken))}, and would go on from there.\n"
+            f"Leave it out by `{' '.join(f'--drop {key}' for key in taken)}`: training begins at its first epoch."
+        )
+    trainer: dict[str, Any] = {**rest, TRAINER_MARK: _AS_SAVED_BY, "epoch": 0, "global_step": 0}
+    state: dict[str, Any] = {"model": imported.state[models[0]]}
+    kinds = {"model": "model"}
+    if optimizers:
+        state["optimizer"] = [imported.state[key] for key in optimizers]
+        kinds.update({f"optimizer/{at}": "optimizer" for at in range(len(optimizers))})
+        trainer["lr_schedulers"] = []
+    if len(optimizers) > 1:
+        numbered = ", ".join(f"{at} is {key!r}" for at, key in enumerate(optimizers))
+        imported.notes.append(f"The Trainer's optimizers have numbers: {numbered}.")
+    if rest:
+        imported.notes.append(f"Of no effect but for your on_load_checkpoint: {', '.join(map(repr, rest))}.")
+    aliases = {
+        join_path("model", split_path(a)[1]): join_path("model", split_path(b)[1]) for a, b in imported.aliases.items()
+    }
+    return Imported(
+        state={**state, "trainer": trainer},
+        kinds=kinds,
+        aliases=aliases,
+        source=imported.source,
+        of_trainer=True,
+        notes=imported.notes,
+    )

@@ -1,0 +1,139 @@
+"""The random numbers that building a model without memory would have drawn, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["Draw", "Draws", "random_state", "set_random_state"]
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of the random generator of a device."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set the random generator of a device to a state."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@dataclass(slots=True, eq=False)
+class Draw:
+    """Random numbers that one operation draws.
+
+    Attributes:
+        generator: Whose; ``None``: the device's.
+        follows: The draw at whose end the device's generator was when this one was noted; ``None``: at no draw's.
+        seeded: What the CPU's generator was set to otherwise, and by which seed.
+        before: The state that it begins in, by type of device.
+        after: The state that it ends in.
+    """
+
+    generator: torch.Generator | None = None
+    follows: Draw | None = None
+    seeded: tuple[Tensor, int] | None = None
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def first(self, device: torch.device) -> Iterator[None]:
+        """A context in which the numbers are drawn for the first time, which moves on the generator."""
+        kind = device.type
+        if self.generator is None:
+            if self.follows is not None:
+                set_random_state(device, self.follows.after[kind])
+            elif self.seeded is not None:
+                _seed(device, *self.seeded)
+        self.before[kind] = self._state(device)
+        yield
+        self.after[kind] = self._state(device)
+
+    @contextmanager
+    def again(self, device: torch.device) -> Iterator[None]:
+        """A context in which the same numbers are drawn again, after which the generator is where it was."""
+        now = self._state(device)
+        self._set(device, self.before[device.type])
+        try:
+            yield
+        finally:
+            self._set(device, now)
+
+    def _state(self, device: torch.device) -> Tensor:
+        return random_state(device) if self.generator is None else self.generator.get_state()
+
+    def _set(self, device: torch.device, state: Tensor) -> None:
+        if self.generator is None:
+            set_random_state(device, state)
+        else:
+            self.generator.set_state(state)
+
+
+class Draws:
+    """The draws of one build, in their order.
+
+    Nothing is drawn while they are noted but one number for each. So the state of the CPU's generator tells at the end
+    of which draw it is, or that it was seeded.
+    """
+
+    def __init__(self) -> None:
+        self._origin = Draw()
+        self._start: Tensor | None = None
+        self._end: Tensor | None = None
+        self._last = self._origin
+        self._ended: dict[int, Draw] = {}
+
+    def go_on(self) -> bool:
+        """Whether nobody has drawn or seeded since the last draw was noted."""
+        return self._end is not None and torch.equal(self._end, torch.get_rng_state())
+
+    def note(self, generator: torch.Generator | None) -> Draw:
+        """Note that random numbers are drawn."""
+        draw = Draw(generator)
+        if generator is not None:
+            return draw
+        now = torch.get_rng_state()
+        if self._start is None:
+            self._start, self._ended[_key(now)] = now, self._origin
+        draw.follows = self._ended.get(_key(now))
+        if draw.follows is None:
+            draw.seeded = now, torch.initial_seed()
+        torch.rand(1)
+        self._end, self._last = torch.get_rng_state(), draw
+        self._ended[_key(self._end)] = draw
+        return draw
+
+    @contextmanager
+    def going_on(self, device: torch.device) -> Iterator[None]:
+        """A context in which what was noted is drawn for the first time, all or what has come since the last such one.
+
+        It begins where the first draw was noted; if somebody has drawn or seeded since, where the generator is now.
+        """
+        kind = device.type
+        if kind not in self._origin.after:
+            untouched = kind == "cpu" and self._start is not None and self.go_on()
+            self._origin.after[kind] = self._start if untouched and self._start is not None else random_state(device)
+        yield
+        if kind in self._last.after:
+            set_random_state(device, self._last.after[kind])
+
+
+def _key(state: Tensor) -> int:
+    return hash(state.numpy().tobytes())
+
+
+def _seed(device: torch.device, state: Tensor, seed: int) -> None:
+    if device.type == "cpu":
+        set_random_state(device, state)
+    else:
+        torch.get_device_module(device).manual_seed(seed)

@@ -1,0 +1,104 @@
+"""Noticing what a training step writes to gathered parameters, which is lost when they are freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_core.errors import ShardingError
+
+__all__ = ["ComparedShards", "GatheredShard", "StepWrites", "check_writes"]
+
+
+class StepWrites(Protocol):
+    """Notices what the user's ``training_step`` writes to gathered parameters."""
+
+    def renew(self) -> None:
+        """Begin anew, after an optimizer's step inside of the training step."""
+        ...
+
+    def written(self) -> str | None:
+        """The name of a parameter, or of one that it is flattened with, that was written to since it was gathered."""
+        ...
+
+
+def check_writes(writes: StepWrites) -> None:
+    """Refuse what was written to gathered parameters. Called before they are freed or gathered anew.
+
+    Args:
+        writes: What has watched the step.
+
+    Raises:
+        ShardingError: Something was written.
+    """
+    name = writes.written()
+    if name is not None:
+        raise ShardingError(
+            f"training_step() has written to {name!r}, which is gathered for the step: what is written to it is lost "
+            "when it is freed.\n"
+            "Write in on_train_batch_end(), where parameters are shards: what is elementwise, such as "
+            "p.data.clamp_(-0.01, 0.01) for p in self.critic.parameters(), is right there under every strategy. For "
+            "anything else, write within fsdp_core.gathered(module, modifier_rank=0) there."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredShard:
+    """A shard that a library gathers for a step.
+
+    Attributes:
+        name: What the user calls the parameter, or the first of those that are flattened in it.
+        shard: Reads what this rank keeps between steps.
+        gathered: Reads the same elements of what is gathered, in the same shape; ``None`` while nothing is.
+    """
+
+    name: str
+    shard: Callable[[], Tensor]
+    gathered: Callable[[], Tensor | None]
+
+
+class ComparedShards:
+    """Compares what is gathered with the shards that it was gathered from.
+
+    It needs as much memory as the shards, and waits for the device.
+
+    Args:
+        shards: What is gathered, or may be later in the step.
+
+    Example:
+        >>> shard = torch.ones(2)
+        >>> gathered = shard.clone()
+        >>> writes = ComparedShards([GatheredShard(name="weight", shard=lambda: shard, gathered=lambda: gathered)])
+        >>> check_writes(writes)
+        >>> _ = gathered.clamp_(-0.01, 0.01)
+        >>> check_writes(writes)
+        Traceback (most recent call last):
+            ...
+        fsdp_core.errors.ShardingError: training_step() has written to 'weight', which is gathered for the step: ...
+    """
+
+    def __init__(self, shards: Iterable[GatheredShard]) -> None:
+        self._shards = tuple(shards)
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the shards as they are now."""
+        self._before = [one.shard().detach().clone() for one in self._shards]
+
+    def written(self) -> str | None:
+        """The first of which something else is gathered than its shard was."""
+        for one, before in zip(self._shards, self._before, strict=True):
+            gathered = one.gathered()
+            if gathered is not None and _differs(gathered.detach(), before):
+                return one.name
+        return None
+
+
+def _differs(gathered: Tensor, before: Tensor) -> bool:
+    expected = before.to(gathered.device).to(gathered.dtype)
+    a, b = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (gathered, expected))
+    return bool(((a != b) & ~(a.isnan() & b.isnan())).any())

@@ -1,0 +1,143 @@
+"""How much host memory a rank takes: of what it does, and of building a model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core import wrap
+from fsdp_core.testing import oracle
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Deep",
+    "built_under_fabric",
+    "configured_under_trainer",
+    "first_rows",
+    "is_measurable",
+    "peak_of",
+]
+
+#: Of one block of :class:`Deep`: two layers, each of which is allocated by itself.
+WIDTH = 1024
+BLOCK_BYTES = 2 * WIDTH * (WIDTH + 1) * 4
+
+
+def is_measurable() -> bool:
+    """Whether this system resets the peak of a process, as Linux alone does."""
+    return Path("/proc/self/clear_refs").exists()
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """The bytes that this process has held at most during ``work``, above what it held before."""
+    before = _start()
+    work()
+    return _status("VmHWM") - before
+
+
+def _start() -> int:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+class Wide(nn.Module):
+    """A block that is large beside what a process takes by itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Deep(nn.Module):
+    """Many blocks.
+
+    Args:
+        blocks: How many.
+        width: Of each.
+        mark: What is done to each as it is built.
+    """
+
+    def __init__(self, blocks: int, width: int = WIDTH, mark: Callable[[Wide], Wide] = wrap) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([mark(Wide(width)) for _ in range(blocks)])
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0.0, 0.02)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def built_under_fabric(strategy: str, world_size: int, blocks: int) -> tuple[int, dict[str, Tensor]]:
+    """The peak of building a model and of setting it up, and its first rows."""
+    fabric = new_fabric(strategy, world_size)
+
+    def build(blocks: int, width: int = WIDTH) -> Any:
+        with oracle.seeded(1), fabric.init_module():
+            net = Deep(blocks, width)
+        return fabric.setup(net)
+
+    warm = [build(2, 8)]  # what is needed once, is there then
+    peak = peak_of(lambda: warm.append(build(blocks)))
+    ours: Any = fabric.strategy
+    return peak, first_rows(full_state(ours, ours.roots[-1]))
+
+
+class _Configured(Lit):
+    def __init__(self, blocks: int, width: int = WIDTH) -> None:
+        super().__init__("sgd")
+        self.net = None
+        self.blocks, self.width = blocks, width
+        self.state: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with oracle.seeded(1):
+                self.net = Deep(self.blocks, self.width)
+
+    def on_train_start(self) -> None:
+        self.status = _status("VmHWM")
+        self.state = first_rows(full_state(self.trainer.strategy))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x = torch.ones(1, self.width, device=self.device)
+        return mse_loss(self.net(x), x)
+
+
+def configured_under_trainer(strategy: str, tmp: str, world_size: int, blocks: int) -> tuple[int, dict[str, Tensor]]:
+    """The same, up to where training starts."""
+
+    def fit(module: _Configured) -> None:
+        new_trainer(tmp, strategy, world_size, max_steps=1).fit(module, loader(1, world_size))
+
+    fit(_Configured(2, 8))
+    module = _Configured(blocks)
+    before = _start()
+    fit(module)
+    return module.status - before, {name.removeprefix("net."): rows for name, rows in module.state.items()}
+
+
+def first_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A few elements of each tensor."""
+    return {name: tensor.reshape(-1)[:: WIDTH * 64].clone() for name, tensor in state.items()}

@@ -1,0 +1,57 @@
+"""Code of the example in docs/writing-a-backend.md, which is read as plain Markdown too, and so includes no file.
+
+A comment before each block says where it is from: a file, and a function of it, or the words between which it lies. To
+write the blocks anew: ``python tests-integration/code_in_pages.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from pathlib import Path
+
+__all__ = ["PAGE", "part_of", "renewed"]
+
+PAGE = Path(__file__).parents[1] / "docs/writing-a-backend.md"
+
+_EXAMPLE = Path(__file__).parent / "example-backend"
+_BLOCK = re.compile(r"(<!-- (\S+\.(?:py|toml))([^\n]*) -->\n\n```\w+\n).*?(\n```)", re.DOTALL)
+
+
+def renewed(page: str) -> str:
+    """A page whose blocks are as they stand where they say that they are from."""
+
+    def block(found: re.Match[str]) -> str:
+        before, file, part, after = found.groups()
+        return f"{before}{part_of((_EXAMPLE / file).read_text(encoding='utf-8'), part)}{after}"
+
+    return _BLOCK.sub(block, page)
+
+
+def part_of(text: str, part: str) -> str:
+    """What a comment names: ``""``, ``", Class.method"`` or ``', from "words" to "words"'``; without indentation."""
+    words = re.fullmatch(r', from "(.*?)"(?: to "(.*)")?', part)
+    lines = text.splitlines()
+    if words is not None:
+        first, end = words.groups()
+        begin = next(number for number, line in enumerate(lines) if first in line)
+        after = [number for number, line in enumerate(lines) if end and number > begin and end in line]
+        lines = lines[begin : after[0] if end else None]
+    elif part:
+        lines = _lines_of(text, part.removeprefix(", "))
+    code = textwrap.dedent("\n".join(lines)).strip()
+    return re.sub(r"\n{2,}(?=@|def |class )", "\n\n\n", code)  # as ruff formats methods that stand in a page
+
+
+def _lines_of(text: str, name: str) -> list[str]:
+    node: ast.AST = ast.parse(text)
+    for each in name.split("."):
+        node = next(one for one in ast.walk(node) if getattr(one, "name", None) == each)
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return text.splitlines()[first - 1 : node.end_lineno]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

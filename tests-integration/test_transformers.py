@@ -1,0 +1,80 @@
+"""docs/examples/llama.py and lora.py, run as docs/transformers.md says: their losses are those of an unsharded loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from fsdp_core.checkpoint import read_manifest
+from fsdp_core.testing.oracle import FP32_TOLERANCE
+from test_documentation import ROOT, run_script
+
+EXAMPLES = ROOT / "docs/examples"
+
+# The examples' models and data in one process of plain torch: the losses of each epoch, and the adapters' names.
+# The Trainer shuffles what several ranks train on, by torch's DistributedSampler.
+PLAIN = """
+import json
+import lightning
+import llama
+import lora
+import torch
+from peft import get_peft_model_state_dict
+
+def epochs(module, optimizer, data):
+    for epoch in range(4):
+        losses, order = [], torch.randperm(48, generator=torch.Generator().manual_seed(epoch))
+        for batch in data[order].split(16):
+            loss = module.model(input_ids=batch, labels=batch).loss
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        yield sum(losses) / len(losses)
+
+told = []
+for example, kind in ((llama, llama.Llama), (lora, lora.LoRA)):
+    lightning.seed_everything(0)
+    module = kind()
+    told += epochs(module, module.configure_optimizers(), example.text(batch_size=16).dataset)
+print(json.dumps({"losses": told, "adapters": sorted(get_peft_model_state_dict(module.model))}))
+"""
+
+
+def run(script: str, folder: Path, *words: str) -> str:
+    """What a script prints that finds transformers, peft, and the examples."""
+    finds = os.pathsep.join((os.environ["FSDP_TESTS_TRANSFORMERS"], str(EXAMPLES)))
+    finished = run_script(script, folder, words=words, finds=finds)
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"\bloss (\d\S+)", output)]
+
+
+@pytest.mark.parametrize("example", ["llama.py", "lora.py"])
+def test_the_page_shows_the_examples(example: str) -> None:
+    page = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
+    assert f"```python\n{(EXAMPLES / example).read_text(encoding='utf-8')}```" in page
+
+
+@pytest.mark.timeout(300)
+def test_llama_and_lora_upon_it(tmp_path: Path) -> None:
+    llama, lora = ((EXAMPLES / name).read_text(encoding="utf-8") for name in ("llama.py", "lora.py"))
+    trained = run(llama, tmp_path, "fsdp2")
+    assert "The exported Llama is the one in the checkpoint." in trained
+    assert read_manifest(tmp_path / "llama.ckpt").world_size == 2
+    begun = run(lora, tmp_path, "fsdp2", "2")
+    gone_on = run(lora, tmp_path, "fsdp_native", "4")
+    assert "The base and the exported adapters make the model in the checkpoint." in gone_on
+    assert read_manifest(tmp_path / "lora.ckpt").strategy == "fsdp_native"
+    plain = json.loads(run(PLAIN, tmp_path).splitlines()[-1])
+    assert [*losses(trained), *losses(begun), *losses(gone_on)] == pytest.approx(plain["losses"], abs=FP32_TOLERANCE)
+    adapters = load_file(tmp_path / "my-adapter/adapter_model.safetensors")
+    assert sorted(adapters) == plain["adapters"]
