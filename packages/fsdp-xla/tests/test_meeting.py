@@ -83,6 +83,25 @@ def test_another_meeting_is_apart(meetings: list[Meeting]) -> None:
         assert beside == [f"beside {rank}" for rank in range(RANKS)]
 
 
+def test_who_waits_keeps_no_other_meeting_of_its_rank_waiting(meetings: list[Meeting]) -> None:
+    """As a save that is written beside training, while a rank waits for the next step's values."""
+    beside_is_over = threading.Barrier(RANKS, timeout=LATE.total_seconds())
+
+    def talk(rank: int) -> tuple[list[Any], list[Any]]:
+        beside = meetings[rank].another(rank)
+        with ThreadPoolExecutor(1) as thread:
+            if rank == 0:
+                waits = thread.submit(meetings[rank].exchange, rank, f"here {rank}")
+                time.sleep(0.2)  # it waits by now: who comes too soon finds nothing wrong, and never something wrong
+            told = beside.exchange(rank, f"beside {rank}")
+            beside_is_over.wait()
+            return told, waits.result() if rank == 0 else meetings[rank].exchange(rank, f"here {rank}")
+
+    for beside, here in on_all(talk):
+        assert beside == [f"beside {rank}" for rank in range(RANKS)]
+        assert here == [f"here {rank}" for rank in range(RANKS)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_waits_for_a_rank_that_does_not_come_is_told(kind: Callable[[timedelta], list[Meeting]]) -> None:
     meetings = kind(SOON)

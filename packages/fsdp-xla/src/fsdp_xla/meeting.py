@@ -149,11 +149,13 @@ class StoreMeeting(Meeting):
     Args:
         store: The store.
         world_size: How many ranks there are.
+        host: The store to keep for as long: the one that ``store`` is a clone of, which may be the server.
     """
 
-    def __init__(self, store: Store, world_size: int) -> None:
+    def __init__(self, store: Store, world_size: int, host: Store | None = None) -> None:
         self.world_size = world_size
         self._store: Any = store  # whose annotations know strings, and none of bytes
+        self._host = host
         self._count = 0
         self._made = 0
 
@@ -171,5 +173,8 @@ class StoreMeeting(Meeting):
         return gathered
 
     def another(self, rank: int) -> Meeting:
+        # a connection of its own: who waits in a store holds it, and what another thread of this rank has to bring, for which
+        # the others wait, would not get through
         self._made += 1
-        return StoreMeeting(PrefixStore(f"{self._made}", self._store), self.world_size)
+        beside = PrefixStore(f"{self._made}", self._store.clone())
+        return StoreMeeting(beside, self.world_size, self._store)
