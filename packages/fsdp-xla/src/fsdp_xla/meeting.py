@@ -173,8 +173,8 @@ class StoreMeeting(Meeting):
         return gathered
 
     def another(self, rank: int) -> Meeting:
-        # a connection of its own: who waits in a store holds it, and what another thread of this rank has to bring, for which
-        # the others wait, would not get through
+        # a connection of its own: who waits in a store holds it, and what another thread of this rank has to bring, for
+        # which the others wait, would not get through
         self._made += 1
         beside = PrefixStore(f"{self._made}", self._store.clone())
         return StoreMeeting(beside, self.world_size, self._store)
