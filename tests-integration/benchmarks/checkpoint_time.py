@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformer import Size, batch, optimizer, transformer
 
 import fsdp_core
-from fsdp_core.checkpoint.safetensors_file import STAGING_BYTES
+from fsdp_core.checkpoint.format.safetensors_file import STAGING_BYTES
 
 __all__ = ["LARGE", "SMALL"]
 

@@ -20,11 +20,11 @@ import background_ranks
 from checkpoint_ranks import ThreadRuntime, bits
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, is_checkpoint, load, read_manifest, save
 from fsdp_core.checkpoint.background import BackgroundSaves
-from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.staging import Staging
 from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.state.dtypes import SAFETENSORS_NAMES
 from fsdp_core.testing.disks import disk
 from fsdp_core.testing.processes import interruptible
 from fsdp_core.testing.ranks import RankError, RankPool

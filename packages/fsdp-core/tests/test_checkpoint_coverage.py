@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fsdp_core.checkpoint.coverage import Box, find_fault
+from fsdp_core.state.coverage import Box, find_fault
 
 
 def count(shape: tuple[int, ...], boxes: list[Box]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from fsdp_core.checkpoint import (
     save,
     verify,
 )
-from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.ranks import RankPool

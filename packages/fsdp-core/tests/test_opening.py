@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, save
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedCapabilityError
-from fsdp_core.lightning.opening import install_opening
+from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.testing.refusals import assert_says, refusal
 

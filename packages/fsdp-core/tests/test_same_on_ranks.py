@@ -16,11 +16,11 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.precision import ShardPrecision
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.same_on_ranks import check_same, facts_of_module, facts_of_options, facts_of_packages
+from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
+from fsdp_core.sharding.wrapping import describe_policy
 from fsdp_core.testing import RankPool
-from fsdp_core.wrapping import describe_policy
 
 
 class Tiny(nn.Module):

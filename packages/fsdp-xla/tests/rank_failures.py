@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from fsdp_xla import torch_xla_private as xla
+from fsdp_xla.torch_xla_private import devices as xla
 from xla_process import save_cases
 
 DEVICES, FOLDER = (int(sys.argv[1]), Path(sys.argv[2])) if __name__ == "__main__" else (2, Path())
@@ -73,7 +73,7 @@ def trainer(**kwargs: Any) -> L.Trainer:
 
 
 def launch(function: Any, *args: Any, **options: Any) -> Any:
-    from fsdp_xla.fabric import XLAFSDPStrategy
+    from fsdp_xla.classic.fabric import XLAFSDPStrategy
 
     return L.Fabric(strategy=XLAFSDPStrategy(**options), devices=DEVICES).launch(function, *args)
 

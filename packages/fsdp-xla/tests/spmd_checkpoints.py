@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core import RandomState
-from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointMismatchError
 from fsdp_core.testing.oracle import adamw_groups, global_batches, new_net
 from fsdp_core.testing.training import Lit, loader

@@ -18,7 +18,7 @@ from torch.distributed import DistError
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.torch_private import meeting_place
 
-__all__ = ["ProcessGroupRuntime", "Runtime"]
+__all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 

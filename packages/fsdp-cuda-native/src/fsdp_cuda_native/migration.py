@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from fsdp_core.lightning.options import refuse_unknown_options
+from fsdp_core.plugins import refuse_unknown_options
 from fsdp_cuda_native.options import DECIDED
 
 __all__ = ["OTHER_OPTIONS", "refuse_others_options"]

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 
-from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.marking import options_of
+from fsdp_core import ShardingError, UnsupportedCapabilityError
+from fsdp_core.sharding import options_of
 from fsdp_cuda_native.options import check_mixed_precision, named_member
 
 __all__ = ["check_not_wrapped", "check_unit", "unit_options"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from fsdp_core.built_in_parts import KeptPart, let_go_of
+from fsdp_core.sharding import KeptPart, let_go_of
 
 __all__ = ["called_for", "put_in_place", "renew_parameters"]
 

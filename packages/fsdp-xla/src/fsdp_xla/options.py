@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core import UnsupportedCapabilityError
 
 __all__ = [
     "ALWAYS",

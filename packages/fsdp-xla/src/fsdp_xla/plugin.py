@@ -88,8 +88,8 @@ _PASSED_ON = (
 _CLASSIC = StrategyInfo(
     name="xla_fsdp",
     summary="Fully sharded data parallel with torch_xla's XlaFullyShardedDataParallel, one rank per XLA device.",
-    trainer="fsdp_xla.trainer:XLAFSDPStrategy",
-    fabric="fsdp_xla.fabric:XLAFSDPStrategy",
+    trainer="fsdp_xla.classic.trainer:XLAFSDPStrategy",
+    fabric="fsdp_xla.classic.fabric:XLAFSDPStrategy",
     accelerators=("tpu", "cpu"),
     capabilities=frozenset(
         {

@@ -10,13 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.backend import Backend
-from fsdp_core.checkpoint import SavedTensor, fill
-from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.gradients import HeldGradients, refuse_half_gradients
-from fsdp_core.materialize import place
-from fsdp_core.parts import Layout
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, checkpoint_activations, describe_policy
+from fsdp_core import Backend, OptimizerMismatchError
+from fsdp_core.sharding import ActivationCheckpointingPolicy, checkpoint_activations, describe_policy, place
+from fsdp_core.state import HeldGradients, Layout, SavedTensor, fill, refuse_half_gradients
 from fsdp_example.shards import Shards
 
 __all__ = ["ZeRO1Backend"]

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from fsdp_core.checkpoint.agreement import together
-from fsdp_core.checkpoint.folder import StrPath
+from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.saving import prepare_save
 from fsdp_core.checkpoint.staging import Staging
+from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
 
@@ -66,9 +66,9 @@ class BackgroundSaves:
         """Copy a state, and write the copy behind the caller's back. Waits for what is pending first.
 
         Args:
-            path: As in :func:`~fsdp_core.checkpoint.saving.save`.
+            path: As in :func:`~fsdp_core.checkpoint.save`.
             state: What to save; it may be changed as soon as this returns.
-            **options: The further arguments of :func:`~fsdp_core.checkpoint.saving.save`, without ``runtime``.
+            **options: The further arguments of :func:`~fsdp_core.checkpoint.save`, without ``runtime``.
 
         Raises:
             CheckpointError: The state or the path is refused, or what was pending has failed; then nothing is saved.

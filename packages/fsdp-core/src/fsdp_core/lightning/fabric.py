@@ -19,25 +19,25 @@ from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_core.backend import Backend
 from fsdp_core.lightning.capabilities import check_checkpoint, check_precision
-from fsdp_core.lightning.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
-from fsdp_core.lightning.fabric_loaders import follow_in_fabric
-from fsdp_core.lightning.forwarding import ShardedForward, root_of
+from fsdp_core.lightning.checkpoints.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
+from fsdp_core.lightning.checkpoints.reading import is_sharded
+from fsdp_core.lightning.hooks.forwarding import ShardedForward, root_of
+from fsdp_core.lightning.hooks.redirection import normal_tensors
+from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precision
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
-from fsdp_core.lightning.ranks import RanksOfStrategy
-from fsdp_core.lightning.reading import is_sharded
-from fsdp_core.lightning.redirection import normal_tensors
-from fsdp_core.precision import ShardPrecision
+from fsdp_core.lightning.strategy import RanksOfStrategy
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
-from fsdp_core.strategy_info import Capability
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.precision import ShardPrecision
 
 __all__ = ["ShardedFabricStrategy"]
 
 
 class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
-    """Runs modules on a :class:`~fsdp_core.backend.Backend` under Fabric.
+    """Runs modules on a :class:`~fsdp_core.sharding.Backend` under Fabric.
 
     A backend's public strategy class inherits from it and adds a constructor that makes the backend.
 

@@ -22,12 +22,12 @@ from lightning.pytorch.plugins.precision import (
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from fsdp_core.backend import Backend
-from fsdp_core.deferred_init import continue_deferred
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.initialization.deferred_init import continue_deferred
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
-from fsdp_core.precision import ShardPrecision
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.precision import ShardPrecision
 from fsdp_core.torch_private import make_scaler_sharded
 
 __all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]

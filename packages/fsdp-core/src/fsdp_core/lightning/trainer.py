@@ -22,34 +22,34 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
-from fsdp_core.backend import Backend
-from fsdp_core.checkpoint.agreement import together
 from fsdp_core.checkpoint.background import BackgroundSaves
-from fsdp_core.gathering import check_not_gathered
-from fsdp_core.late_parameters import refuse_late
-from fsdp_core.lightning.averaging import shard_averages
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.gradients.step_gradients import guard, unguard
+from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
-from fsdp_core.lightning.exporting import refuse_values_of_parts, whole_state
-from fsdp_core.lightning.finetuning import check_finetuning
-from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
-from fsdp_core.lightning.loader_positions import TrainingLoaders
-from fsdp_core.lightning.opening import checkpoint_at
-from fsdp_core.lightning.pending import expect_what_is_pending
+from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
+from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
+from fsdp_core.lightning.checkpoints.model_checkpoint import expect_what_is_pending
+from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
+from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
+from fsdp_core.lightning.hooks.averaging import shard_averages
+from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
+from fsdp_core.lightning.hooks.finetuning import check_finetuning
+from fsdp_core.lightning.hooks.pruning import check_pruning
+from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
+from fsdp_core.lightning.hooks.summary import show_written_shapes
+from fsdp_core.lightning.hooks.toggling import watch_toggling
+from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
-from fsdp_core.lightning.pruning import check_pruning
-from fsdp_core.lightning.ranks import RanksOfStrategy
-from fsdp_core.lightning.redirection import call_inside_forward, explain_shards, normal_tensors
-from fsdp_core.lightning.resuming import KEY, ExactResume
-from fsdp_core.lightning.summary import show_written_shapes
-from fsdp_core.lightning.toggling import watch_toggling
-from fsdp_core.lightning.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
-from fsdp_core.pieces import refuse_again
-from fsdp_core.precision import ShardPrecision
+from fsdp_core.lightning.strategy import RanksOfStrategy
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
-from fsdp_core.step_gradients import guard, unguard
-from fsdp_core.step_writes import StepWrites, check_writes
-from fsdp_core.strategy_info import Capability
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.late_parameters import refuse_late
+from fsdp_core.sharding.local_pieces import refuse_again
+from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.state.full_tensor import check_not_gathered
 
 __all__ = ["ShardedTrainerStrategy"]
 
@@ -67,7 +67,7 @@ _SAME_IN_LOOPS = (
 
 
 class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
-    """Runs a LightningModule on a :class:`~fsdp_core.backend.Backend`.
+    """Runs a LightningModule on a :class:`~fsdp_core.sharding.Backend`.
 
     A backend's public strategy class inherits from it and adds a constructor that makes the backend.
 

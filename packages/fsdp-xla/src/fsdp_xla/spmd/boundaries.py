@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_xla.spmd.partitioning import batch_spec
 from fsdp_xla.spmd.runtime import MODEL_AXIS
-from fsdp_xla.spmd.sharded_tensors import is_marked, mark, mark_as, sharding_of
+from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, mark, mark_as, sharding_of
 
 __all__ = ["Boundaries"]
 

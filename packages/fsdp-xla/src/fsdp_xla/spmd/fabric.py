@@ -11,13 +11,13 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
-from fsdp_core.lightning.fabric import ShardedFabricStrategy
-from fsdp_core.lightning.options import refuse_unknown_options
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
-from fsdp_xla.accelerator import accelerator_for
+from fsdp_core.lightning import ShardedFabricStrategy
+from fsdp_core.plugins import refuse_unknown_options
+from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_xla.lightning.accelerator import accelerator_for
+from fsdp_xla.lightning.one_process import OneProcess
 from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
 from fsdp_xla.spmd.backend import XLASPMDBackend
-from fsdp_xla.spmd.one_process import OneProcess
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
 
 __all__ = ["XLASPMDStrategy"]

@@ -10,7 +10,7 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 
-from fsdp_core.lightning.fabric import ShardedFabricStrategy
+from fsdp_core.lightning import ShardedFabricStrategy
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 
 __all__ = ["LoopbackFabricStrategy"]

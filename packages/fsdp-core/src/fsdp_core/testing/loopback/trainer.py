@@ -10,7 +10,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 
-from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+from fsdp_core.lightning import ShardedTrainerStrategy
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 
 __all__ = ["LoopbackTrainerStrategy"]

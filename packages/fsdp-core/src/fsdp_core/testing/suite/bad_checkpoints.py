@@ -22,7 +22,7 @@ from fsdp_core.errors import (
     CheckpointMismatchError,
     CheckpointValueError,
 )
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
 from fsdp_core.testing.state import copied_state, full_state

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import CheckpointValueError, ShardingError
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import fsdp_core
-from fsdp_core import registry
-from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.suite.clauses import Clauses
 
 __all__ = ["ListingSuite"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks, requires, shares_of

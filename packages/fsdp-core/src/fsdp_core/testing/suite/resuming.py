@@ -17,10 +17,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fsdp_core
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
+from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.clauses import KINDS, Clauses, each_ranks, needs_of, on_ranks, requires, with_options
