@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,9 +36,14 @@ def is_for_types_only(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def statements(path: Path, *, types: bool, nested: bool) -> Iterator[ast.AST]:
     """The nodes of a file, with or without what only type checkers read and what runs only in a function."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    waiting: list[ast.AST] = [parsed(path)]
     while waiting:
         node = waiting.pop()
         yield node
@@ -50,6 +57,7 @@ def statements(path: Path, *, types: bool, nested: bool) -> Iterator[ast.AST]:
                 waiting.append(child)
 
 
+@cache
 def imported(path: Path, *, types: bool = True, nested: bool = True) -> set[str]:
     """Full dotted names that a file imports: ``from a.b import c`` gives ``a.b.c``."""
     names: set[str] = set()
@@ -239,7 +247,7 @@ KNOWN_ATTRIBUTES = {
         *(
             "_parameters",
             "_modules",
-        ),  # of nn.Module, which keeps nothing else under a parameter's or a submodule's name
+        ),  # of nn.Module: what is under which name
         *("_exit", "_getframe", "_current_frames"),  # of Python's os and sys, documented
     },
     "initialization/deferred_init.py": {"_opname", "_schema"},  # of operators, which tell what a call writes
@@ -335,6 +343,21 @@ def test_each_package_stands_alone(name: str) -> None:
     assert len((folder / "README.md").read_text(encoding="utf-8")) > 500
     assert f"## [{project['version']}]" in (folder / "CHANGELOG.md").read_text(encoding="utf-8")
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_architecture_page_shows_the_folders_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    tree = importlib.import_module("tree")
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert page == tree.written(page), "run: python docs/tree.py"
+
+
+def test_the_architecture_page_names_files_that_are_there() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([a-z_0-9/]+/[a-z_0-9]+\.py)`", page)}
+    there = [shown(path) for path in [*SOURCES, *ROOT.glob("tests-integration/*.py")]]
+    assert len(named) > 10
+    assert {name for name in named if not any(path.endswith(f"/{name}") or path == name for path in there)} == set()
 
 
 @pytest.mark.parametrize("name", PLUGINS)

@@ -2,6 +2,11 @@
 
 An optimizer makes zeros at its first step. XLA takes those for constants of the program, which is then another one than
 that of the second step, where they are data.
+
+So a step is one program from the first on: these zeros, and the sums of metrics (``lightning/host_metrics.py``), are
+put on the device as data. A program also gives tensors in the order in which XLA came to know them, which an
+optimizer's step changes to its own; so shards are brought into that order when the optimizer is set up
+(``put_in_order``).
 """
 
 from __future__ import annotations

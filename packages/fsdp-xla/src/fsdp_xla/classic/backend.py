@@ -1,4 +1,9 @@
-"""Sharding with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device. Knows no Lightning."""
+"""Sharding with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device. Knows no Lightning.
+
+Joint set-up of module and optimizer works, and an optimizer from before the set-up follows its parameters, as under
+every strategy. torch_xla asks for the optimizer after the module; ``repoint`` needs no such order, and shards that
+are 1-D make the joint set-up the better one.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """State of a rank in host memory, for checkpoints, and back to the device.
 
 Slices and copies of state are made on the host: on the device each would be a graph to compile.
+
+So a backend may adopt what a checkpoint was read into (``Backend.adopt_model_state``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""State that stays on the device until it is written, for ranks that save one after another."""
+"""State that stays on the device until it is written, for ranks that save one after another.
+
+With ``sequential_save`` a state holds sources instead of copies, which are read as they are written, and a save gives
+each rank of a host a turn. So a shard is never in host memory as a whole, under Trainer and Fabric alike, and core's
+``save`` needs to know no more than that there are turns.
+"""
 
 from __future__ import annotations
 

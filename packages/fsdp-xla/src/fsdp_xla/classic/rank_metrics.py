@@ -1,4 +1,7 @@
-"""Metrics of torchmetrics over ranks that are XLA devices; by itself it would ask ``torch.distributed``, in vain."""
+"""Metrics of torchmetrics over ranks that are XLA devices; by itself it would ask ``torch.distributed``, in vain.
+
+So a module's metrics are given the ranks when it is set up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``strategy="xla_fsdp"`` for the Trainer."""
+"""``strategy="xla_fsdp"`` for the Trainer.
+
+There is no ``MpDeviceLoader``. It reads ahead of training, which an exact resume could not know of; Lightning's own
+transfer, step by step, is enough on the CPU, and unmeasured on a TPU.
+"""
 
 from __future__ import annotations
 

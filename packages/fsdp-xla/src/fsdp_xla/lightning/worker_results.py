@@ -1,4 +1,9 @@
-"""What the Trainer that started ranks is told of how they went: they ran with copies of it, which end with them."""
+"""What the Trainer that started ranks is told of how they went: they ran with copies of it, which end with them.
+
+Weights end with the ranks. They are not brought back into the module of the script, which would be a full copy; an
+error says to go on from a checkpoint. What is small is brought back: metrics, counters, the best checkpoints, and
+which version a logger wrote.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""How ranks exchange objects on the host, so that no graph of the device has to be compiled or run for it."""
+"""How ranks exchange objects on the host, so that no graph of the device has to be compiled or run for it.
+
+Metrics, decisions and objects go through it (shared memory between threads, a store between processes). On the device
+each would be a program to compile. Only what belongs to a step, such as the norm of a clipping, is reduced in its
+graph.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Where ranks that are threads wait for each other, and what they are told when they can't all come."""
+"""Where ranks that are threads wait for each other, and what they are told when they can't all come.
+
+Ranks that are threads wait at one rendezvous, for an exchange and for running a program alike. It compares what they
+are about to do, so that a rank at one thing and a rank at another are told, and wait for nothing. An interrupt is
+raised where all ranks meet next; then they can still save together.
+"""
 
 from __future__ import annotations
 

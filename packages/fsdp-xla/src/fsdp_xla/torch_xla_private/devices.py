@@ -1,6 +1,11 @@
 """The names of torch_xla that this package uses and that are private or not typed, each with its reason.
 
 Checked on torch_xla 2.9.0.
+
+Running a program does not move on random numbers (``random_numbers_kept``). To XLA every run is a step, whose next
+seed is made from the seed that the last one began with: a save, a look at a value or a recomputation within a step
+would change what dropout draws from then on. So each run of ours sets the generator back to where drawing has brought
+it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
 """What XlaFullyShardedDataParallel's units know of their parameters, and the states that they go through in a step.
 
 torch_xla has no public way to any of it. Checked on torch_xla 2.9.0.
+
+What torch_xla shards is freed by us (``let_go_of_wholes``): it was seen to keep the whole model on every device.
+
+In a step by hand, inside the root's forward pass, a backward pass is ended by us, as torch_xla ends one whose loss
+its root has returned, and its hooks are put back at the very nodes of autograd that they were at. Those know the
+shapes of whole parameters; nodes made anew would know those of what has taken their place, and torch would sum
+gradients to that without a word.
 """
 
 from __future__ import annotations
