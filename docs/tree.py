@@ -14,8 +14,8 @@ WIDTH, INDENT = 110, 6
 
 #: What is no package of Python's.
 BESIDE = {
-    "tests-integration/": "the laws, the documentation, checkpoints between packages, benchmarks/, and example-backend/, a "
-    "stranger's package",
+    "tests-integration/": "the laws, the documentation, checkpoints between packages, benchmarks/, and "
+    "example-backend/, a stranger's package",
     "docs/": "these pages, examples/ that tests run, pictures/",
     ".github/ .ci/run noxfile.py constraints.txt pyproject.toml": "how all of it is built and tested",
 }

@@ -354,7 +354,7 @@ def test_the_architecture_page_shows_the_folders_as_they_are(monkeypatch: pytest
 
 def test_the_architecture_page_names_files_that_are_there() -> None:
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    named = {name for name in re.findall(r"`([a-z_0-9/]+/[a-z_0-9]+\.py)`", page)}
+    named = set(re.findall(r"`([a-z_0-9/]+/[a-z_0-9]+\.py)`", page))
     there = [shown(path) for path in [*SOURCES, *ROOT.glob("tests-integration/*.py")]]
     assert len(named) > 10
     assert {name for name in named if not any(path.endswith(f"/{name}") or path == name for path in there)} == set()

@@ -31,6 +31,7 @@ __all__ = [
     "end_step",
     "follow_freezing",
     "follow_requires_grad",
+    "free_gathered",
     "is_shard",
     "let_go_of_wholes",
     "no_reduction",
@@ -75,6 +76,13 @@ def units_of(root: nn.Module) -> Iterator[XlaFullyShardedDataParallel]:
     for module in root.modules():
         if isinstance(module, XlaFullyShardedDataParallel):
             yield module
+
+
+def free_gathered(root: nn.Module) -> None:
+    """Free what units have gathered and kept."""
+    for unit in units_of(root):
+        if unit.has_full_params:
+            unit._free_full_params()
 
 
 def reset(root: nn.Module) -> None:
