@@ -343,7 +343,7 @@ def conformance(session: nox.Session) -> None:
 
     chosen_none = 5  # of a package's files: -k may have meant another's
     for package in PACKAGES.values():  # one after the other, for files of several have one name
-        files = [file.as_posix() for file in sorted(package.path.glob("tests/conformance_of_*.py"))]
+        files = [file.as_posix() for file in sorted(package.path.glob("tests/slow_conformance_*.py"))]
         files += [f"{package.path.as_posix()}/{test}" for test in package.slow]
         if files:
             python = shared_python(session) if package in SHARING else own_python(session, package)
