@@ -145,7 +145,7 @@ def test_an_error_in_lightnings_own_module_comes_through(site: Site) -> None:
     site.python("""
         import sys
         import fsdp_core.autoload
-        fsdp_core.lightning.install()
+        fsdp_core.autoload.install()
         for _ in range(2):
             def again():
                 import lightning.fabric.strategies
@@ -159,12 +159,12 @@ def test_a_fault_of_ours_is_one_warning_and_lightning_works(site: Site, action: 
     done = site.python(
         """
         import torch
-        import fsdp_core.plugins.discovery
+        import fsdp_core.plugins.registry
 
         def discover():
             raise OSError("the disk is on fire")
 
-        fsdp_core.plugins.discovery.discover = discover
+        fsdp_core.plugins.registry.discover = discover
         import lightning.fabric.strategies
         assert "ddp" in lightning.fabric.strategies.STRATEGY_REGISTRY
         """,

@@ -30,11 +30,11 @@ from fsdp_core.checkpoint import (
     chunked,
     load,
     load_state_dict,
-    plain_data,
     read_manifest,
     save,
     verify,
 )
+from fsdp_core.checkpoint.format import plain_data
 from fsdp_core.checkpoint.storage.recognition import is_checkpoint, is_ours
 from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError

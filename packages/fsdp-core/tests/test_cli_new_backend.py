@@ -154,7 +154,7 @@ WHOLE = """
         if not self.is_sharded(module):
             self.check_shardable(module)
             self.remember(module)
-            place(list(module.modules()), self.runtime.device)
+            place(list(module.modules()), self.runtime)
             from fsdp_core.gradients.replicated import ReplicatedParameters
             self.replicated = ReplicatedParameters(list(module.parameters()), module, self.runtime)
             self.mark_sharded(module)

@@ -169,7 +169,7 @@ class NativeBackend(Backend):
             sharded.update(own)
             place(
                 own,
-                self.runtime.device,
+                self.runtime,
                 self.options["param_init_fn"],
                 leave=lambda owner, p: is_part(p) and p not in given and not is_whole(owner, p),
             )

@@ -153,7 +153,7 @@ class FSDP2Backend(Backend):
         for unit in (*units, module):
             own = [m for m in unit.modules() if m not in sharded]
             sharded.update(own)
-            place(own, self.runtime.device)
+            place(own, self.runtime)
             whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
             replaced = {p for m in own for p in m.parameters(recurse=False)} - whole
             _check_dtypes(unit, replaced)

@@ -55,7 +55,7 @@ class ZeRO1Backend(Backend):
             self.check_shardable(module)
             self.remember(module)
             checkpoint_activations(module, self.activation_checkpointing_policy)
-            place(list(module.modules()), self.runtime.device)
+            place(list(module.modules()), self.runtime)
             self.remember(module)  # what was on the meta device is other parameters now
             self._shards[module] = Shards(module, self.runtime)
             self.mark_sharded(module)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_init import has_values, is_deferred, values_of, was_changed
 from fsdp_core.initialization.sharded_init import let_go_of
+from fsdp_core.runtime import Runtime
 from fsdp_core.state.host_memory import give_back
 
 __all__ = ["materialize", "note_initialisers", "place"]
@@ -20,23 +20,23 @@ __all__ = ["materialize", "note_initialisers", "place"]
 
 def place(
     modules: Sequence[nn.Module],
-    device: torch.device,
+    runtime: Runtime,
     init: Callable[[nn.Module], object] | None = None,
     *,
     leave: Callable[[nn.Module, nn.Parameter], bool] = lambda module, parameter: False,
 ) -> None:
-    """Bring what ``modules`` own directly to ``device``, with rank 0's values. All ranks must call it.
+    """Bring what ``modules`` own directly to the runtime's device, with rank 0's values. All ranks must call it.
 
     What was sharded as it was built is put together again (:mod:`fsdp_core.initialization.sharded_init`).
 
     Args:
         modules: The modules, each taken without its children.
-        device: Where to.
+        runtime: The ranks, and the device to bring them to.
         init: Gives a module that was built on the meta device memory and values, in the place of :func:`materialize`.
         leave: Which parameters to leave as they are, of a module's own.
     """
     if init is None:
-        materialize(modules, device)
+        materialize(modules, runtime.device)
     for module in modules:
         if init is not None and any(p.is_meta for p in module.parameters(recurse=False)):
             init(module)
@@ -46,18 +46,17 @@ def place(
                 continue
             kept = let_go_of(parameter)
             if kept is not None:
-                parameter.data = kept.whole(device)
+                parameter.data = kept.whole(runtime.device)
                 del kept
                 give_back()
             else:
-                parameter.data = parameter.data.to(device).contiguous()
+                parameter.data = parameter.data.to(runtime.device).contiguous()
                 whole.append(parameter)
         for name, buffer in list(module.named_buffers(recurse=False)):
-            module._buffers[name] = buffer.to(device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            for tensor in (*whole, *module.buffers(recurse=False)):
-                # ranks seeded differently would shard a model that no rank ever had
-                dist.broadcast(tensor.data, src=0)
+            module._buffers[name] = buffer.to(runtime.device)
+        for tensor in (*whole, *module.buffers(recurse=False)):
+            # ranks seeded differently would shard a model that no rank ever had
+            runtime.broadcast(tensor.data)
 
 
 def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:

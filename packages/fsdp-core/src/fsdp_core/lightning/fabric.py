@@ -19,9 +19,8 @@ from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_core.lightning.capabilities import check_checkpoint, check_precision
+from fsdp_core.lightning.capabilities import check_precision
 from fsdp_core.lightning.checkpoints.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
-from fsdp_core.lightning.checkpoints.reading import is_sharded
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, root_of
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
@@ -254,10 +253,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self.wait_for_saves()
-        where = str(self.broadcast(str(path)))
-        kind = "sharded" if is_sharded(where, self.runtime) else "full"
-        check_checkpoint(self.strategy_name, kind, f"to load {where!r}")
-        return load_checkpoint(self, where, state, strict, weights_only)
+        return load_checkpoint(self, str(self.broadcast(str(path))), state, strict, weights_only)
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None

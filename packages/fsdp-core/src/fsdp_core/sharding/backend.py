@@ -65,7 +65,7 @@ class Backend(ABC):
         ...         if not self.is_sharded(module):
         ...             self.check_shardable(module)
         ...             self.remember(module)
-        ...             place(list(module.modules()), self.runtime.device)
+        ...             place(list(module.modules()), self.runtime)
         ...             self.replicated[module] = ReplicatedParameters(list(module.parameters()), module, self.runtime)
         ...             self.mark_sharded(module)
         ...         return module

@@ -116,8 +116,8 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
         raise OptimizerMismatchError(
             f"{name} looks at more of a parameter than single elements, such as its shape or a norm, and this strategy "
             f"shows each rank a 1-D piece: it would train something else without a word{_told(failure)}.\n"
-            "Use an optimizer whose update is elementwise, such as AdamW; or strategy='fsdp2', which shows whole "
-            "shapes: the table of optimizers in the documentation says for which that is enough."
+            "Use an optimizer whose update is elementwise, such as AdamW; or a strategy that shows whole shapes, "
+            "such as strategy='fsdp2': the table of optimizers in the documentation says for which that is enough."
         )
     try:
         alike = _alike(_of_this_rank(whole), _course(optimizer, kinds, _as_dtensor))
@@ -133,7 +133,8 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     what = "fails over" if failure is not None else "trains something else without a word over"
     raise OptimizerMismatchError(
         f"a step of {name} {what} DTensors, which this strategy shows as parameters{_told(failure)}.\n"
-        f"{instead} another optimizer, such as AdamW; or strategy='fsdp_native', if its update is elementwise."
+        f"{instead} another optimizer, such as AdamW; or, if its update is elementwise, a strategy that shows plain "
+        "pieces, such as strategy='fsdp_native'."
     )
 
 

@@ -286,7 +286,8 @@ def _check_alike(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) 
         if _about_whole(part, state.get(part.name, {})) != first:
             raise CheckpointMismatchError(
                 f"{parts[0].name!r} and {part.name!r} are one flat parameter here, but were saved with different "
-                "optimizer state, such as step counts.\nLoad it with use_orig_params=True."
+                "optimizer state, such as step counts.\nLoad it under a strategy that keeps every parameter its own, "
+                "as 'fsdp_native' does with use_orig_params=True."
             )
 
 

@@ -32,8 +32,6 @@ class XLARuntime(Runtime):
     What is to happen on the device, inside the graph of a step, goes through :meth:`in_graph`.
     """
 
-    launcher = "subprocess"
-
     def __init__(self) -> None:
         self._meeting: Meeting | None = None
 

@@ -178,7 +178,7 @@ def load_checkpoint(
         MissingKeyError: A key is not there.
         CheckpointMismatchError: A name, shape or dtype doesn't fit.
     """
-    saved: Any = read_checkpoint(path, weights_only, strategy.runtime)
+    saved, _ = read_checkpoint(strategy.strategy_name, path, weights_only, strategy.runtime)
     if isinstance(state, dict) and "state_dict" in state and "state_dict" not in saved:
         saved = as_trainers_file(saved) or saved
     if isinstance(state, nn.Module | Optimizer):

@@ -15,11 +15,10 @@ from fsdp_core import checkpoint as checkpoints
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.checkpoint.background import BackgroundSaves
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
-from fsdp_core.lightning.capabilities import check_checkpoint
 from fsdp_core.lightning.checkpoints.full_file import gathered, numbered, write_full
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.reading import is_sharded, read_checkpoint
+from fsdp_core.lightning.checkpoints.reading import read_checkpoint
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
 from fsdp_core.runtime import Runtime
 
@@ -120,9 +119,7 @@ def load_checkpoint(
         weights_only: ``False`` lets a full file execute code.
         loaders: Take the positions of the training loaders.
     """
-    sharded = is_sharded(path, strategy.runtime)
-    check_checkpoint(strategy.strategy_name, "sharded" if sharded else "full", f"to load {path!r}")
-    saved: dict[str, Any] = read_checkpoint(path, weights_only, strategy.runtime)
+    saved, sharded = read_checkpoint(strategy.strategy_name, path, weights_only, strategy.runtime)
     missing = [key for key in (("model", "trainer") if sharded else ("state_dict",)) if key not in saved]
     if missing:
         raise MissingKeyError(

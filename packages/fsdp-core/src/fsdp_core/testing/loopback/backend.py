@@ -62,7 +62,7 @@ class LoopbackBackend(Backend):
             return module
         self.check_shardable(module)
         self.remember(module)
-        place(list(module.modules()), self.runtime.device)
+        place(list(module.modules()), self.runtime)
         found = list(places_of(module))
         whole = [parameter for parameter, _, _ in found if not parameter.ndim]
         shards = [self.shard_class(names, p, places, self.runtime) for p, names, places in found if p.ndim]
