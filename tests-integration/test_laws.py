@@ -189,14 +189,16 @@ def test_in_core_only_the_folder_lightning_knows_lightning(path: Path) -> None:
         assert not within(imported(path), *LIGHTNING)
 
 
+#: Files of these names are front ends, wherever they are.
+FRONT_ENDS = {"trainer.py", "fabric.py", "fairscale.py"}
+
+
 def knows_lightning(path: Path) -> bool:
     """Whether a file of a plugin may: the front ends, and what is in a folder for it.
 
     ``cpu_ranks`` makes ranks of threads, for which Lightning keeps its rank in a global.
     """
-    return path.name.endswith(("trainer.py", "fabric.py")) or bool(
-        {"lightning", "cpu_ranks", "testing"} & {*path.parts}
-    )
+    return path.name in FRONT_ENDS or bool({"lightning", "cpu_ranks", "testing"} & {*path.parts})
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if CORE not in p.parents and not knows_lightning(p)], ids=shown)
@@ -204,7 +206,7 @@ def test_what_shards_imports_no_lightning(path: Path) -> None:
     assert not within(imported(path, types=False), *LIGHTNING, "fsdp_core.lightning")
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.name.endswith(("trainer.py", "fabric.py"))], ids=shown)
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.name in FRONT_ENDS], ids=shown)
 def test_front_ends_import_no_fsdp_class(path: Path) -> None:
     classes = (
         "FullyShardedDataParallel",

@@ -30,9 +30,8 @@ from fsdp_core.checkpoint import (
     reshard,
     save,
     verify,
-    writers,
 )
-from fsdp_core.checkpoint.storage import folder, publishing, rereading
+from fsdp_core.checkpoint.storage import folder, publishing, rereading, writers
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.cli.checkpoint import checkpoint as command
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError

@@ -12,7 +12,7 @@ from lightning.fabric.accelerators import XLAAccelerator as FabricXLAAccelerator
 from lightning.pytorch.accelerators import XLAAccelerator
 
 from fsdp_xla import XLACPUAccelerator, XLAFSDPStrategy
-from fsdp_xla.classic.fabric import XLAFSDPStrategy as FabricXLAFSDPStrategy
+from fsdp_xla.fabric import XLAFSDPStrategy as FabricXLAFSDPStrategy
 from xla_process import save_cases
 
 

@@ -127,7 +127,7 @@ def mlp() -> nn.Module:
 
 def rows() -> Any:
     """Shards of whole rows, of which 7 and 6 are not divided evenly."""
-    from fsdp_xla.classic.fabric import XLAFSDPStrategy
+    from fsdp_xla.fabric import XLAFSDPStrategy
 
     def train(fabric: L.Fabric) -> Any:
         with fabric.init_module():
@@ -242,7 +242,7 @@ def foreign_optimizer() -> Any:
 
 
 def set_up(net: nn.Module, options: dict[str, Any]) -> Any:
-    from fsdp_xla.classic.fabric import XLAFSDPStrategy
+    from fsdp_xla.fabric import XLAFSDPStrategy
 
     L.Fabric(strategy=XLAFSDPStrategy(**options), devices=DEVICES).launch(
         lambda fabric: fabric.setup_module(net) and None
@@ -279,7 +279,7 @@ def as_lightnings() -> Any:
     from lightning.fabric.plugins.precision import XLAPrecision
     from torch.distributed.fsdp.wrap import wrap
 
-    from fsdp_xla.classic.fabric import XLAFSDPStrategy
+    from fsdp_xla.fabric import XLAFSDPStrategy
 
     def train(fabric: L.Fabric) -> Any:
         strategy: Any = fabric.strategy

@@ -62,7 +62,7 @@ def _status(field: str) -> int:
 
 
 def fabric_save(name: str, options: dict[str, Any]) -> Any:
-    from fsdp_xla.classic.fabric import XLAFSDPStrategy
+    from fsdp_xla.fabric import XLAFSDPStrategy
 
     def train(fabric: Any) -> Any:
         with fabric.init_module():
@@ -235,7 +235,7 @@ def contradicting(made: Any) -> str:
 def failing_in_turn() -> dict[int, str]:
     """What each rank raises when the last one can't be read."""
     from fsdp_xla.classic import lazy_state as read_late
-    from fsdp_xla.classic.fabric import XLAFSDPStrategy
+    from fsdp_xla.fabric import XLAFSDPStrategy
 
     told: dict[int, str] = {}
     flat_on_host = read_late.flat_on_host

@@ -47,7 +47,7 @@ class Rows(nn.Module):
 
 def trained(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train on both ranks: the losses over them, the weights, and the dtypes of an activation and of the buffer."""
-    from fsdp_xla.classic.fabric import XLAFSDPStrategy
+    from fsdp_xla.fabric import XLAFSDPStrategy
 
     results: dict[int, Any] = {}
 

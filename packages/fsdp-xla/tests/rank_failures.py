@@ -73,7 +73,7 @@ def trainer(**kwargs: Any) -> L.Trainer:
 
 
 def launch(function: Any, *args: Any, **options: Any) -> Any:
-    from fsdp_xla.classic.fabric import XLAFSDPStrategy
+    from fsdp_xla.fabric import XLAFSDPStrategy
 
     return L.Fabric(strategy=XLAFSDPStrategy(**options), devices=DEVICES).launch(function, *args)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdp_cuda_native import fabric
-    from fsdp_cuda_native.fairscale_trainer import DDPFullyShardedStrategy
+    from fsdp_cuda_native.fairscale import DDPFullyShardedStrategy
     from fsdp_cuda_native.trainer import DDPFullyShardedNativeStrategy
 
     __version__: str

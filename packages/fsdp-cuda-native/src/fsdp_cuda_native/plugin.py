@@ -150,8 +150,8 @@ def fsdp_strategies() -> list[StrategyInfo]:
             _FSDP1,
             name="ddp_fully_sharded",
             summary="fsdp_native under the name and with the options that fairscale's users know.",
-            trainer="fsdp_cuda_native.fairscale_trainer:DDPFullyShardedStrategy",
-            fabric="fsdp_cuda_native.fairscale_trainer:FabricFullyShardedStrategy",
+            trainer="fsdp_cuda_native.fairscale:DDPFullyShardedStrategy",
+            fabric="fsdp_cuda_native.fairscale:FabricFullyShardedStrategy",
             options=_FAIRSCALE + tuple(one for one in _FSDP1.options if one.name != "sharding_strategy"),
         ),
     ]

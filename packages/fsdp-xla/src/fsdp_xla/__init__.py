@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdp_xla.classic import fabric
+    from fsdp_xla import fabric
     from fsdp_xla.classic.trainer import XLAFSDPStrategy
     from fsdp_xla.lightning.accelerator import XLACPUAccelerator
     from fsdp_xla.spmd.trainer import XLASPMDStrategy
@@ -29,11 +29,11 @@ def __getattr__(name: str) -> object:
     value: object
     match name:
         case "XLAFSDPStrategy":
-            value = import_module(f"{__name__}.trainer").XLAFSDPStrategy
+            value = import_module(f"{__name__}.classic.trainer").XLAFSDPStrategy
         case "XLASPMDStrategy":
             value = import_module(f"{__name__}.spmd.trainer").XLASPMDStrategy
         case "XLACPUAccelerator":
-            value = import_module(f"{__name__}.accelerator").XLACPUAccelerator
+            value = import_module(f"{__name__}.lightning.accelerator").XLACPUAccelerator
         case "fabric":
             value = import_module(f"{__name__}.fabric")
         case "__version__":

@@ -1,0 +1,8 @@
+"""The strategies for Fabric, under the names that those for the Trainer have in :mod:`fsdp_xla`."""
+
+from __future__ import annotations
+
+from fsdp_xla.classic.fabric import XLAFSDPStrategy
+from fsdp_xla.spmd.fabric import XLASPMDStrategy
+
+__all__ = ["XLAFSDPStrategy", "XLASPMDStrategy"]
