@@ -158,7 +158,7 @@ def test_state_of_flat_parameters_goes_to_the_right_ones(ranks: RankPool, tmp_pa
     assert first + losses_of(module) == pytest.approx(losses_of(whole), abs=FP32_TOLERANCE)
 
 
-# -- amid an epoch -----------------------------------------------------------------------------------------------------
+# -- within an epoch ---------------------------------------------------------------------------------------------------
 
 
 def _save_amid_an_epoch(strategy: str, tmp: str) -> None:

@@ -323,7 +323,7 @@ def test_what_is_no_path_is_as_without_us() -> None:
         assert told[0] == told[1]
 
 
-# -- a file in the place of a folder -----------------------------------------------------------------------------------
+# -- a file instead of a folder -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("linked", [False, True])

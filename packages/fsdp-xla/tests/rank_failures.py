@@ -385,7 +385,7 @@ CASES: dict[str, Any] = {
     "late rank": late_rank,
     "uneven": uneven,
     "ended rank": ended_rank,
-    "barrier amid building": barrier_amid_building,
+    "barrier within building": barrier_amid_building,
     "shared model": shared_model,
     "passed model": passed_model,
     "full on own disks": lambda: own_disks("full"),

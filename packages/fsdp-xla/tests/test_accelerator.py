@@ -1,4 +1,4 @@
-"""XLA's CPU devices in the place of what Lightning chooses."""
+"""XLA's CPU devices instead of what Lightning chooses."""
 
 from __future__ import annotations
 

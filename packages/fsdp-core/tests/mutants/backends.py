@@ -221,7 +221,7 @@ class Truncated(FlatShard):
 
 @backend("parameters_stale")
 class Stale(FlatShard):
-    """What was gathered once is used for ever."""
+    """What was gathered once is used forever."""
 
     once: Tensor | None = None
 

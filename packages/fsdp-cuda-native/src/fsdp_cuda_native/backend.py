@@ -65,7 +65,7 @@ class NativeBackend(Backend):
         activation_checkpointing: The same as a class or a list of classes.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
         backward_prefetch: When the next unit's parameters are gathered in the backward pass; ``None``: when needed.
-        mixed_precision: Dtypes of computation and reduction, in the place of those that the precision implies.
+        mixed_precision: Dtypes of computation and reduction, instead of those that the precision implies.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation. It keeps accumulated
             gradients sharded, for more communication.
         **options: Those of :data:`fsdp_cuda_native.options.FSDP_OPTIONS`.
@@ -231,7 +231,7 @@ class NativeBackend(Backend):
         known: tuple[nn.Parameter, ...]
         found: Layout | None
         known, found = root.__dict__.get(_LAYOUT, ((), None))
-        # a save asks for it four times, and it changes only if the user puts another parameter in the place of one
+        # a save asks for it four times, and it changes only if the user puts another parameter instead of one
         if found is None or len(held) != len(known) or any(a is not b for a, b in zip(held, known, strict=True)):
             found = layout_of(root)
             root.__dict__[_LAYOUT] = (held, found)

@@ -67,7 +67,7 @@ class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation.
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
-        async_save: Whether checkpoints are written behind training.
+        async_save: Whether checkpoints are written in the background.
         sharding_strategy: ``None``: what ``reshard_after_forward`` says.
         use_orig_params: Whether optimizers hold the parameters, and not one flat parameter for each unit.
         ignored_modules: Modules that stay whole on every rank.
@@ -198,7 +198,7 @@ class FabricFullyShardedStrategy(NativeFSDPStrategy):
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation.
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
-        async_save: Whether checkpoints are written behind training.
+        async_save: Whether checkpoints are written in the background.
         sharding_strategy: ``None``: what ``reshard_after_forward`` says.
         use_orig_params: Whether optimizers hold the parameters, and not one flat parameter for each unit.
         ignored_modules: Modules that stay whole on every rank.

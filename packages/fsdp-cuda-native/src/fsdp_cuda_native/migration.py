@@ -1,4 +1,4 @@
-"""What to write in the place of other libraries' options."""
+"""What to write instead of other libraries' options."""
 
 from __future__ import annotations
 

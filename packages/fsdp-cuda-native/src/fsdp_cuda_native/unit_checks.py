@@ -85,7 +85,7 @@ def check_not_wrapped(module: nn.Module) -> None:
         if isinstance(submodule, FullyShardedDataParallel):
             raise ShardingError(
                 f"{type(module).__name__} is already sharded: {name or 'the root'!r} is a FullyShardedDataParallel.\n"
-                "Write fsdp_core.wrap(module) in the place of FullyShardedDataParallel(module, ...), or leave both out "
+                "Write fsdp_core.wrap(module) instead of FullyShardedDataParallel(module, ...), or leave both out "
                 "and give the strategy auto_wrap_policy={MyBlock}."
             )
         unit_options(name, submodule)

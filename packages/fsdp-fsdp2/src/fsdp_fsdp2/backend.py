@@ -70,7 +70,7 @@ class FSDP2Backend(Backend):
             backward pass needs first.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory. An
             :class:`~torch.distributed.fsdp.OffloadPolicy` is taken as it is.
-        mp_policy: Dtypes of computation and reduction, in the place of those that the precision implies.
+        mp_policy: Dtypes of computation and reduction, instead of those that the precision implies.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation. It keeps accumulated
             gradients sharded, for more communication.
     """

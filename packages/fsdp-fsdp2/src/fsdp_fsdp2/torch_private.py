@@ -400,7 +400,7 @@ def is_interrupted(root: FSDPModule) -> bool:
 
 
 def _nothing(*args: Any) -> None:
-    """In the place of a hook."""
+    """Instead of a hook."""
 
 
 def unreduced_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor]]:

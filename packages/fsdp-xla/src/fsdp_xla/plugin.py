@@ -14,7 +14,7 @@ _SHARED = (
     Option(
         name="async_save",
         default=False,
-        help="Write checkpoints behind training: a save returns when this rank's part is copied to host memory.",
+        help="Write checkpoints in the background: a save returns when this rank's part is copied to host memory.",
     ),
     Option(
         name="auto_wrap_policy",

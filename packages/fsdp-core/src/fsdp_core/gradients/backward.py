@@ -44,7 +44,7 @@ class EndOfBackward:
         self._call = call
         self._queued = False
         # Held by the root. A parameter's hook is out of the garbage collector's sight, and what it calls knows the
-        # parameter: held by that, all of it, process groups included, would stay for ever.
+        # parameter: held by that, all of it, process groups included, would stay forever.
         self._queue_while_alive = _weakly(self._queue)
         for parameter in parameters:
             self.follow(parameter)

@@ -1,4 +1,4 @@
-"""``zero_grad()`` amid an accumulation: what waits for a reduction is given up with the rest."""
+"""``zero_grad()`` within an accumulation: what waits for a reduction is given up with the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def when_zeroed(owner: Optimizer | nn.Module, then: Callable[[], None]) -> None:
 
     Args:
         owner: The user's optimizer, or a module.
-        then: What to call, in the place of what was given before. It must not keep ``owner`` alive.
+        then: What to call, instead of what was given before. It must not keep ``owner`` alive.
     """
     if isinstance(owner, Optimizer):
         _of_optimizers[owner] = then

@@ -136,7 +136,7 @@ class _View:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """An operation that was noted, with views in the place of tensors.
+    """An operation that was noted, with views instead of tensors.
 
     Attributes:
         func: The operation.
@@ -320,7 +320,7 @@ class _Reads(TorchFunctionMode):
                     _noted(args[0])[0].note(initialiser[0], (), initialiser[1], args[0], [args[0]])
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is Tensor.data and is_deferred(args[0]):
-            _allow(args[0], 0)  # another tensor may have been put in the place of what it was
+            _allow(args[0], 0)  # another tensor may have been put instead of what it was
         return out
 
 

@@ -32,7 +32,7 @@ def place(
     Args:
         modules: The modules, each taken without its children.
         runtime: The ranks, and the device to bring them to.
-        init: Gives a module that was built on the meta device memory and values, in the place of :func:`materialize`.
+        init: Gives a module that was built on the meta device memory and values, instead of :func:`materialize`.
         leave: Which parameters to leave as they are, of a module's own.
     """
     if init is None:

@@ -65,7 +65,7 @@ def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
     if not isinstance(async_save, bool):
         raise UnsupportedCapabilityError(
             f"async_save={async_save!r} says neither yes nor no.\n"
-            "Write True to write checkpoints behind training, or False to wait for them."
+            "Write True to write checkpoints in the background, or False to wait for them."
         )
 
 

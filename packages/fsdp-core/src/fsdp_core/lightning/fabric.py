@@ -51,7 +51,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         precision: As in Lightning; a precision string given to Fabric is the usual way.
         state_dict_type: ``"sharded"`` for folders that every rank writes its part of, ``"full"`` for one file.
         timeout: How long a collective may wait for its peers.
-        async_save: Whether a save returns when the state is copied, and the checkpoint is written behind training.
+        async_save: Whether a save returns when the state is copied, and the checkpoint is written in the background.
 
     Raises:
         UnsupportedCapabilityError: An option that shards can't follow, that the strategy does not declare, or that
@@ -184,8 +184,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if self.background is not None:
-            self.background.step()
+        if self.async_saves is not None:
+            self.async_saves.step()
         self._look_at(optimizer, self.roots)
         output = super().optimizer_step(optimizer, **kwargs)
         self._backward_sync_control.accumulating.clear()
@@ -261,8 +261,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self.precision.teardown()
         self.accelerator.teardown()
         try:
-            if self.background is not None:
-                self.background.close()
+            if self.async_saves is not None:
+                self.async_saves.close()
         finally:
             if self._checkpoint_io is not None:
                 self._checkpoint_io.teardown()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.zero_grad import when_zeroed
 from fsdp_core.initialization.sharded_init import check_parts
@@ -63,7 +63,7 @@ class RanksOfStrategy:
         strategy_name: The name that users type.
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
-        background: What writes checkpoints behind training; ``None`` where a save returns when all is written.
+        async_saves: What writes checkpoints in the background; ``None`` where a save returns when all is written.
         sequential_save: Whether ranks of a host write their part of a sharded checkpoint one after another.
         make_before: Where users make parameters before they are sharded, as a sentence.
         log: Where Lightning says what rank 0 has to say, whose level users set.
@@ -80,7 +80,7 @@ class RanksOfStrategy:
     strategy_name: str
     state_dict_type: Literal["sharded", "full"]
     timeout: timedelta | None
-    background: BackgroundSaves | None
+    async_saves: AsyncSaves | None
     sequential_save: bool = False
     _unreduced: WeakSet[nn.Module]  # roots with backward passes since the last step that reduced nothing
 
@@ -123,7 +123,7 @@ class RanksOfStrategy:
         self.strategy_name = strategy_name
         self.state_dict_type = state_dict_type
         self.timeout = timeout
-        self.background = BackgroundSaves(self.runtime) if async_save else None
+        self.async_saves = AsyncSaves(self.runtime) if async_save else None
         self._unreduced = WeakSet()
 
     def require(self, capability: Capability, asked: str) -> None:
@@ -204,7 +204,7 @@ class RanksOfStrategy:
         terms = self.backend.terms()
         options = {
             "state_dict_type": self.state_dict_type,
-            "async_save": self.background is not None,
+            "async_save": self.async_saves is not None,
             "sequential_save": self.sequential_save,
             **{name: terms[name] for name in terms if name != "precision"},
         }
@@ -256,8 +256,8 @@ class RanksOfStrategy:
         Raises:
             CheckpointError: One could not be saved.
         """
-        if self.background is not None:
-            self.background.wait()
+        if self.async_saves is not None:
+            self.async_saves.wait()
 
     def _let_saves_finish(self, exception: BaseException) -> None:
         """Wait for what is pending; if it fails, that goes with ``exception``, which is the one to raise."""

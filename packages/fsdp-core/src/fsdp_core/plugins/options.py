@@ -1,4 +1,4 @@
-"""The error for an option that a strategy lacks, in the place of Python's ``TypeError``."""
+"""The error for an option that a strategy lacks, instead of Python's ``TypeError``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_unknown_options(
         strategy: The name that users type.
         made: The strategy's class, whose constructor names its options.
         unknown: What it was given besides.
-        translations: What to write in the place of options that other libraries have.
+        translations: What to write instead of options that other libraries have.
         further: Options that it takes beyond those that it names.
         always: By other libraries' options, the values that say what this strategy does anyway. These are taken.
 
@@ -56,7 +56,7 @@ def refuse_unknown_options(
 
 
 def _instead(name: str, options: Sequence[str], translations: Mapping[str, str]) -> str:
-    """What to write in the place of an option, with a space before it; nothing if that is not known."""
+    """What to write instead of an option, with a space before it; nothing if that is not known."""
     likeness, nearest = registry.likeness(name, options)
     others = [info.name for info in registry.strategies().values() if name in {one.name for one in info.options}]
     near = f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF and name not in translations else ""

@@ -236,7 +236,7 @@ class Backend(ABC):
     def unmanaged(self, module: nn.Module) -> Iterator[None]:
         """A context in which the user's modules can be called, and nothing of the library's comes of it.
 
-        :func:`fsdp_core.gathered` puts whole values in the place of parameters in it. As :meth:`as_written`, and a
+        :func:`fsdp_core.gathered` puts whole values instead of parameters in it. As :meth:`as_written`, and a
         library that has registered hooks on the user's modules leaves them out.
         """
         with self.as_written(module):
@@ -259,7 +259,7 @@ class Backend(ABC):
             return aliases(self.written_module(module))
 
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:
-        """Let optimizers hold the sharded parameters in the place of those that the user built them over.
+        """Let optimizers hold the sharded parameters instead of those that the user built them over.
 
         Args:
             optimizers: Changed in place; left alone if they hold the sharded parameters already.
@@ -449,8 +449,8 @@ class Backend(ABC):
     def forget_unreduced(self, module: nn.Module, names: Collection[str]) -> None:
         """Give up what :meth:`no_sync` has left to reduce of the gradients of these parameters.
 
-        ``optimizer.zero_grad()`` comes here amid an accumulation, when it has done what it does by itself. Written here
-        for what :meth:`accumulated_gradients` gives.
+        ``optimizer.zero_grad()`` comes here within an accumulation, when it has done what it does by itself. Written
+        here for what :meth:`accumulated_gradients` gives.
         """
         for name, gradient in self.accumulated_gradients(module).own.items():
             if name in names:

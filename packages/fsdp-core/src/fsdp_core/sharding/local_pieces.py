@@ -67,13 +67,13 @@ def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, 
 
 
 def refuse_again(module: nn.Module) -> None:
-    """Let ``state_dict()`` of a module raise as before, after something else was in the place of it for a while."""
+    """Let ``state_dict()`` of a module raise as before, after something else was instead of it for a while."""
     if _PIECE in module.__dict__:
         module.__dict__["state_dict"] = MethodType(state_dict, module)
 
 
 def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a module's own, by whose name a copy or a pickle of the module finds it.
+    """Instead of a module's own, by whose name a copy or a pickle of the module finds it.
 
     Raises:
         ShardingError: Always, but inside the ``state_dict()`` of a module around this one.
@@ -154,7 +154,7 @@ def _refuse_files_of(shard: Tensor, name: str, strategy: str) -> Tensor:
 
 
 def _refuse_file(name: str, strategy: str, *_: Any) -> NoReturn:
-    """In the place of a shard's own methods that give its bytes.
+    """Instead of a shard's own methods that give its bytes.
 
     Raises:
         ShardingError: Always.

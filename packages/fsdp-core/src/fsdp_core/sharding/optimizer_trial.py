@@ -238,7 +238,7 @@ def _on_all_ranks(fine: bool, mesh: DeviceMesh) -> bool:
 
 @dataclass(kw_only=True)
 class _Small:
-    """A small tensor in the place of a parameter.
+    """A small tensor instead of a parameter.
 
     Attributes:
         held: What the optimizer steps over.

@@ -123,7 +123,7 @@ def _optimizers_in(value: Any, known: list[Any]) -> Iterator[torch.optim.Optimiz
 
 
 def _follow(value: Any, held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> Any:
-    """What to keep in the place of a value that an optimizer keeps: containers are changed in place."""
+    """What to keep instead of a value that an optimizer keeps: containers are changed in place."""
     if isinstance(value, Tensor):
         known = value in held or any(value is target for target in held.values())
         shapes = (parameter.shape for parameter, target in held.items() if target is not parameter)

@@ -81,7 +81,7 @@ def restore_at_parameters(
     own: Mapping[str, Callable[[], Tensor]],
     reduced: Mapping[str, Tensor | SavedTensor],
 ) -> None:
-    """Put gradients at the parameters of a layout, in the place of those that are there.
+    """Put gradients at the parameters of a layout, instead of those that are there.
 
     Args:
         layout: The parameters.

@@ -159,7 +159,7 @@ def _check_divided(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequ
 def _lost(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """What of a group's settings the saved ones would replace."""
     differing = [key for key in group if key != "params" and key in saved and str(group[key]) != str(saved[key])]
-    return ": " * bool(differing) + ", ".join(f"{key} {saved[key]} in the place of {group[key]}" for key in differing)
+    return ": " * bool(differing) + ", ".join(f"{key} {saved[key]} instead of {group[key]}" for key in differing)
 
 
 def _described(part: Part, held: Tensor, value: Any) -> Any:

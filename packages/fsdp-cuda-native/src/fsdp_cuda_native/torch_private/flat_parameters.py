@@ -62,7 +62,7 @@ __all__ = [
 def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
     """A context in which units are made of parameters that ranks keep parts of, which have no memory themselves.
 
-    FSDP1 copies parameters into one flat tensor, so that a unit is there twice. In the place of that their parts are
+    FSDP1 copies parameters into one flat tensor, so that a unit is there twice. Instead of that their parts are
     put together in the flat tensor itself.
 
     Args:
@@ -196,7 +196,7 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
 
 
 def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor, nn.Parameter, bool]]:
-    """What a unit's modules hold in the place of parameters while these are gathered.
+    """What a unit's modules hold instead of parameters while these are gathered.
 
     Yields:
         It, what an optimizer holds, and whether that is this rank's piece of the parameter.

@@ -48,7 +48,7 @@ def restore_to_units(
     reduced: Mapping[str, Tensor | SavedTensor],
     runtime: Runtime,
 ) -> None:
-    """Put gradients where :func:`held_by_units` has found them, in the place of those that are there. All ranks do.
+    """Put gradients where :func:`held_by_units` has found them, instead of those that are there. All ranks do.
 
     Raises:
         CheckpointMismatchError: A gradient is of no parameter of the module, or has another shape.

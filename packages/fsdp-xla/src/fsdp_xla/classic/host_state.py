@@ -69,7 +69,7 @@ class HostOptimizer:
         """Give shards that are nothing but padding the state that other ranks' shards have.
 
         Its values don't matter. But an optimizer makes missing state at its next step, in a graph that the other ranks
-        don't have, and ranks with different graphs wait for each other for ever.
+        don't have, and ranks with different graphs wait for each other forever.
 
         Args:
             saved: The state to restore, by parameter name and key.

@@ -130,7 +130,7 @@ class XLARuntime(Runtime):
 
 
 class _RunFirst:
-    """Sent in the place of an object that holds tensors of the device: what they wait for is to be run first."""
+    """Sent instead of an object that holds tensors of the device: what they wait for is to be run first."""
 
 
 class _InGraph(XLARuntime):

@@ -33,7 +33,7 @@ def note_order(modules: Iterable[nn.Module]) -> None:
 
 
 def put_in_place(root: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
-    """Let every parent inside ``root`` hold ``wrapper``, which holds ``module``, in the place of ``module``."""
+    """Let every parent inside ``root`` hold ``wrapper``, which holds ``module``, instead of ``module``."""
     inside = set(wrapper.modules())
     for parent in [parent for parent in root.modules() if parent not in inside]:
         for name, child in parent._modules.items():

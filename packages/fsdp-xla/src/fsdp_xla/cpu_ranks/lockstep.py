@@ -227,7 +227,7 @@ class _StatusOfThread(threading.local):
 
 
 class _Patched:
-    """In the place of a lock that a rank would hold while it waits for the others."""
+    """Instead of a lock that a rank would hold while it waits for the others."""
 
     def acquire(self) -> None:
         """Let all ranks in."""

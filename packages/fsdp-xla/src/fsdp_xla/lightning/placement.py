@@ -1,4 +1,4 @@
-"""Where an XLA strategy runs: XLA devices in the place of what Lightning chose.
+"""Where an XLA strategy runs: XLA devices instead of what Lightning chose.
 
 A Trainer's XLA accelerator must see an XLA strategy of Lightning's, but only in its last check: seen as one before,
 Lightning's XLA precision would get in first. So a strategy's class is registered as one when it is given that

@@ -68,7 +68,7 @@ class Rendezvous:
             self._check()
             if self.building == rank and self._ranks > 1:
                 self._break(
-                    f"rank {rank} {doing}, which all ranks have to, amid building its model; on the CPU ranks build "
+                    f"rank {rank} {doing}, which all ranks have to, within building its model; on the CPU ranks build "
                     "theirs one after another, and the others wait for it.\n"
                     "Call barrier(), broadcast() and reductions before or after init_module() and configure_model()."
                 )

@@ -86,9 +86,9 @@ def free_gathered(root: nn.Module) -> None:
 
 
 def reset(root: nn.Module) -> None:
-    """Bring units back to where a step begins, after an exception amid one.
+    """Bring units back to where a step begins, after an exception within one.
 
-    What a forward pass has hung on the full parameters would keep them, and all that the pass recorded, for ever.
+    What a forward pass has hung on the full parameters would keep them, and all that the pass recorded, forever.
     """
     for unit in units_of(root):
         for parameter in unit.full_params:
@@ -250,10 +250,10 @@ def follow_requires_grad(root: Any) -> None:
 def let_go_of_wholes(unit: Any) -> None:
     """Free what a unit was sharded from, which torch_xla 2.9 only hides.
 
-    It puts another value in the place of a parameter's. But the tensor that the parameter was made of keeps the first
+    It puts another value instead of a parameter's. But the tensor that the parameter was made of keeps the first
     one, as the base that views would be made from anew, and so the whole model on every device. So it is given another
     too. A flattened parameter is left alone: those of the user are views of it, and ranks on CPU devices were seen to
-    wait for each other for ever.
+    wait for each other forever.
 
     Args:
         unit: What has been sharded; of its parameters, those that :func:`parameter_of` has made.

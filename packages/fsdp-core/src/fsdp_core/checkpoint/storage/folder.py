@@ -73,7 +73,7 @@ class Folder:
         if not self.local:
             prefix = self.root.rstrip("/") + "/"
             found = [str(path).removeprefix(prefix) for path in self.fs.find(self.root)]
-            # A name that ends in a slash is what a web console puts in the place of an empty folder.
+            # A name that ends in a slash is what a web console puts instead of an empty folder.
             return sorted(name for name in found if name and not name.endswith("/"))
         found = list[str]()
         for folder, folders, names in os.walk(self.root, onerror=_refuse_closed):
@@ -244,7 +244,7 @@ class Folder:
                 os.close(descriptor)
 
     def move_to(self, other: Folder, *, aside: str, expected: tuple[int, int] | None) -> None:
-        """Put this folder in the place of what is at ``other``. Local filesystems only.
+        """Put this folder instead of what is at ``other``. Local filesystems only.
 
         Args:
             other: Where it goes: nothing, an empty folder, a file or a link is there.

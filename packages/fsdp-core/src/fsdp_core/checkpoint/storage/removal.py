@@ -50,7 +50,7 @@ def _remove(folder: Folder) -> None:
         return
     remover = new_writer(secrets.token_hex(6))
     with writing(remover):
-        with folder.locked():  # or a save might publish amid this
+        with folder.locked():  # or a save might publish within this
             names = folder.files()
             if not holds_manifest(folder) and not (names and all(map(is_ours, names)) and MANIFEST not in names):
                 there = ", ".join(names[:5]) or "nothing"

@@ -47,7 +47,7 @@ class AccumulatedGradients:
         return described(backend.accumulated_gradients(self.module), backend.runtime) or {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from gradients that were saved, in the place of those that are there."""
+        """Go on from gradients that were saved, instead of those that are there."""
         if state:
             backend = self._backend()
             backend.restore_gradients(self.module, of_this_rank(state, backend.runtime), state["reduced"])

@@ -16,7 +16,7 @@ from fsdp_core import checkpoint as checkpoints
 from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.checkpoint.collective import together
-from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
@@ -43,7 +43,7 @@ class _Strategy(Protocol):
     @property
     def accumulating(self) -> Collection[nn.Module]: ...
 
-    background: BackgroundSaves | None
+    async_saves: AsyncSaves | None
 
     @property
     def state_dict_type(self) -> str: ...
@@ -94,9 +94,9 @@ def save_checkpoint(
         storage_options: For the ``CheckpointIO`` that writes full checkpoints.
         filters: By key of ``state``: which names of its state to keep.
     """
-    background = strategy.background
-    if background is not None:
-        background.wait()  # before memory is taken for this one
+    async_saves = strategy.async_saves
+    if async_saves is not None:
+        async_saves.wait()  # before memory is taken for this one
     _warn_of_gradients(strategy, state)
     backend, kinds, tied = strategy.backend, dict[str, str](), dict[str, str]()
     converted: dict[str, Any] = {}
@@ -130,12 +130,12 @@ def save_checkpoint(
             converted,
             write=lambda it: strategy.checkpoint_io.save_checkpoint(it, path, storage_options=storage_options),
             runtime=strategy.runtime,
-            background=background,
+            async_saves=async_saves,
         )
         return
     strategy.refuse_storage_options(storage_options)
     in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
-    save = in_order if background is None else background.save
+    save = in_order if async_saves is None else async_saves.save
     save(path, converted, strategy=strategy.strategy_name, kinds=kinds, aliases=tied)
 
 

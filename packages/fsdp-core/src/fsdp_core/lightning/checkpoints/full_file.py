@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
 from fsdp_core.checkpoint.collective import together
-from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.storage.folder import open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.lightning.checkpoints.file_layout import numbered
@@ -49,9 +49,9 @@ def write_full(
     *,
     write: Callable[[dict[str, Any]], None],
     runtime: Runtime,
-    background: BackgroundSaves | None,
+    async_saves: AsyncSaves | None,
 ) -> None:
-    """Write what was gathered as a file, or let it be written behind training. All ranks must call it.
+    """Write what was gathered as a file, or let it be written in the background. All ranks must call it.
 
     Args:
         path: The file.
@@ -59,12 +59,12 @@ def write_full(
         live: What it was gathered from. A copy is made of what shares memory with it, if it is written later.
         write: Writes it.
         runtime: The ranks.
-        background: What writes behind training; ``None`` to write now.
+        async_saves: What writes in the background; ``None`` to write now.
 
     Raises:
         CheckpointError: It can't be written; or, if that is done later, can't be copied.
     """
-    if background is None:
+    if async_saves is None:
         write_on_rank_zero(path, lambda: write(whole), runtime)
         return
     copy: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def write_full(
             copy.update(_copied(whole, _host_memory(live), {}))
 
     together(runtime, f"preparing to save {path}", stage)
-    background.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks))
+    async_saves.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks))
 
 
 def _host_memory(value: Any) -> set[int]:

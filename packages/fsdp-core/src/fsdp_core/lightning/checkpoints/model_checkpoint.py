@@ -33,15 +33,15 @@ def expect_what_is_pending(callbacks: Iterable[pl.Callback]) -> None:
 
 def _file_exists(callback: ModelCheckpoint, filepath: str | Path, trainer: pl.Trainer) -> bool:
     strategy: Any = trainer.strategy
-    expected: dict[str, bool] = getattr(strategy, "expected", {})
-    if str(filepath) in expected:
-        return expected[str(filepath)]
+    saved: dict[str, bool] = getattr(strategy, "async_saved", {})
+    if str(filepath) in saved:
+        return saved[str(filepath)]
     return type(callback).file_exists(callback, filepath, trainer)
 
 
 def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
     strategy: Any = trainer.strategy
-    if getattr(strategy, "behind", None) is None:  # the callback has moved on to another Trainer
+    if getattr(strategy, "fit_saves", None) is None:  # the callback has moved on to another Trainer
         ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
     elif os.path.abspath(filepath) != os.path.abspath(linkpath):
         job = partial(link, filepath, linkpath)
@@ -49,7 +49,7 @@ def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
 
 
 def link(filepath: str, linkpath: str) -> None:
-    """Put a link to a checkpoint in the place of what is at a path; a copy, where the system lets nobody make links.
+    """Put a link to a checkpoint instead of what is at a path; a copy, where the system lets nobody make links.
 
     Args:
         filepath: The checkpoint.

@@ -4,7 +4,7 @@ Checked on Lightning 2.6.6, which reads every checkpoint file by one function an
 name into the modules below. Both are wrapped in every place: a folder with a manifest of ours is read as what the file
 of the same run holds, and anything else goes to Lightning's own function as it came. Lightning's own sharded strategies
 read by other ways, made for their own layouts; they refuse our folder with what to write instead. A fit that goes on
-from amid an epoch is told that its data begin anew. What makes a module of a checkpoint's hyper-parameters gets none
+from within an epoch is told that its data begin anew. What makes a module of a checkpoint's hyper-parameters gets none
 that name code, unless the user said that the checkpoint may run some.
 
 ``ckpt_path="last"`` takes the last of whatever lies there by that name, but for what an interrupted save has left.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
 from fsdp_core.lightning.checkpoints.full_file import gathered, numbered, write_full
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
@@ -40,7 +40,7 @@ class _Strategy(Protocol):
     def lightning_module(self) -> pl.LightningModule | None: ...
 
     @property
-    def behind(self) -> BackgroundSaves | None: ...
+    def fit_saves(self) -> AsyncSaves | None: ...
 
     @property
     def state_dict_type(self) -> str: ...
@@ -89,16 +89,16 @@ def save_checkpoint(
             [checkpoint, rest],
             write=lambda it: strategy.checkpoint_io.save_checkpoint(it, path, storage_options=storage_options),
             runtime=strategy.runtime,
-            background=strategy.behind,
+            async_saves=strategy.fit_saves,
         )
         return
     strategy.refuse_storage_options(storage_options)
     tied = strategy.backend.aliases(root)
     state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
     kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
-    background = strategy.behind
+    async_saves = strategy.fit_saves
     in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
-    save = in_order if background is None else background.save
+    save = in_order if async_saves is None else async_saves.save
     save(
         path,
         state,

@@ -1,4 +1,4 @@
-"""What Fabric calls in the place of a root that is sharded in place."""
+"""What Fabric calls instead of a root that is sharded in place."""
 
 from __future__ import annotations
 

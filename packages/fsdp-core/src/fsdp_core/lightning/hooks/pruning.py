@@ -1,4 +1,4 @@
-"""Lightning's pruning callback, which puts other parameters in the place of those that are trained."""
+"""Lightning's pruning callback, which puts other parameters instead of those that are trained."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], A
 
     Args:
         root: The module to call, with no arguments.
-        module: The module inside it (it may be the root itself) in the place of whose forward the call is made.
+        module: The module inside it (it may be the root itself) instead of whose forward the call is made.
         call: What to call.
 
     Returns:
@@ -275,7 +275,7 @@ def explain_shards(exception: BaseException) -> None:
 
 
 def _let_forward_ask(module: nn.Module) -> None:
-    """Put a method in the place of a module's ``forward``, of the same signature, that asks where it is called."""
+    """Put a method instead of a module's ``forward``, of the same signature, that asks where it is called."""
     own = module.__dict__.get("forward")
     if own is None:
         function = _asking(type(module).forward)

@@ -24,7 +24,7 @@ POSITION = "position"
 
 
 class ResumableSampler(DistributedSampler[Any]):
-    """Gives each rank the samples that torch's ``DistributedSampler`` gives it, and can begin amid an epoch.
+    """Gives each rank the samples that torch's ``DistributedSampler`` gives it, and can begin within an epoch.
 
     Args:
         dataset: The dataset; only its length is used.
@@ -181,7 +181,7 @@ class LoaderPosition:
         samples, size = state[POSITION]["samples"], self._sampler.size
         if samples != size:
             raise CheckpointMismatchError(
-                f"the checkpoint was saved amid an epoch over {samples} samples, and the dataset now has {size}, so "
+                f"the checkpoint was saved within an epoch over {samples} samples, and the dataset now has {size}, so "
                 "what is left of that epoch can't be told.\n"
                 "Resume with the same dataset, or from a checkpoint that was saved at the end of an epoch."
             )

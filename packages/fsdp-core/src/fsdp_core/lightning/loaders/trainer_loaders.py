@@ -87,7 +87,7 @@ class TrainingLoaders:
             _count_batches_anew(loop, combined)
         if self._interrupted and not self._restored:
             rank_zero_warn(
-                "The checkpoint was saved amid an epoch and does not hold the position of the data loader, so that "
+                "The checkpoint was saved within an epoch and does not hold the position of the data loader, so that "
                 "epoch's samples begin anew. Resume from a checkpoint that was saved at the end of an epoch; or give "
                 "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
             )
@@ -118,7 +118,7 @@ class TrainingLoaders:
     # -- in a checkpoint -------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer, runtime: Runtime) -> dict[str, Any]:
-        """Put the positions of all ranks in the place of this one's. All ranks must call it.
+        """Put the positions of all ranks instead of this one's. All ranks must call it.
 
         Args:
             checkpoint: What Lightning has put together. It is not changed.
@@ -190,8 +190,8 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
         and _is_amid_an_epoch(_with_true_epochs(loop, at_end=False))
     ):
         rank_zero_warn(
-            "The checkpoint was saved amid an epoch, and this strategy does not restore the positions that it holds of "
-            "the data loaders, so that epoch's samples begin anew.\n"
+            "The checkpoint was saved within an epoch, and this strategy does not restore the positions that it holds "
+            "of the data loaders, so that epoch's samples begin anew.\n"
             "Resume with strategy='fsdp2', or another name that `fsdp list` shows, or from the end of an epoch."
         )
 

@@ -27,7 +27,7 @@ class LoopbackFabricStrategy(ShardedFabricStrategy):
         precision: As in Lightning.
         state_dict_type: ``"sharded"`` for checkpoint folders, ``"full"`` for one file.
         timeout: How long a collective may wait for its peers.
-        async_save: Whether a save returns when the state is copied, and the checkpoint is written behind training.
+        async_save: Whether a save returns when the state is copied, and the checkpoint is written in the background.
 
     Raises:
         UnsupportedCapabilityError: An option is unknown.

@@ -1,4 +1,4 @@
-"""Checkpoints written behind training: the same as those that training waits for, and no failure is lost."""
+"""Checkpoints written in the background: the same as those that training waits for, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ class AsyncSavesSuite(Clauses):
     ) -> None:
         first, second = ranks.run(2, _fails, self.strategy, str(tmp_path), kind, when)
         for got in (first, second):
-            assert "behind training has failed" in got["told"]
+            assert "in the background has failed" in got["told"]
             assert "No space left on device" in got["told"]
             # what a newer checkpoint was to replace is still there
             assert got["left"] == ["first.ckpt", *(["newest-step=1.ckpt"] if when == "save" else [])]

@@ -204,8 +204,8 @@ MISFITS: dict[type[Lit], list[str]] = {
     MoreGroups: [
         "param groups 0 and 2 of the optimizer were saved as one, param group 0 of 2",
         "'net.blocks.1.up.weight'",
-        "lr 0.01 in the place of 0.125",
-        "weight_decay 0.1 in the place of 0.5",
+        "lr 0.01 instead of 0.125",
+        "weight_decay 0.1 instead of 0.5",
         "on_train_start or after fabric.load",
     ],
     MoreTrained: ["'net.frozen.weight'", "param group 0", "or load the weights alone"],

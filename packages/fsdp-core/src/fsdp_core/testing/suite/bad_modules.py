@@ -86,7 +86,7 @@ def _written_in_forward(fabric: Fabric, path: str) -> None:
 
 
 class Packed(Tensor):
-    """Stands for what libraries of quantisation put in the place of weights."""
+    """Stands for what libraries of quantisation put instead of weights."""
 
 
 def _quantised(fabric: Fabric, path: str) -> None:

@@ -45,7 +45,7 @@ class Written(nn.Module):
         super().__init__()
         self.embed = wrap(nn.Embedding(TOKENS, FEATURES, padding_idx=0))
         self.blocks = nn.ModuleList([wrap(Block(width=WIDE)) for _ in range(3)])
-        self.blocks[1] = wrap(Nested())  # in the place of a block that was marked
+        self.blocks[1] = wrap(Nested())  # instead of a block that was marked
         self.teacher = copy.deepcopy(self.blocks[0])
         self.head = nn.Linear(FEATURES, TOKENS)
         self.head.weight = self.embed.weight

@@ -38,7 +38,7 @@ def _under_trainer(strategy: str, tmp: Path, path: Path | None, options: Mapping
 
 
 def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
-    """Set up, step, save, load, and close what writes behind training."""
+    """Set up, step, save, load, and close what writes in the background."""
     fabric = new_fabric(strategy, 2, options)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))

@@ -123,8 +123,8 @@ ORDERS: dict[str, Callable[[Hands], None]] = {
     "two backward passes from one output": _from_one_output,
     "a forward pass within no_backward_sync": _forward_within,
     "a backward pass within no_backward_sync": _backward_within,
-    "zero_grad amid an accumulation": _given_up,
-    "the model's zero_grad amid an accumulation": _all_given_up,
+    "zero_grad within an accumulation": _given_up,
+    "the model's zero_grad within an accumulation": _all_given_up,
 }
 
 #: Those that need no_backward_sync.

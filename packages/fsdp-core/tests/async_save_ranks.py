@@ -1,4 +1,4 @@
-"""What the tests of saves behind training run on ranks."""
+"""What the tests of saves in the background run on ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from checkpoint_ranks import KINDS, bits, sharded, started
 from fsdp_core.checkpoint import fill, is_checkpoint, load, read_manifest, remove, save, verify
-from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.testing.disks import disk
 
@@ -70,7 +70,7 @@ def assert_unchanged(path: Path, epoch: int = 3) -> None:
 
 def changed_while_written(path: Path) -> None:
     """Change everything as soon as the save has returned."""
-    saves = BackgroundSaves(started())
+    saves = AsyncSaves(started())
     with disk(opened=False) as slow:
         for epoch in (3, 4):  # into new memory, and into memory that was used before
             state = state_of(sharded("flat"), epoch)
@@ -87,7 +87,7 @@ def changed_while_written(path: Path) -> None:
 
 def second_waits(folder: Path) -> float:
     """Save twice, with a first one that takes a while; gives how long the second save has waited."""
-    saves, state = BackgroundSaves(started()), state_of(sharded("flat"))
+    saves, state = AsyncSaves(started()), state_of(sharded("flat"))
     with disk(opened=False) as slow:
         saves.save(folder / "first", **as_given(state))
         assert not is_checkpoint(folder / "first")
@@ -103,7 +103,7 @@ def second_waits(folder: Path) -> float:
 
 def goes_on_while_written(path: Path, seconds: float) -> tuple[float, float]:
     """Save to a disk that takes ``seconds`` for each file; gives the time of the call, and of the whole save."""
-    saves, state = BackgroundSaves(started()), state_of(sharded("flat"))
+    saves, state = AsyncSaves(started()), state_of(sharded("flat"))
     with disk(seconds=seconds):
         began = time.monotonic()
         saves.save(path, **as_given(state))
@@ -123,7 +123,7 @@ def goes_on_while_written(path: Path, seconds: float) -> tuple[float, float]:
 def fails_on_one_rank(path: Path, bad_rank: int) -> dict[str, Any]:
     """Overwrite a checkpoint on a disk that is full on one rank, and go on stepping."""
     runtime = started()
-    saves = BackgroundSaves(runtime)
+    saves = AsyncSaves(runtime)
     saves.save(path, **as_given(state_of(sharded("flat"))))
     saves.wait()
     before = read_manifest(path).save_id
@@ -152,7 +152,7 @@ def fails_on_one_rank(path: Path, bad_rank: int) -> dict[str, Any]:
 
 def told_by(path: Path, call: str) -> str:
     """What the next call but a step tells of a failure; nothing is done by the call itself."""
-    saves = BackgroundSaves(started())
+    saves = AsyncSaves(started())
     with disk(room=1000):
         saves.save(path, **as_given(state_of(sharded("flat"))))
         other = partial(saves.save, path.with_name("other"), **as_given(state_of(sharded("flat"))))
@@ -170,7 +170,7 @@ def removed_in_order(folder: Path, fails: bool) -> list[str]:
     runtime = started()
     state = state_of(sharded("flat"))
     save(folder / "old", runtime=runtime, **as_given(state))
-    saves = BackgroundSaves(runtime)
+    saves = AsyncSaves(runtime)
     with disk(opened=False, room=1000 if fails and runtime.rank else None) as slow:
         saves.save(folder / "new", **as_given(state))
         saves.run("removing old", lambda ranks: remove(folder / "old") if ranks.rank == 0 else None)
@@ -187,7 +187,7 @@ def removed_in_order(folder: Path, fails: bool) -> list[str]:
 def fails_in_a_job(path: Path) -> str:
     """A job that fails on rank 0 alone; gives what is told."""
     runtime = started()
-    saves = BackgroundSaves(runtime)
+    saves = AsyncSaves(runtime)
     if runtime.rank == 0:  # a folder that is no checkpoint
         path.mkdir()
         (path / "notes.txt").touch()
@@ -201,7 +201,7 @@ def fails_in_a_job(path: Path) -> str:
 def refused(path: Path) -> str:
     """A state that can't be saved is refused by the call itself, on all ranks."""
     runtime = started()
-    saves = BackgroundSaves(runtime)
+    saves = AsyncSaves(runtime)
     state = state_of(sharded("flat"))
     if runtime.rank == 1:
         state["hook"] = print
@@ -216,7 +216,7 @@ def leaves_no_trace(path: Path) -> tuple[int, int, int, list[str]]:
     runtime = started()
     sharded("flat")  # makes the mesh's groups
     world = dist.distributed_c10d._world
-    saves = BackgroundSaves(runtime)
+    saves = AsyncSaves(runtime)
     before = len(world.pg_map)
     for _ in range(2):  # a closed one begins anew
         saves.save(path, **as_given(state_of(sharded("flat"))))
@@ -231,7 +231,7 @@ def leaves_no_trace(path: Path) -> tuple[int, int, int, list[str]]:
 def a_rank_dies(path: Path) -> None:
     """Rank 1 dies while it writes; rank 0 notes what it is told."""
     runtime = started()
-    saves = BackgroundSaves(runtime)
+    saves = AsyncSaves(runtime)
     with disk(opened=runtime.rank == 0):
         saves.save(path, **as_given(state_of(sharded("flat"))))
         if runtime.rank == 1:

@@ -1,4 +1,4 @@
-"""Saves that go on behind training: what they wait for, and how a failure is told."""
+"""Saves that go on in the background: what they wait for, and how a failure is told."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["BackgroundSaves"]
+__all__ = ["AsyncSaves"]
 
 #: Seconds that the thread leaves to its caller before it takes the interpreter and a core from it: the ranks meet once
 #: more before training goes on, and a save that has begun on one of them would hold up all.
@@ -33,7 +33,7 @@ _untold: list[CheckpointError] = []
 _unfinished: set[Future[None]] = set()
 
 
-class BackgroundSaves:
+class AsyncSaves:
     """Writes checkpoints in one thread, in the order that they are asked for, while the caller goes on.
 
     Every rank has one, and all call the same methods in the same order. Nothing that follows a failure is done until
@@ -58,9 +58,9 @@ class BackgroundSaves:
         self._choosing = False
         self._raise_at: int | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BackgroundSaves:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AsyncSaves:
         """One with nothing pending: where ranks are threads, each starts from a copy of what was built before them."""
-        return BackgroundSaves(copy.deepcopy(self._runtime, memo))
+        return AsyncSaves(copy.deepcopy(self._runtime, memo))
 
     def save(self, path: StrPath, state: Mapping[str, Any], **options: Any) -> None:
         """Copy a state, and write the copy behind the caller's back. Waits for what is pending first.
@@ -161,7 +161,7 @@ class BackgroundSaves:
 
     def _fail(self, channel: Runtime, doing: str, error: Exception) -> None:
         kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-        failure = kind(f"{doing} behind training has failed: {error}")
+        failure = kind(f"{doing} in the background has failed: {error}")
         failure.__cause__ = error
         with self._changed:
             self._choosing, steps = True, self._steps

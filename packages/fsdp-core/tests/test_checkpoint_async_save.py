@@ -1,4 +1,4 @@
-"""Saves that go on behind training: what they copy, what waits for them, and how a failure is told."""
+"""Saves that go on in the background: what they copy, what waits for them, and how a failure is told."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-import background_ranks
+import async_save_ranks
 from checkpoint_ranks import ThreadRuntime, bits
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, is_checkpoint, load, read_manifest, save
-from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.staging import Staging
 from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
@@ -129,7 +129,7 @@ class TestStaging:
         save(tmp_path / "one", first, runtime=ProcessGroupRuntime(), **options)
         source = load(tmp_path / "one")["model"]["w"]
         assert isinstance(source, SavedTensor)
-        saves = BackgroundSaves(ProcessGroupRuntime())
+        saves = AsyncSaves(ProcessGroupRuntime())
         saves.save(tmp_path / "two", {"model": {"w": source}}, **options)
         assert saves._staging._blocks == []
         saves.close()
@@ -140,8 +140,8 @@ class TestHeadStart:
     def test_who_goes_on_is_left_alone_at_first_and_who_waits_is_not_kept_waiting(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("fsdp_core.checkpoint.background._HEAD_START", 300)  # more than a test may take
-        saves, begun = BackgroundSaves(ProcessGroupRuntime()), threading.Event()
+        monkeypatch.setattr("fsdp_core.checkpoint.async_save._HEAD_START", 300)  # more than a test may take
+        saves, begun = AsyncSaves(ProcessGroupRuntime()), threading.Event()
         for _ in range(2):
             begun.clear()
             saves.run("beginning", lambda _: begun.set())
@@ -155,13 +155,13 @@ class TestHeadStart:
 
 class TestRanks:
     def test_later_changes_are_not_in_it(self, pool: RankPool, tmp_path: Path) -> None:
-        pool.run(2, background_ranks.changed_while_written, tmp_path / "it", timeout=60)
+        pool.run(2, async_save_ranks.changed_while_written, tmp_path / "it", timeout=60)
 
     def test_the_second_save_waits_for_the_first(self, pool: RankPool, tmp_path: Path) -> None:
-        assert min(pool.run(2, background_ranks.second_waits, tmp_path, timeout=60)) >= 0.3
+        assert min(pool.run(2, async_save_ranks.second_waits, tmp_path, timeout=60)) >= 0.3
 
     def test_steps_go_on_while_a_slow_disk_writes(self, pool: RankPool, tmp_path: Path) -> None:
-        for called, whole in pool.run(2, background_ranks.goes_on_while_written, tmp_path / "it", 2.0, timeout=60):
+        for called, whole in pool.run(2, async_save_ranks.goes_on_while_written, tmp_path / "it", 2.0, timeout=60):
             assert called < 1.0
             assert whole > 4.0  # two files on each rank, one after the other
 
@@ -170,46 +170,48 @@ class TestRanks:
         self, pool: RankPool, tmp_path: Path, bad_rank: int
     ) -> None:
         for i in range(3):
-            first, second = pool.run(2, background_ranks.fails_on_one_rank, tmp_path / str(i), bad_rank, timeout=60)
+            first, second = pool.run(2, async_save_ranks.fails_on_one_rank, tmp_path / str(i), bad_rank, timeout=60)
             assert first == second
-            assert first["told"].startswith(f"CheckpointError: saving {tmp_path / str(i)} behind training has failed:")
+            assert first["told"].startswith(
+                f"CheckpointError: saving {tmp_path / str(i)} in the background has failed:"
+            )
             assert "No space left on device" in first["told"]
             assert f"on rank {bad_rank} of 2" in first["told"]
 
     @pytest.mark.parametrize("call", ["save", "wait", "close"])
     def test_whatever_comes_next_raises_it(self, pool: RankPool, tmp_path: Path, call: str) -> None:
-        for told in pool.run(2, background_ranks.told_by, tmp_path / "it", call, timeout=60):
+        for told in pool.run(2, async_save_ranks.told_by, tmp_path / "it", call, timeout=60):
             assert "No space left on device" in told
 
     @pytest.mark.parametrize("fails", [False, True])
     def test_a_removal_comes_after_the_save_before_it_and_not_without_it(
         self, pool: RankPool, tmp_path: Path, fails: bool
     ) -> None:
-        left = pool.run(2, background_ranks.removed_in_order, tmp_path, fails, timeout=60)
+        left = pool.run(2, async_save_ranks.removed_in_order, tmp_path, fails, timeout=60)
         assert left[0] == (["old"] if fails else ["new"])
 
     def test_what_fails_on_rank_0_alone_is_raised_on_all(self, pool: RankPool, tmp_path: Path) -> None:
-        first, second = pool.run(2, background_ranks.fails_in_a_job, tmp_path / "it", timeout=60)
+        first, second = pool.run(2, async_save_ranks.fails_in_a_job, tmp_path / "it", timeout=60)
         assert first == second
-        assert first.startswith("CheckpointExistsError: removing it behind training has failed")
+        assert first.startswith("CheckpointExistsError: removing it in the background has failed")
 
     def test_a_refusal_does_not_wait(self, pool: RankPool, tmp_path: Path) -> None:
-        for told in pool.run(2, background_ranks.refused, tmp_path / "it", timeout=60):
+        for told in pool.run(2, async_save_ranks.refused, tmp_path / "it", timeout=60):
             assert "'hook'" in told
-            assert "behind training" not in told
+            assert "in the background" not in told
         assert not (tmp_path / "it").exists()
 
     def test_nothing_is_left_of_it(self, pool: RankPool, tmp_path: Path) -> None:
         for before, during, after, threads in pool.run(
-            2, background_ranks.leaves_no_trace, tmp_path / "it", timeout=60
+            2, async_save_ranks.leaves_no_trace, tmp_path / "it", timeout=60
         ):
             assert (during, after, threads) == (before + 1, before, [])
 
     def test_a_rank_that_dies_is_a_failure(self, pool: RankPool, tmp_path: Path) -> None:
         path = tmp_path / "it.ckpt"
         with pytest.raises(RankError, match="the process died with exit code 3"):
-            pool.run(2, background_ranks.a_rank_dies, path, timeout=30)
-        assert "behind training has failed" in path.with_suffix(".txt").read_text()
+            pool.run(2, async_save_ranks.a_rank_dies, path, timeout=30)
+        assert "in the background has failed" in path.with_suffix(".txt").read_text()
         assert not is_checkpoint(path)
 
 
@@ -230,7 +232,7 @@ def test_ranks_may_be_threads(tmp_path: Path) -> None:
 
     def work(rank: int) -> None:
         try:
-            saves = BackgroundSaves(WithSideChannel(rank, 3, *main))
+            saves = AsyncSaves(WithSideChannel(rank, 3, *main))
             row = Chunk(offsets=(rank, 0), data=rows[rank : rank + 1].clone())
             state = {"model": {"w": ChunkedTensor(shape=(3, 3), dtype=rows.dtype, chunks=(row,))}}
             saves.save(tmp_path / "it", state, strategy="test", kinds={"model": "model"})
@@ -250,7 +252,7 @@ def test_ranks_may_be_threads(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_side_channel_are_refused(tmp_path: Path) -> None:
-    saves = BackgroundSaves(ThreadRuntime(0, 1, threading.Barrier(1), [None]))
+    saves = AsyncSaves(ThreadRuntime(0, 1, threading.Barrier(1), [None]))
     with pytest.raises(UnsupportedCapabilityError, match="ThreadRuntime gives a second thread no way to talk"):
         saves.save(tmp_path / "it", {"epoch": 1}, strategy="test", kinds={})
     saves.close()
@@ -261,14 +263,14 @@ import multiprocessing, sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch
-from fsdp_core.checkpoint.background import BackgroundSaves
+from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.testing.disks import disk
 
 path, how = Path(sys.argv[1]), sys.argv[2]
 runtime = ProcessGroupRuntime()
 runtime.start(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), address="127.0.0.1", port=sys.argv[3])
-saves = BackgroundSaves(runtime)
+saves = AsyncSaves(runtime)
 entered = disk(seconds=30 if how == "interrupted" else 0.5, room=1000 if how == "full" else None)
 entered.__enter__()
 saves.save(path, {"model": {"w": torch.ones(100, 100)}}, strategy="test", kinds={"model": "model"})
@@ -322,7 +324,7 @@ class TestEndOfTheInterpreter:
         out, err = (process := _script(tmp_path, "full")).communicate(timeout=60)
         assert "the script ends" in out
         assert process.returncode == 1, err
-        assert "behind training has failed" in err
+        assert "in the background has failed" in err
         assert "No space left on device" in err
         assert not is_checkpoint(tmp_path / "it")
 
@@ -341,7 +343,7 @@ class TestEndOfTheInterpreter:
 
 
 def test_one_process_without_a_group(tmp_path: Path) -> None:
-    saves = BackgroundSaves(ProcessGroupRuntime())
+    saves = AsyncSaves(ProcessGroupRuntime())
     weight = torch.ones(3)
     with disk(opened=False) as slow:
         saves.save(tmp_path / "it", {"model": {"w": weight}}, strategy="test", kinds={"model": "model"})
@@ -353,7 +355,7 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_names_the_remedy(tmp_path: Path) -> None:
-    saves = BackgroundSaves(ProcessGroupRuntime())
+    saves = AsyncSaves(ProcessGroupRuntime())
     with disk(room=10):
         saves.save(tmp_path / "it", {"model": {"w": torch.ones(3)}}, strategy="test", kinds={"model": "model"})
         with pytest.raises(CheckpointError, match="There is no room left: free some, or use another path"):
