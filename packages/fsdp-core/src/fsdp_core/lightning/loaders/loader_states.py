@@ -96,8 +96,8 @@ def own_state(saved: Mapping[str, Any], world_size: int, runtime: Runtime) -> An
         return saved["ranks"][runtime.rank]
     raise CheckpointMismatchError(
         f"can't divide what is left of an epoch over {runtime.world_size} ranks: the checkpoint was saved within it "
-        f"with the states of {saved['loader']} on {world_size}, and only a loader over a map-style dataset, with no sampler "
-        "or state of its own, can be divided.\n"
+        f"with the states of {saved['loader']} on {world_size}, and only a loader over a map-style dataset, with no "
+        "sampler or state of its own, can be divided.\n"
         f"Resume on {world_size}, or from a checkpoint that was saved at the end of an epoch."
     )
 
