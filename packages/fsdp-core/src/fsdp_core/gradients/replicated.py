@@ -15,14 +15,18 @@ __all__ = ["ReplicatedParameters", "stays_whole"]
 
 
 def stays_whole(owner: nn.Module, parameter: nn.Parameter, compute: torch.dtype | None) -> bool:
-    """Whether no sharding library of torch's can take a parameter: 0-dim, or of a norm that needs its own dtype.
+    """Whether no sharding library of torch's can take a parameter: 0-dim, empty, or of a norm that needs its own dtype.
 
     Args:
         owner: The module that holds it directly.
         parameter: The parameter.
         compute: The dtype that units compute in, if it is another than that of their shards.
     """
-    return parameter.ndim == 0 or (isinstance(owner, BatchNorm) and compute not in (None, parameter.dtype))
+    return (
+        parameter.ndim == 0
+        or not parameter.numel()
+        or (isinstance(owner, BatchNorm) and compute not in (None, parameter.dtype))
+    )
 
 
 class ReplicatedParameters:
