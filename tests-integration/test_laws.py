@@ -254,7 +254,7 @@ KNOWN_ATTRIBUTES = {
     },
     "initialization/deferred_init.py": {"_opname", "_schema"},  # of operators, which tell what a call writes
     "initialization/materialize.py": {"_reset_parameters"},  # of nn.MultiheadAttention and nn.Transformer
-    "checkpoint/background.py": {"_register_atexit"},  # of threading: before the interpreter waits for threads
+    "checkpoint/async_save.py": {"_register_atexit"},  # of threading: before the interpreter waits for threads
     "checkpoint/storage/folder.py": {"_cache"},  # of fsspec's file systems, which a fork must not share
     "autoload.py": {"_initializing"},  # of a module that is being imported
     "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module

@@ -67,7 +67,7 @@ def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, 
 
 
 def refuse_again(module: nn.Module) -> None:
-    """Let ``state_dict()`` of a module raise as before, after something else was instead of it for a while."""
+    """Let ``state_dict()`` of a module raise as before, after something else replaced it for a while."""
     if _PIECE in module.__dict__:
         module.__dict__["state_dict"] = MethodType(state_dict, module)
 

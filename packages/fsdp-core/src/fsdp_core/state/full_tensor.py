@@ -24,7 +24,7 @@ gathered_modules: WeakSet[nn.Module] = WeakSet()
 
 
 def check_not_gathered(root: nn.Module, what: str) -> None:
-    """Refuse what needs the shards of a root while whole parameters are instead of them.
+    """Refuse what needs the shards of a root while whole parameters stand in for them.
 
     Args:
         root: A sharded root.
@@ -35,7 +35,7 @@ def check_not_gathered(root: nn.Module, what: str) -> None:
     """
     if root in gathered_modules:
         raise ShardingError(
-            f"{what} can't be had within fsdp_core.gathered(), where whole parameters are instead of shards.\n"
+            f"{what} can't be had within fsdp_core.gathered(), where whole parameters stand in for shards.\n"
             "Leave the context before; within it, module.state_dict() has whole values on every rank."
         )
 

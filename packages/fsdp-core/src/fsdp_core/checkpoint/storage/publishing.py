@@ -163,7 +163,7 @@ class Place:
             gone = {name: writer for name, writer in writers.items() if standings[name] == "gone"}
             dead = {save_id for writer in gone.values() for save_id in (writer.save_id, writer.replaces)}
             go = _files_of(previous, names, _marked(names))
-            # Read after what was looked at: a dead writer that has published since is instead of this one now.
+            # Read after what was looked at: a dead writer that has published since has replaced this one now.
             stands = manifest_bytes(final) == manifest
             if stands:
                 go |= {name for name in names if save_id_of(name) in dead - {self.save_id}}

@@ -14,7 +14,7 @@ __all__ = ["watch_toggling"]
 def watch_toggling(module: pl.LightningModule) -> None:
     """Have the strategy told when a module toggles an optimizer, which only sees the shards that it holds.
 
-    The strategy is asked for then, for another Trainer's may have come instead of this one's: one of Lightning's,
+    The strategy is asked for then, for another Trainer's may have replaced this one's: one of Lightning's,
     which has no ``follow_toggling``, for one.
 
     Args:
