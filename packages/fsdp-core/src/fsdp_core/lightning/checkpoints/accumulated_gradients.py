@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_core.sharding.backend import Backend
 from fsdp_core.errors import ShardingError
+from fsdp_core.sharding.backend import Backend
 from fsdp_core.state.held_gradients import described, of_this_rank
 
 __all__ = ["AccumulatedGradients"]

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.state.held_gradients import described, of_this_rank
 from fsdp_core.state.random_state import random_state, set_random_state, state_of_rank
-from fsdp_core.runtime import Runtime
 
 __all__ = ["KEY", "ExactResume"]
 

@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
-from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
-from fsdp_core.sharding.backend import Backend
-from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
-from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
+from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
 from fsdp_core.lightning.checkpoints.file_layout import as_trainers_file
-from fsdp_core.lightning.hooks.forwarding import root_of
 from fsdp_core.lightning.checkpoints.full_file import gathered, numbered, write_full
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.reading import read_checkpoint
-from fsdp_core.state.random_state import RandomState, of_ranks
+from fsdp_core.lightning.hooks.forwarding import root_of
+from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
 from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.random_state import RandomState, of_ranks
 
 __all__ = ["load_checkpoint", "owner_of", "save_checkpoint"]
 

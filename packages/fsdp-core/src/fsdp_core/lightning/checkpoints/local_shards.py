@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_core.sharding.backend import Backend
 from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
 from fsdp_core.torch_private import Place, place_of
 
 __all__ = ["refuse_local_shards"]

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from fsdp_core.checkpoint.storage.rereading import begins_anew
-from fsdp_core.checkpoint.tools.consolidation import Consolidated
-from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
-from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.checkpoint.format.paths import split_path
 from fsdp_core.checkpoint.format.plain_data import decode
-from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.atomic import check_apart, check_file, new_file
+from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.plain_json import read_plain
+from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
+from fsdp_core.checkpoint.tools.consolidation import Consolidated
+from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
 from fsdp_core.checkpoint.tools.torch_zip import ArrayToWrite, TensorToWrite, TorchZip
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, MissingKeyError
 from fsdp_core.lightning.checkpoints.file_layout import as_trainers_file, from_fabric

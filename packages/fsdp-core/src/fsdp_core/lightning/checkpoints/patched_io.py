@@ -115,8 +115,8 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         # fsspec would move the new file into the folder, without a word, and the old checkpoint would stay
         if not _is_sharded_folder(filepath):
             return save(checkpoint, filepath, *args, **kwargs)
-        from fsdp_core.checkpoint.storage.folder import open_folder
         from fsdp_core.checkpoint.format.manifest import MANIFEST
+        from fsdp_core.checkpoint.storage.folder import open_folder
         from fsdp_core.checkpoint.storage.recognition import is_ours
         from fsdp_core.lightning.checkpoints.full_file import replace_by
 
@@ -187,8 +187,8 @@ def _as_found(path: str, fs: Any) -> str | None:
     In an object store the path has lost its protocol, and a folder has no time at which it was changed; so Lightning's
     search would find no checkpoint of ours there. The manifest has both, and is taken for the checkpoint.
     """
-    from fsdp_core.checkpoint.storage.folder import open_folder
     from fsdp_core.checkpoint.format.manifest import MANIFEST
+    from fsdp_core.checkpoint.storage.folder import open_folder
     from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted
 
     try:

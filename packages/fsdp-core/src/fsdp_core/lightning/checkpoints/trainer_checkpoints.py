@@ -12,15 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
-from fsdp_core.sharding.backend import Backend
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
+from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
 from fsdp_core.lightning.checkpoints.full_file import gathered, numbered, write_full
-from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.reading import read_checkpoint
-from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
+from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
 
 __all__ = ["load_checkpoint", "load_optimizers", "save_checkpoint"]
 
