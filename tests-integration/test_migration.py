@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
 import re
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from lightning.fabric.strategies import XLAFSDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -78,19 +76,16 @@ def run_forked(script: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Runs a script beside ``parts.py``, each once for all workers of pytest: the losses it printed, and its folder."""
-    base = tmp_path_factory.getbasetemp()
-    scripts = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "scripts"
+    """Runs a script beside ``parts.py``, each once: the losses that it printed, and the folder that it ran in."""
+    known: dict[str, tuple[list[float], Path]] = {}
 
     def run(script: str) -> tuple[list[float], Path]:
-        folder = scripts / hashlib.sha256(script.encode()).hexdigest()[:16]
-        folder.mkdir(parents=True, exist_ok=True)
-        told = folder / "told.txt"
-        with FileLock(folder / "lock"):
-            if not told.exists():
-                (folder / "parts.py").write_text(PARTS, encoding="utf-8")
-                told.write_text(run_forked(script, folder), encoding="utf-8")
-        return [float(loss) for loss in re.findall(r"^loss (\S+)$", told.read_text("utf-8"), re.MULTILINE)], folder
+        if script not in known:
+            folder = tmp_path_factory.mktemp("script")
+            (folder / "parts.py").write_text(PARTS, encoding="utf-8")
+            told = run_forked(script, folder)
+            known[script] = [float(loss) for loss in re.findall(r"^loss (\S+)$", told, re.MULTILINE)], folder
+        return known[script]
 
     return run
 
@@ -185,14 +180,14 @@ class TestOldCheckpoints:
     @pytest.mark.parametrize("old", [old_fsdp(), OLD[MODEL_PARALLEL]], ids=["fsdp", "model_parallel"])
     def test_imported_folder(self, name: str, old: str, ran: Ran) -> None:
         folder = ran(half_of(old))[1]
-        with FileLock(folder / "lock"):
-            if not (folder / "new.ckpt").exists():
-                command = blocks(CHECKPOINTS, "console")[0]
-                arguments = command.removeprefix("$ fsdp ").replace("old.ckpt", "run.ckpt").split()
-                script = f"import sys\nsys.argv[1:] = {arguments}\nfrom fsdp_core.cli import main\nmain()"
-                finished = run_script(script, folder)
-                assert finished.returncode == 0, finished.stdout
-                verify(folder / "new.ckpt")
+        if not (folder / "new.ckpt").exists():
+            command = blocks(CHECKPOINTS, "console")[0]
+            arguments = command.removeprefix("$ fsdp ").replace("old.ckpt", "run.ckpt").split()
+            finished = run_script(
+                f"import sys\nsys.argv[1:] = {arguments}\nfrom fsdp_core.cli import main\nmain()", folder
+            )
+            assert finished.returncode == 0, finished.stdout
+            verify(folder / "new.ckpt")
         assert going_on(name, folder / "new.ckpt", ran) == same(ran(old)[0][3:])
 
     @pytest.mark.parametrize("old", [old_fsdp(), OLD[MODEL_PARALLEL]], ids=["fsdp", "model_parallel"])
