@@ -259,7 +259,7 @@ KNOWN_ATTRIBUTES = {
     "autoload.py": {"_initializing"},  # of a module that is being imported
     "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module
     "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
-    "hooks/averaging.py": {"_average_model"},  # of Lightning's WeightAveraging
+    "hooks/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging
     "checkpoints/patched_io.py": {"_fs"},  # of Lightning's ModelCheckpoint
     "lightning/trainer.py": {"_layer_sync", "_reset_optimizers_and_schedulers"},  # what a strategy inherits
     "classic/trainer.py": {"_layer_sync"},

@@ -32,12 +32,9 @@ from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_paramet
 from fsdp_core.lightning.checkpoints.model_checkpoint import expect_what_is_pending
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
-from fsdp_core.lightning.hooks.averaging import shard_averages
+from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
-from fsdp_core.lightning.hooks.finetuning import check_finetuning
-from fsdp_core.lightning.hooks.pruning import check_pruning
 from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
-from fsdp_core.lightning.hooks.summary import show_written_shapes
 from fsdp_core.lightning.hooks.toggling import watch_toggling
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
