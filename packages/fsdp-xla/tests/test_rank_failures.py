@@ -48,7 +48,7 @@ TOLD: dict[str, tuple[str, ...]] = {
         "rank_failures.py line",
     ),
     "item of one": ("RankLostError", "ranks do different things", "rank 0 waits for a value", "rank 1 ends a step"),
-    "barrier within building": ("RankLostError", "amid building its model", "before or after init_module()"),
+    "barrier within building": ("RankLostError", "within building its model", "before or after init_module()"),
 }
 
 
