@@ -452,7 +452,7 @@ def torch_release(session: nox.Session, first: Callable[[list[Version]], Version
 @nox.session(python=False)
 def integration(session: nox.Session) -> None:
     """The packages as users get them, built and installed as wheels: `tests-integration/`."""
-    python = layered(session, "integration", ["safetensors"])  # to read what is consolidated
+    python = layered(session, "integration", [], "safetensors")  # to read what is consolidated
     pip_install(session, python, "--no-deps", "--force-reinstall", *wheels(session, "--wheel"))
     for package in PACKAGES.values():
         if package not in SHARING:  # such as FSDP_XLA_PYTHON
