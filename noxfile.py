@@ -343,7 +343,7 @@ def conformance(session: nox.Session) -> None:
 
     chosen_none = 5  # of a package's files: -k may have meant another's
     for package in PACKAGES.values():  # one after the other, for files of several have one name
-        files = [file.as_posix() for file in sorted(package.path.glob("tests/conformance_of_*.py"))]
+        files = [file.as_posix() for file in sorted(package.path.glob("tests/slow_conformance_*.py"))]
         files += [f"{package.path.as_posix()}/{test}" for test in package.slow]
         if files:
             python = shared_python(session) if package in SHARING else own_python(session, package)
@@ -452,7 +452,7 @@ def torch_release(session: nox.Session, first: Callable[[list[Version]], Version
 @nox.session(python=False)
 def integration(session: nox.Session) -> None:
     """The packages as users get them, built and installed as wheels: `tests-integration/`."""
-    python = layered(session, "integration", [])
+    python = layered(session, "integration", [], "safetensors")  # to read what is consolidated
     pip_install(session, python, "--no-deps", "--force-reinstall", *wheels(session, "--wheel"))
     for package in PACKAGES.values():
         if package not in SHARING:  # such as FSDP_XLA_PYTHON

@@ -52,8 +52,8 @@ def test_the_reference_has_each_strategy_with_its_options_and_members(classes: d
         assert [option for option in options if f"{option}:" not in signature] == []
         members = [member for member in dir(made) if not member.startswith("_")]
         assert [member for member in members if f"{name}.{member}" not in listed] == []
-    assert "fsdp_core.registry.resolve" in listed
-    assert "fsdp_core.registry.likeness" not in listed  # which the page of the registry leaves out
+    assert "fsdp_core.plugins.resolve" in listed
+    assert "fsdp_core.plugins.registry.likeness" not in listed  # which the page of the registry leaves out
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -100,7 +100,7 @@ def go_on(strategy: str, world_size: int, path: str, old: str) -> list[float]:
         nn.init.zeros_(parameter)
     if old == "fsdp":
         model, optimizer = fabric.setup(bare, adamw_groups(bare))
-        with pytest.raises(CheckpointMismatchError, match=r"weight_decay 0\.0 in the place of 0\.1"):
+        with pytest.raises(CheckpointMismatchError, match=r"weight_decay 0\.0 instead of 0\.1"):
             fabric.load(path, {"model": model, "optimizer": optimizer, "at": 0})
         bare = net()
     model, optimizer = fabric.setup(bare, (one_group if old == "fsdp" else adamw_groups)(bare))

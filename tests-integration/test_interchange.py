@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from fsdp_core import AccumulatedGradients, resolve
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, new_net, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,8 @@ SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 CORE = ROOT / "packages/fsdp-core/src/fsdp_core"
 LIGHT = [
-    *(CORE / f"{name}.py" for name in ("__init__", "hookspecs", "registry", "strategy_info", "errors", "autoload")),
-    *(CORE / f"{name}.py" for name in ("availability", "contract", "discovery", "side_effects")),
-    *sorted(CORE.glob("cli/**/*.py")),
-    *sorted(CORE.glob("doctor/*.py")),
+    *(CORE / f"{name}.py" for name in ("__init__", "errors", "lazy_names", "autoload")),
+    *(path for folder in ("plugins", "cli", "doctor") for path in sorted(CORE.glob(f"{folder}/*.py"))),
     *sorted(ROOT.glob("packages/*/src/*/plugin.py")),
 ]
 HEAVY = ("torch", "torch_xla", "lightning", "lightning_fabric", "pytorch_lightning", "numpy")
@@ -36,9 +36,14 @@ def is_for_types_only(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def statements(path: Path, *, types: bool, nested: bool) -> Iterator[ast.AST]:
     """The nodes of a file, with or without what only type checkers read and what runs only in a function."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    waiting: list[ast.AST] = [parsed(path)]
     while waiting:
         node = waiting.pop()
         yield node
@@ -52,6 +57,7 @@ def statements(path: Path, *, types: bool, nested: bool) -> Iterator[ast.AST]:
                 waiting.append(child)
 
 
+@cache
 def imported(path: Path, *, types: bool = True, nested: bool = True) -> set[str]:
     """Full dotted names that a file imports: ``from a.b import c`` gives ``a.b.c``."""
     names: set[str] = set()
@@ -101,14 +107,113 @@ def test_plugins_import_core_and_not_each_other(name: str) -> None:
     assert {shown(path): found for path in files if (found := within(imported(path), *others))} == {}
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.name in ("backend.py", "spmd.py")], ids=shown)
-def test_backends_import_no_lightning(path: Path) -> None:
-    assert not within(imported(path), *LIGHTNING, "fsdp_core.lightning")
+#: Folders and modules of core, and what none of their files imports of core. docs/architecture.md says the same.
+NEVER = {
+    "errors.py": ("",),
+    "lazy_names.py": ("",),
+    "torch_private.py": ("",),
+    "runtime.py": ("plugins", "gradients", "state", "initialization", "sharding", "checkpoint", "lightning"),
+    "plugins/**": ("gradients", "state", "initialization", "sharding", "checkpoint", "lightning"),
+    "gradients/**": ("plugins", "state", "initialization", "sharding", "checkpoint", "lightning"),
+    "state/**": ("plugins", "initialization", "sharding", "checkpoint", "lightning"),
+    "initialization/**": ("plugins", "gradients", "sharding", "checkpoint", "lightning"),
+    "sharding/**": ("plugins", "checkpoint", "lightning"),
+    "checkpoint/**": ("plugins", "gradients", "initialization", "sharding", "lightning"),
+    "checkpoint/format/**": (
+        *("checkpoint.storage", "checkpoint.tools", "checkpoint.importing"),
+        *("checkpoint.saving", "checkpoint.loading", "checkpoint.planning"),
+    ),
+    "checkpoint/storage/**": (
+        *("checkpoint.tools", "checkpoint.importing"),
+        *("checkpoint.saving", "checkpoint.loading", "checkpoint.planning"),
+    ),
+    "checkpoint/tools/**": ("checkpoint.importing", "checkpoint.saving"),
+    "lightning/registration/**": ("lightning.trainer", "lightning.fabric", "lightning.strategy", "lightning.loaders"),
+    "lightning/checkpoints/**": ("lightning.trainer", "lightning.fabric", "lightning.strategy"),
+    "lightning/loaders/**": (
+        *("lightning.trainer", "lightning.fabric", "lightning.strategy"),
+        *("lightning.checkpoints", "lightning.hooks", "lightning.registration"),
+    ),
+    "lightning/hooks/**": (
+        *("lightning.trainer", "lightning.fabric", "lightning.strategy"),
+        *("lightning.checkpoints", "lightning.loaders", "lightning.registration"),
+    ),
+    "doctor/**": ("gradients", "state", "initialization", "sharding", "checkpoint", "lightning"),
+    "cli/**": ("gradients", "state", "initialization", "sharding"),
+}
+#: What plugins import of core: these, and nothing below.
+PUBLIC = {
+    *("fsdp_core", "fsdp_core.plugins", "fsdp_core.state", "fsdp_core.sharding", "fsdp_core.checkpoint"),
+    *("fsdp_core.lightning", "fsdp_core.testing", "fsdp_core.testing.suite"),
+}
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.name in ("fabric.py", "trainer.py")], ids=shown)
-def test_adapters_and_strategies_import_no_fsdp_class(path: Path) -> None:
-    sharding = ("torch.distributed.fsdp", "torch.distributed._composable", "torch_xla")
+def files_of(pattern: str) -> list[Path]:
+    return sorted(path for path in CORE.glob(f"{pattern}/*.py" if pattern.endswith("**") else pattern))
+
+
+@pytest.mark.parametrize("pattern", NEVER)
+def test_folders_of_core_import_what_is_below_them(pattern: str) -> None:
+    forbidden = [f"fsdp_core.{name}".rstrip(".") for name in NEVER[pattern]]
+    files = files_of(pattern)
+    assert files, f"nothing matches {pattern}"
+    assert {shown(path): found for path in files if (found := within(imported(path), *forbidden))} == {}
+
+
+def test_every_folder_of_core_has_its_law() -> None:
+    folders = {path.name for path in CORE.iterdir() if path.is_dir() and list(path.glob("*.py"))}
+    named = {pattern.partition("/")[0] for pattern in NEVER}
+    assert folders - named == {"lightning", "testing"} - named  # above all others
+
+
+@pytest.mark.parametrize("path", [p for p in sorted(CORE.rglob("*.py")) if "testing" not in p.parts], ids=shown)
+def test_only_the_tests_use_the_testing_kit(path: Path) -> None:
+    assert not within(imported(path), "fsdp_core.testing")
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_plugins_import_public_modules_of_core(name: str) -> None:
+    deep: dict[str, set[str]] = defaultdict(set)
+    for path in sorted((PLUGINS[name] / "src").rglob("*.py")):
+        for node in statements(path, types=True, nested=True):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fsdp_core":
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                if node.module not in PUBLIC or names & PUBLIC:
+                    deep[shown(path)].add(str(node.module))
+    assert deep == {}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if CORE in p.parents and "testing" not in p.parts], ids=shown)
+def test_in_core_only_the_folder_lightning_knows_lightning(path: Path) -> None:
+    if "lightning" not in path.relative_to(CORE).parts:
+        assert not within(imported(path), *LIGHTNING)
+
+
+#: Files of these names are front ends, wherever they are.
+FRONT_ENDS = {"trainer.py", "fabric.py", "fairscale.py"}
+
+
+def knows_lightning(path: Path) -> bool:
+    """Whether a file of a plugin may: the front ends, and what is in a folder for it.
+
+    ``cpu_ranks`` makes ranks of threads, for which Lightning keeps its rank in a global.
+    """
+    return path.name in FRONT_ENDS or bool({"lightning", "cpu_ranks", "testing"} & {*path.parts})
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if CORE not in p.parents and not knows_lightning(p)], ids=shown)
+def test_what_shards_imports_no_lightning(path: Path) -> None:
+    assert not within(imported(path, types=False), *LIGHTNING, "fsdp_core.lightning")
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.name in FRONT_ENDS], ids=shown)
+def test_front_ends_import_no_fsdp_class(path: Path) -> None:
+    classes = (
+        "FullyShardedDataParallel",
+        "FSDPModule",
+        "fully_shard",
+    )  # and not the options' classes, which users write
+    sharding = ("torch.distributed._composable", "torch_xla", *(f"torch.distributed.fsdp.{name}" for name in classes))
     assert not within(imported(path, types=False), *sharding)
 
 
@@ -122,15 +227,92 @@ def test_listing_names_imports_nothing_heavy(path: Path) -> None:
     assert not within(imported(path, types=False, nested=False), *HEAVY)
 
 
+def private_home(path: Path) -> Path:
+    """The file, or the folder of files, that private names are taken in."""
+    return next((parent for parent in path.parents if parent.name.endswith("_private")), path)
+
+
 @pytest.mark.parametrize("name", PACKAGES)
-def test_private_names_of_a_library_are_taken_in_one_file(name: str) -> None:
-    files: dict[str, set[str]] = defaultdict(set)
+def test_private_names_of_a_library_are_taken_in_one_place(name: str) -> None:
+    places: dict[str, set[str]] = defaultdict(set)
     for path in sorted((PACKAGES[name] / "src").rglob("*.py")):
         for private in private_names(path):
             library = private.split(".")[0]
             library = "lightning" if library in (*LIGHTNING, "pl") else "torch" if library == "dist" else library
-            files[library].add(shown(path))
-    assert {library: found for library, found in files.items() if len(found) > 1} == {}
+            places[library].add(shown(private_home(path)))
+    assert {library: found for library, found in places.items() if len(found) > 1} == {}
+
+
+#: Private attributes of others' objects that are used where they are, with the reason.
+KNOWN_ATTRIBUTES = {
+    "": {
+        *(
+            "_parameters",
+            "_modules",
+        ),  # of nn.Module: what is under which name
+        *("_exit", "_getframe", "_current_frames"),  # of Python's os and sys, documented
+    },
+    "initialization/deferred_init.py": {"_opname", "_schema"},  # of operators, which tell what a call writes
+    "initialization/materialize.py": {"_reset_parameters"},  # of nn.MultiheadAttention and nn.Transformer
+    "checkpoint/async_save.py": {"_register_atexit"},  # of threading: before the interpreter waits for threads
+    "checkpoint/storage/folder.py": {"_cache"},  # of fsspec's file systems, which a fork must not share
+    "autoload.py": {"_initializing"},  # of a module that is being imported
+    "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module
+    "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
+    "hooks/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging
+    "checkpoints/patched_io.py": {"_fs"},  # of Lightning's ModelCheckpoint
+    "lightning/trainer.py": {"_layer_sync", "_reset_optimizers_and_schedulers"},  # what a strategy inherits
+    "classic/trainer.py": {"_layer_sync"},
+    "lightning/host_metrics.py": {"_results", "_defaults", "_logger_connector", "_first_loop_iter"},  # of the loops
+    "lightning/launchers.py": {"_version"},  # of a tensor: how often it was written
+    "fsdp_cuda_native/options.py": {"_HYBRID_SHARD_ZERO2"},  # a strategy of FSDP1's, which its docs name
+    "cpu_ranks/host_operators.py": {"_destroy"},  # of torch.library
+    "cpu_ranks/lockstep.py": {  # replaces what torch_xla does for one rank, and has to call it
+        *("_xla_get_default_device", "_set_all_reduce_token", "_clear_pending_irs", "_xla_step_marker"),
+        *("_run_step_closures", "_xla_counter_value", "_xla_get_num_cached_compilation_graph", "_get_xla_tensors_text"),
+    },
+}
+
+
+def own_names(package: Path) -> set[str]:
+    """What a package defines itself, or sets on its own objects."""
+    found: set[str] = set()
+    for path in package.rglob("*.py"):
+        for node in statements(path, types=True, nested=True):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                found.add(node.attr)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_private_attributes_of_others_are_used_where_private_names_are(name: str) -> None:
+    sources = PACKAGES[name] / "src"
+    own = own_names(sources) | own_names(CORE)
+    used: dict[str, set[str]] = defaultdict(set)
+    for path in sorted(sources.rglob("*.py")):
+        if "private" in private_home(path).stem or "testing" in path.parts:
+            continue
+        known = set().union(
+            *(names for end, names in KNOWN_ATTRIBUTES.items() if path.as_posix().endswith(end or ".py"))
+        )
+        for node in statements(path, types=True, nested=True):
+            asked = None
+            if isinstance(node, ast.Attribute):
+                asked = node.attr
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+                asked = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            if isinstance(asked, str) and re.match(r"_(?!_|fsdp_core)", asked) and asked not in own | known:
+                used[shown(path)].add(asked)
+    assert used == {}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=shown)
@@ -139,7 +321,7 @@ def test_files_are_named_for_what_they_hold(path: Path) -> None:
 
 
 #: Messages between the ranks of one run, as in torch.distributed; no checkpoint goes through it.
-UNPICKLES_MESSAGES = "packages/fsdp-xla/src/fsdp_xla/messages.py"
+UNPICKLES_MESSAGES = "packages/fsdp-xla/src/fsdp_xla/ranks/messages.py"
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if shown(p) != UNPICKLES_MESSAGES], ids=shown)
@@ -163,6 +345,21 @@ def test_each_package_stands_alone(name: str) -> None:
     assert len((folder / "README.md").read_text(encoding="utf-8")) > 500
     assert f"## [{project['version']}]" in (folder / "CHANGELOG.md").read_text(encoding="utf-8")
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_architecture_page_shows_the_folders_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    tree = importlib.import_module("tree")
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert page == tree.written(page), "run: python docs/tree.py"
+
+
+def test_the_architecture_page_names_files_that_are_there() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_0-9/]+/[a-z_0-9]+\.py)`", page))
+    there = [shown(path) for path in [*SOURCES, *ROOT.glob("tests-integration/*.py")]]
+    assert len(named) > 10
+    assert {name for name in named if not any(path.endswith(f"/{name}") or path == name for path in there)} == set()
 
 
 @pytest.mark.parametrize("name", PLUGINS)

@@ -112,7 +112,7 @@ def old_fsdp() -> str:
 
 
 def with_fsdp2(script: str) -> str:
-    """What the page says to write for FSDP2 in the place of FSDP1's strategy."""
+    """What the page says to write for FSDP2 instead of FSDP1's strategy."""
     instead, strategy = FSDP2_INSTEAD.rstrip().split("\n\n")
     script = with_changes(script, ("from fsdp_cuda_native import DDPFullyShardedNativeStrategy", instead))
     return re.sub(r"strategy = DDPFully.*?\n    \)", strategy, script, flags=re.DOTALL)

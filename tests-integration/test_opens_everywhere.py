@@ -158,7 +158,7 @@ def test_state_of_flat_parameters_goes_to_the_right_ones(ranks: RankPool, tmp_pa
     assert first + losses_of(module) == pytest.approx(losses_of(whole), abs=FP32_TOLERANCE)
 
 
-# -- amid an epoch -----------------------------------------------------------------------------------------------------
+# -- within an epoch ---------------------------------------------------------------------------------------------------
 
 
 def _save_amid_an_epoch(strategy: str, tmp: str) -> None:
@@ -185,7 +185,7 @@ def test_data_that_begin_anew_are_told(ranks: RankPool, tmp_path: Path, strategy
         told[name] = [str(one.message) for one in caught if "positions" in str(one.message)]
     assert told["whole"] == []
     (message,) = told["amid"]
-    assert_says(message, "amid an epoch", "does not restore the positions", "begin anew", "strategy='fsdp2'")
+    assert_says(message, "within an epoch", "does not restore the positions", "begin anew", "strategy='fsdp2'")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core import wrap
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.fqn import clean_name
-from fsdp_core.marking import marked
+from fsdp_core.initialization.marking import marked
+from fsdp_core.state.fqn import clean_name
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformer import Size, batch, optimizer, transformer
 
 import fsdp_core
-from fsdp_core.checkpoint.safetensors_file import STAGING_BYTES
+from fsdp_core.checkpoint.format.safetensors_file import STAGING_BYTES
 
 __all__ = ["LARGE", "SMALL"]
 
@@ -122,7 +122,7 @@ def shard_bytes(state: dict[str, Any]) -> int:
 
 
 def save_and_load(strategy: str, size: Size, folder: Path, turns: int) -> dict[str, Any]:
-    """Save and load in turn with torch's own, and save behind training."""
+    """Save and load in turn with torch's own, and save in the background."""
     mine, behind = Trained(strategy, size), Trained(strategy, size, async_save=True)
     theirs = mine.for_dcp()
     places = {

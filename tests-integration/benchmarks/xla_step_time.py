@@ -35,8 +35,8 @@ from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullySha
 from transformer import Block, Size, batch, optimizer, transformer
 
 from fsdp_xla import XLACPUAccelerator
-from fsdp_xla.launchers import FabricXLALauncher
-from fsdp_xla.starting import run_ranks
+from fsdp_xla.lightning.launchers import FabricXLALauncher
+from fsdp_xla.ranks.launch import run_ranks
 
 #: Steps are taken in blocks, so that XLA may run one while the next is recorded; the first blocks compile.
 DEVICES, BLOCK, WARM = 2, 5, 2

@@ -19,32 +19,14 @@ SOURCES = PACKAGE / "src/fsdp_core"
 FILE = Path(__file__).with_name("contract.json")
 COMMAND = "python packages/fsdp-core/tests/contract_record.py"
 
-# Of these modules, all that __all__ names.
-WHOLE = (
-    *("errors", "hookspecs", "strategy_info", "contract"),
-    *("backend", "runtime", "precision", "wrapping", "marking", "parts", "gradients", "clipping", "fqn"),
-    *("accumulated_gradients", "backward", "materialize", "random_state", "replicated"),
-    "testing",
-)
-# Of these, what a backend or a strategy class needs.
-CHOSEN = {
-    "checkpoint.chunks": ("Chunk", "ChunkedTensor", "chunked"),
-    "checkpoint.loading": ("SavedTensor",),
-    "checkpoint.filling": ("fill",),
-    "step_gradients": ("StepGradients",),
-    "built_in_parts": ("kept_as_built",),
-    "registry": ("describe", "resolve", "strategies"),
-    "lightning.options": ("refuse_unknown_options",),
-    "testing.ranks": ("RankError", "RankPool", "Ranks"),
-    "testing.one_process": ("OneProcessRanks", "answered"),
-    "testing.here": ("Here", "stand_on"),
-    "testing.suite.clauses": ("Clauses",),
-}
+# What plugins import, and nothing below: all that __all__ names, each recorded where it stands first.
+PUBLIC = ("plugins", "state", "sharding", "checkpoint", "lightning", "testing", "testing.suite", "")
 # Of these, only the constructors: the rest is Lightning's, or core's own.
-CONSTRUCTORS = {"lightning.trainer": "ShardedTrainerStrategy", "lightning.fabric": "ShardedFabricStrategy"}
-SUITE = ("testing/suite/whole.py", ("StrategySuite", "PresetSuite"))
+CONSTRUCTORS = ("fsdp_core.lightning.ShardedTrainerStrategy", "fsdp_core.lightning.ShardedFabricStrategy")
+# Of these, the names of their clauses, by which expected_failures goes.
+SUITE = ("StrategySuite", "PresetSuite")
 # What plugins write themselves: core calls it, so that an argument more is one that theirs don't take.
-WRITTEN_BY_PLUGINS = ("fsdp_core.backend.Backend.", "fsdp_core.runtime.Runtime.", "fsdp_core.hookspecs.fsdp_strategies")
+WRITTEN_BY_PLUGINS = ("fsdp_core.sharding.Backend.", "fsdp_core.Runtime.", "fsdp_core.plugins.fsdp_strategies")
 
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -62,18 +44,20 @@ class Change:
 
 
 def members() -> dict[str, str]:
-    """What is promised, by dotted name: a signature, the bases of a class, or where a name comes from."""
+    """What is promised, by dotted name: a signature, the bases of a class, or where a name is recorded."""
     found: dict[str, str] = {}
-    for name in _all_of(_parsed("__init__.py")):
-        found[f"fsdp_core.{name}"] = "public"
-    for module in WHOLE:
-        names = _all_of(_parsed(_file(module)))
-        found.update(_of_module(module, names))
-    for module, chosen in CHOSEN.items():
-        found.update(_of_module(module, chosen))
-    for module, name in CONSTRUCTORS.items():
-        found.update(_only_constructor(module, name))
-    found.update(_of_suite())
+    first: dict[tuple[str, str], str] = {}
+    for package in PUBLIC:
+        for name, home in _homes(package).items():
+            public = ".".join(filter(None, ("fsdp_core", package, name)))
+            if (known := first.setdefault((home, name), public)) != public:
+                found[public] = f"is {known}"
+            elif package == "testing.suite" and name in SUITE:
+                found.update(_of_suite(name))
+            else:
+                of_it = dict(_of(public, _definition(home, name)))
+                kept = (public, f"{public}.__init__") if public in CONSTRUCTORS else of_it
+                found.update((member, of_it[member]) for member in kept)
     return dict(sorted(found.items()))
 
 
@@ -147,7 +131,7 @@ def _refusal(changes: list[Change], was: tuple[int, ...], series_was: str, serie
     return "\n".join(
         [
             *map(str, changes),
-            f"That is {kind}: set CONTRACT_VERSION to {wanted} in fsdp_core/contract.py, or undo it.",
+            f"That is {kind}: set CONTRACT_VERSION to {wanted} in fsdp_core/plugins/contract.py, or undo it.",
             f"If no release has contract {was[0]}.{was[1]} yet, type: {COMMAND} --unreleased",
         ]
     )
@@ -162,7 +146,7 @@ def _series() -> str:
 
 def _file(module: str) -> str:
     path = module.replace(".", "/")
-    return f"{path}/__init__.py" if (SOURCES / path).is_dir() else f"{path}.py"
+    return (Path(path) / "__init__.py").as_posix() if (SOURCES / path).is_dir() else f"{path}.py"
 
 
 @cache
@@ -177,11 +161,24 @@ def _all_of(tree: ast.Module) -> list[str]:
     return list(ast.literal_eval(value))
 
 
-def _of_module(module: str, names: Any) -> Iterator[tuple[str, str]]:
-    defined = dict(_definitions(_parsed(_file(module)).body))
-    for name in names:
-        if name in defined:  # and not imported from another module of these
-            yield from _of(f"fsdp_core.{module}.{name}", defined[name])
+def _homes(package: str) -> dict[str, str]:
+    """The public names of a package, and the module of core's that each is defined in."""
+    tree = _parsed(_file(package))
+    imported = {
+        alias.asname or alias.name: node.module.removeprefix("fsdp_core.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_core.")
+        for alias in node.names
+    }
+    return {name: imported.get(name, package) for name in _all_of(tree)}
+
+
+def _definition(module: str, name: str) -> ast.stmt:
+    if name == "__version__":
+        return ast.parse("__version__: str").body[0]
+    tree = _parsed(_file(module))
+    defined = dict(_definitions(tree.body))
+    return defined[name] if name in defined else _definition(_homes(module)[name], name)
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
@@ -210,16 +207,8 @@ def _of(name: str, node: ast.stmt) -> Iterator[tuple[str, str]]:
                 yield from _of(f"{name}.{member}", inner)
 
 
-def _only_constructor(module: str, name: str) -> Iterator[tuple[str, str]]:
-    node = dict(_definitions(_parsed(_file(module)).body))[name]
-    found = dict(_of(f"fsdp_core.{module}.{name}", node))
-    for member in (f"fsdp_core.{module}.{name}", f"fsdp_core.{module}.{name}.__init__"):
-        yield member, found[member]
-
-
-def _of_suite() -> Iterator[tuple[str, str]]:
+def _of_suite(name: str) -> Iterator[tuple[str, str]]:
     """The clauses that a class inherits: expected_failures goes by their names."""
-    file, names = SUITE
     classes = {
         name: node
         for path in sorted((SOURCES / "testing/suite").glob("*.py"))
@@ -233,11 +222,9 @@ def _of_suite() -> Iterator[tuple[str, str]]:
         bases = [ast.unparse(base) for base in node.bases]
         return own.union(*(clauses(base) for base in bases if base in classes))
 
-    defined = dict(_definitions(_parsed(file).body))
-    for name in names:
-        owner = f"fsdp_core.testing.suite.whole.{name}"
-        yield owner, "class of clauses" if name in defined else "missing"
-        yield from ((f"{owner}.{clause}", "clause") for clause in clauses(name))
+    owner = f"fsdp_core.testing.suite.{name}"
+    yield owner, "class of clauses"
+    yield from ((f"{owner}.{clause}", "clause") for clause in clauses(name))
 
 
 def _signature(node: Any) -> str:

@@ -142,7 +142,7 @@ def main(place: Path, count: int, seed: int) -> None:
     """Print what ran while ``count`` folders were opened in every way, and how that ended."""
     import hostile_openings as ours  # not __main__, whose names no folder can know
     from damaged_folders import reseal, save_small, state_file
-    from fsdp_core.lightning.opening import install_opening
+    from fsdp_core.lightning.checkpoints.patched_io import install_opening
 
     install_opening(pl.strategies)
     warnings.simplefilter("ignore")

@@ -159,12 +159,12 @@ def test_a_fault_of_ours_is_one_warning_and_lightning_works(site: Site, action: 
     done = site.python(
         """
         import torch
-        import fsdp_core.discovery
+        import fsdp_core.plugins.registry
 
         def discover():
             raise OSError("the disk is on fire")
 
-        fsdp_core.discovery.discover = discover
+        fsdp_core.plugins.registry.discover = discover
         import lightning.fabric.strategies
         assert "ddp" in lightning.fabric.strategies.STRATEGY_REGISTRY
         """,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_core
-from fsdp_core.built_in_parts import KeptPart, check_parts, is_part, keep_parts, kept_as_built, let_go_of
 from fsdp_core.errors import ShardingError
+from fsdp_core.initialization.sharded_init import KeptPart, check_parts, is_part, keep_parts, kept_as_built, let_go_of
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.testing.refusals import assert_says, refusal
 

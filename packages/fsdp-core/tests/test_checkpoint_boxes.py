@@ -13,8 +13,8 @@ import torch
 
 from cli_checkpoints import in_pieces, save_alone
 from fsdp_core.checkpoint import Chunk, ChunkedTensor
-from fsdp_core.checkpoint.boxes import copy_into, cut, overlap
-from fsdp_core.checkpoint.tensor_bytes import TensorBytes, open_files
+from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
+from fsdp_core.state.boxes import copy_into, cut, overlap
 
 
 def bytes_of(tensor: torch.Tensor) -> bytearray:

@@ -22,11 +22,11 @@ from fsdp_core.checkpoint import (
     fill_all,
     load,
     load_state_dict,
-    safetensors_file,
     save,
     verify,
 )
 from fsdp_core.checkpoint import saving as saving_module
+from fsdp_core.checkpoint.format import safetensors_file
 from test_checkpoint_coverage import split
 
 pytestmark = pytest.mark.timeout(60)

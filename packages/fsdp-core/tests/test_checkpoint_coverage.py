@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fsdp_core.checkpoint.coverage import Box, find_fault
+from fsdp_core.state.coverage import Box, find_fault
 
 
 def count(shape: tuple[int, ...], boxes: list[Box]) -> torch.Tensor:
@@ -46,7 +46,7 @@ def test_agrees_with_counting(seed: int) -> None:
     twice = [*boxes, missing, rng.choice([*boxes, missing])]
     assert "two chunks cover" in str(find_fault(shape, twice))
     if boxes:
-        # The same number of elements, but one box twice in the place of another.
+        # The same number of elements, but one box twice instead of another.
         wrong = [*boxes, boxes[0]]
         assert (count(shape, wrong) == 1).all().item() == (find_fault(shape, wrong) is None)
 

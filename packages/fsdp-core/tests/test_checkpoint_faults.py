@@ -16,8 +16,8 @@ import torch
 import fault_ranks
 from damaged_folders import STATE, chunk_of, flip, model_file, refused, reseal, rewrite, save_small, state_file
 from fsdp_core.checkpoint import is_checkpoint, load, load_state_dict, read_manifest, verify
-from fsdp_core.checkpoint.manifest import FileEntry, Manifest
-from fsdp_core.checkpoint.verify import share_of
+from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
+from fsdp_core.checkpoint.verifying import share_of
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.testing.ranks import RankPool
 

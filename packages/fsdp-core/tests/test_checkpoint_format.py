@@ -30,18 +30,18 @@ from fsdp_core.checkpoint import (
     chunked,
     load,
     load_state_dict,
-    plain_data,
     read_manifest,
     save,
     verify,
 )
-from fsdp_core.checkpoint.dtype_names import ITEM_BYTES, STORED_NAMES
-from fsdp_core.checkpoint.dtypes import DTYPES
-from fsdp_core.checkpoint.recognition import is_checkpoint, is_ours
-from fsdp_core.checkpoint.writers import new_writer
+from fsdp_core.checkpoint.format import plain_data
+from fsdp_core.checkpoint.storage.recognition import is_checkpoint, is_ours
+from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
-from fsdp_core.parts import FlatRange, Part
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.state.dtype_names import ITEM_BYTES, STORED_NAMES
+from fsdp_core.state.dtypes import DTYPES
+from fsdp_core.state.layout import FlatRange, Part
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,10 +18,11 @@ import torch
 
 import hostile_reads
 from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_small, state_file
-from fsdp_core.checkpoint import json_text, load, load_state_dict, save, verify
-from fsdp_core.checkpoint.coverage import find_fault
+from fsdp_core.checkpoint import load, load_state_dict, save, verify
+from fsdp_core.checkpoint.format import json_text
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.state.coverage import find_fault
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import memory_ranks
-from fsdp_core.checkpoint.safetensors_file import STAGING_BYTES
+from fsdp_core.checkpoint.format.safetensors_file import STAGING_BYTES
 from fsdp_core.testing.memory import is_measurable
 from fsdp_core.testing.ranks import RankPool
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.plain_data import decode, encode
+from fsdp_core.checkpoint.format.plain_data import decode, encode
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 
 

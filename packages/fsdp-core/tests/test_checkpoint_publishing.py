@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint import is_checkpoint, load, load_state_dict, read_manifest, remove, save, verify
-from fsdp_core.checkpoint.folder import Folder
-from fsdp_core.checkpoint.writers import new_writer
+from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime
 

@@ -30,7 +30,7 @@ from fsdp_core.checkpoint import (
     save,
     verify,
 )
-from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.ranks import RankPool
@@ -379,7 +379,7 @@ def test_an_upload_that_fails_midway_leaves_the_old_checkpoint(store: Store) -> 
         save_large(path, shift=1.0)
     assert sorted(set(parts(store))) == [1, 2]  # the first had arrived
     assert store.keys(bucket) == before
-    assert not store.client.list_multipart_uploads(Bucket=bucket).get("Uploads")  # or they cost money for ever
+    assert not store.client.list_multipart_uploads(Bucket=bucket).get("Uploads")  # or they cost money forever
     assert load_state_dict(path)["w"].equal(large())
 
 

@@ -15,10 +15,10 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
-from fsdp_core.checkpoint import safetensors_file
-from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES
-from fsdp_core.checkpoint.safetensors_file import parse_header, read_box, write_safetensors
+from fsdp_core.checkpoint.format import safetensors_file
+from fsdp_core.checkpoint.format.safetensors_file import parse_header, read_box, write_safetensors
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.dtypes import SAFETENSORS_NAMES
 
 
 def written(tensors: dict[str, Tensor]) -> bytes:

@@ -26,10 +26,10 @@ from fsdp_core.checkpoint import (
     save,
     verify,
 )
-from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointMismatchError, CheckpointValueError
-from fsdp_core.parts import FlatRange, Part
 from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.state.layout import FlatRange, Part
 
 pytestmark = pytest.mark.timeout(100)
 

@@ -20,25 +20,22 @@ from click.testing import CliRunner
 
 from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core.checkpoint import (
-    anew,
     compare,
     consolidate_safetensors,
     describe,
-    folder,
     is_checkpoint,
     load,
     load_state_dict,
-    publishing,
     remove,
     reshard,
     save,
     verify,
-    writers,
 )
-from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.storage import folder, publishing, rereading, writers
+from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.cli.checkpoint import checkpoint as command
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
-from fsdp_core.lightning.whole_folder import read_whole
+from fsdp_core.lightning.checkpoints.whole_folder import read_whole
 from test_checkpoint_publishing import Stop, files_in, interrupt, is_tidy, save_state, value_of
 
 pytestmark = pytest.mark.timeout(100)
@@ -452,7 +449,7 @@ def test_one_that_is_replaced_again_and_again_is_given_up_and_not_called_damaged
     save_state(path, 1.0)
     read = Folder.size
     inside: list[bool] = []
-    monkeypatch.setattr(anew, "_SECONDS", 0)
+    monkeypatch.setattr(rereading, "_SECONDS", 0)
 
     def replaced(self: Folder, name: str) -> int | None:
         if name.startswith("model/") and not inside:

@@ -549,7 +549,7 @@ def test_large_integers_are_compared_exactly(tmp_path: Path) -> None:
 
 
 def test_diff_goes_on_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_core.checkpoint.comparing.BLOCK_BYTES", 64)
+    monkeypatch.setattr("fsdp_core.checkpoint.tools.comparing.BLOCK_BYTES", 64)
     a = torch.arange(600.0).reshape(10, 6, 10)
     b = a.clone()
     b[4, 3, 2] = b[9, 5, 9] = -1.0

@@ -16,7 +16,7 @@ import torch
 
 from cli_checkpoints import run, save_alone, save_trained
 from conftest import Site
-from fsdp_core.checkpoint import publishing, writers
+from fsdp_core.checkpoint.storage import publishing, writers
 from test_checkpoint_publishing import Stop, interrupt, save_state
 
 pytestmark = pytest.mark.timeout(100)
@@ -77,7 +77,7 @@ def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_core.checkpoint.listing import find_checkpoints
+    from fsdp_core.checkpoint.tools.listing import find_checkpoints
 
     url = f"memory://{tmp_path.name}"
     save_state(f"{url}/a.ckpt", 1.0)

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from cli_checkpoints import in_pieces, run, save_alone
-from fsdp_core import fqn
 from fsdp_core.checkpoint import load_state_dict
+from fsdp_core.state import fqn
 
 pytestmark = pytest.mark.timeout(100)
 

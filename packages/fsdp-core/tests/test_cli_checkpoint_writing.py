@@ -34,7 +34,7 @@ from fsdp_core.checkpoint import (
     verify,
 )
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
-from fsdp_core.lightning.one_file import consolidate_lightning
+from fsdp_core.lightning.checkpoints.one_file import consolidate_lightning
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -525,7 +525,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     out = tmp_path / "out"
     write_to(folder, out, target)
     before = content(out)
-    import fsdp_core.checkpoint.tensor_bytes as tensor_bytes
+    import fsdp_core.checkpoint.storage.tensor_bytes as tensor_bytes
 
     read, calls = tensor_bytes.TensorBytes.read, 0
 

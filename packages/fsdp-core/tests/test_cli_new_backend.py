@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import pytest
 from packaging.requirements import Requirement
 
-import fsdp_core.backend
-from fsdp_core.lightnings_names import LIGHTNINGS_OWN
+import fsdp_core.sharding.backend
+from fsdp_core.plugins.lightning_names import LIGHTNINGS_OWN
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -119,7 +119,7 @@ def test_the_backend_says_when_to_write_what_else(written: Path) -> None:
     commented = "\n".join(re.findall(r"^    # ?(.*)$", text.split("# Nothing more is needed")[1], re.MULTILINE))
     stubs = {node.name: node for node in ast.parse(commented[commented.index("def ") :]).body if is_function(node)}
     assert {"layout", "repoint", "holds_part", "as_written"} <= stubs.keys()
-    contract = ast.parse(Path(fsdp_core.backend.__file__).read_text(encoding="utf-8"))
+    contract = ast.parse(Path(fsdp_core.sharding.backend.__file__).read_text(encoding="utf-8"))
     methods = {node.name: node for node in ast.walk(contract) if is_function(node)}
     for name, stub in stubs.items():
         assert ast.unparse(stub.args) == ast.unparse(methods[name].args)
@@ -154,8 +154,8 @@ WHOLE = """
         if not self.is_sharded(module):
             self.check_shardable(module)
             self.remember(module)
-            place(list(module.modules()), self.runtime.device)
-            from fsdp_core.replicated import ReplicatedParameters
+            place(list(module.modules()), self.runtime)
+            from fsdp_core.gradients.replicated import ReplicatedParameters
             self.replicated = ReplicatedParameters(list(module.parameters()), module, self.runtime)
             self.mark_sharded(module)
         return module

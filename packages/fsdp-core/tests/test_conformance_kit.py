@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import pytest
 
-from fsdp_core.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 from fsdp_core.testing.suite.capabilities import ASKED
 from fsdp_core.testing.suite.clauses import Clauses

@@ -11,6 +11,8 @@ import pytest
 import contract_record
 import fsdp_core
 from contract_record import COMMAND, FILE, Change, compare, members, record, takes_as_before
+from fsdp_core import checkpoint, lightning, plugins, sharding, state, testing
+from fsdp_core.testing import suite
 
 RECORD: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 DATACLASS = "@dataclass(frozen=True, kw_only=True) class ()"
@@ -33,50 +35,54 @@ def test_the_record_holds_what_plugins_need_one_line_each() -> None:
     recorded = RECORD["members"]
     for name in (
         "fsdp_core.StrategyInfo",
-        "fsdp_core.strategy_info.StrategyInfo.presets",
-        "fsdp_core.strategy_info.Option.default",
-        "fsdp_core.strategy_info.Capability.CLIP_BY_NORM",
-        "fsdp_core.hookspecs.fsdp_strategies",
-        "fsdp_core.backend.Backend.shard",
-        "fsdp_core.runtime.Runtime.all_reduce",
-        "fsdp_core.runtime.ProcessGroupRuntime.__init__",
-        "fsdp_core.precision.ShardPrecision.storage",
-        "fsdp_core.errors.UnsupportedCapabilityError",
-        "fsdp_core.lightning.trainer.ShardedTrainerStrategy.__init__",
-        "fsdp_core.lightning.fabric.ShardedFabricStrategy.__init__",
-        "fsdp_core.testing.suite.whole.StrategySuite",
-        "fsdp_core.testing.suite.clauses.Clauses.expected_failures",
+        "fsdp_core.plugins.StrategyInfo.presets",
+        "fsdp_core.plugins.Option.default",
+        "fsdp_core.plugins.Capability.CLIP_BY_NORM",
+        "fsdp_core.plugins.fsdp_strategies",
+        "fsdp_core.sharding.Backend.shard",
+        "fsdp_core.Runtime.all_reduce",
+        "fsdp_core.ProcessGroupRuntime.__init__",
+        "fsdp_core.sharding.ShardPrecision.storage",
+        "fsdp_core.UnsupportedCapabilityError",
+        "fsdp_core.lightning.ShardedTrainerStrategy.__init__",
+        "fsdp_core.lightning.ShardedFabricStrategy.__init__",
+        "fsdp_core.testing.suite.StrategySuite",
+        "fsdp_core.testing.suite.Clauses.expected_failures",
     ):
         assert name in recorded
-    assert {f"fsdp_core.{name}" for name in fsdp_core.__all__} <= recorded.keys()
-    assert recorded["fsdp_core.backend.Backend.shard"] == "@abstractmethod (self, module: nn.Module) -> nn.Module"
+    for module in (fsdp_core, plugins, state, sharding, checkpoint, lightning, testing, suite):
+        assert {f"{module.__name__}.{name}" for name in module.__all__} <= recorded.keys()
+    assert recorded["fsdp_core.sharding.Backend.shard"] == "@abstractmethod (self, module: nn.Module) -> nn.Module"
     assert len(FILE.read_text(encoding="utf-8").splitlines()) == len(recorded) + 6
 
 
 @pytest.mark.parametrize(
     ("member", "was", "now", "kind"),
     [
-        ("fsdp_core.fqn.clean_name", "(name: str) -> str", None, "break"),
-        ("fsdp_core.fqn.new", None, "(name: str) -> str", "addition"),
-        ("fsdp_core.fqn.clean_name", "(name: str) -> str", "(name: str, deep: bool=False) -> str", "addition"),
-        ("fsdp_core.fqn.clean_name", "(name: str) -> str", "(name: str, *, deep: bool=False) -> str", "addition"),
-        ("fsdp_core.fqn.clean_name", "(name: str) -> str", "(name: str, deep: bool) -> str", "break"),
-        ("fsdp_core.fqn.clean_name", "(name: str) -> str", "(deep: bool=False, name: str='') -> str", "break"),
-        ("fsdp_core.fqn.clean_name", "(name: str) -> str", "(module: str) -> str", "break"),
-        ("fsdp_core.fqn.clean_name", "(name: str) -> str", "(name: str) -> str | None", "break"),
-        ("fsdp_core.fqn.clean_name", "(name: str='a') -> str", "(name: str='b') -> str", "break"),
-        ("fsdp_core.backend.Backend.new", None, "(self) -> None", "addition"),
-        ("fsdp_core.backend.Backend.new", None, "@abstractmethod (self) -> None", "break"),
-        ("fsdp_core.backend.Backend.reset", "(self) -> None", "(self, hard: bool=False) -> None", "break"),
-        ("fsdp_core.strategy_info.StrategyInfo.new", None, ": str = ''", "addition"),
-        ("fsdp_core.strategy_info.StrategyInfo.new", None, ": str", "break"),
-        ("fsdp_core.strategy_info.StrategyInfo.name", ": str", ": int", "break"),
-        ("fsdp_core.strategy_info.Capability.NEW", None, "= 'new'", "addition"),
-        ("fsdp_core.errors.FSDPError", "class (Exception)", "class (ValueError)", "break"),
+        ("fsdp_core.state.clean_name", "(name: str) -> str", None, "break"),
+        ("fsdp_core.state.new", None, "(name: str) -> str", "addition"),
+        ("fsdp_core.state.clean_name", "(name: str) -> str", "(name: str, deep: bool=False) -> str", "addition"),
+        ("fsdp_core.state.clean_name", "(name: str) -> str", "(name: str, *, deep: bool=False) -> str", "addition"),
+        ("fsdp_core.state.clean_name", "(name: str) -> str", "(name: str, deep: bool) -> str", "break"),
+        ("fsdp_core.state.clean_name", "(name: str) -> str", "(deep: bool=False, name: str='') -> str", "break"),
+        ("fsdp_core.state.clean_name", "(name: str) -> str", "(module: str) -> str", "break"),
+        ("fsdp_core.state.clean_name", "(name: str) -> str", "(name: str) -> str | None", "break"),
+        ("fsdp_core.state.clean_name", "(name: str='a') -> str", "(name: str='b') -> str", "break"),
+        ("fsdp_core.sharding.Backend.new", None, "(self) -> None", "addition"),
+        ("fsdp_core.sharding.Backend.new", None, "@abstractmethod (self) -> None", "break"),
+        ("fsdp_core.sharding.Backend.reset", "(self) -> None", "(self, hard: bool=False) -> None", "break"),
+        ("fsdp_core.plugins.StrategyInfo.new", None, ": str = ''", "addition"),
+        ("fsdp_core.plugins.StrategyInfo.new", None, ": str", "break"),
+        ("fsdp_core.plugins.StrategyInfo.name", ": str", ": int", "break"),
+        ("fsdp_core.plugins.Capability.NEW", None, "= 'new'", "addition"),
+        ("fsdp_core.FSDPError", "class (Exception)", "class (ValueError)", "break"),
     ],
 )
 def test_what_a_change_means_for_plugins(member: str, was: str | None, now: str | None, kind: str) -> None:
-    owners = {"fsdp_core.backend.Backend": "class (ABC)", "fsdp_core.strategy_info.StrategyInfo": DATACLASS}
+    owners = {
+        "fsdp_core.sharding.Backend": "class (ABC)",
+        "fsdp_core.plugins.StrategyInfo": DATACLASS,
+    }
     before, after = ({**owners, **({member: text} if text else {})} for text in (was, now))
     (change,) = compare(before, after)
     assert (change.kind, change.member) == (kind, member)
@@ -94,14 +100,14 @@ def test_what_is_recorded_must_be_versioned(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(contract_record, "members", lambda: now)
     assert record(path).endswith(f"{len(now)} members recorded, {len(now)} changes.")
 
-    now["fsdp_core.fqn.new"] = "() -> None"
-    with pytest.raises(SystemExit, match=r"is an addition: set CONTRACT_VERSION to \(1, 1\) in fsdp_core/contract\.py"):
+    now["fsdp_core.state.new"] = "() -> None"
+    with pytest.raises(SystemExit, match=r"is an addition: set CONTRACT_VERSION to \(1, 1\) in .*/contract\.py"):
         record(path)
     monkeypatch.setattr(contract_record, "CONTRACT_VERSION", (1, 1))
-    assert "addition: fsdp_core.fqn.new is new: () -> None" in record(path)
+    assert "addition: fsdp_core.state.new is new: () -> None" in record(path)
 
-    del now["fsdp_core.fqn.new"]
-    with pytest.raises(SystemExit, match=r"(?s)break: fsdp_core\.fqn\.new is gone.*is a break: .* to \(2, 0\)"):
+    del now["fsdp_core.state.new"]
+    with pytest.raises(SystemExit, match=r"(?s)break: fsdp_core\.state\.new is gone.*is a break: .* to \(2, 0\)"):
         record(path)
     monkeypatch.setattr(contract_record, "CONTRACT_VERSION", (2, 0))
     with pytest.raises(SystemExit, match=r"^A new contract needs a new series of fsdp-core: raise 0\.1 in"):
@@ -110,7 +116,7 @@ def test_what_is_recorded_must_be_versioned(tmp_path: Path, monkeypatch: pytest.
     assert record(path).endswith(f"{len(now)} members recorded, 1 changes.")
     assert json.loads(path.read_text())["contract"] == "2.0"
 
-    now["fsdp_core.fqn.another"] = "() -> None"
+    now["fsdp_core.state.another"] = "() -> None"
     assert "1 changes" in record(path, unreleased=True)
 
 

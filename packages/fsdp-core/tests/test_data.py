@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]
 
-from fsdp_core.data import POSITION, ResumableSampler, follow, position_of, sampler_of
 from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.lightning.loaders.position import POSITION, ResumableSampler, follow, position_of, sampler_of
 
 LOADERS = [DataLoader, StatefulDataLoader]
 

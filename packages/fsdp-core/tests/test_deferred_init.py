@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.deferred_init import continue_deferred, deferred_init, values_of
 from fsdp_core.errors import ShardingError
-from fsdp_core.materialize import materialize
+from fsdp_core.initialization.deferred_init import continue_deferred, deferred_init, values_of
+from fsdp_core.initialization.materialize import materialize
 
 CPU = torch.device("cpu")
 
@@ -189,7 +189,7 @@ def test_values_that_are_no_values_yet() -> None:
 
 
 def test_what_was_noted_goes_with_the_model() -> None:
-    from fsdp_core import deferred_init as noted
+    from fsdp_core.initialization import deferred_init as noted
 
     def count() -> int:
         gc.collect()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.lightning.deferred_names import fill_when_read
+from fsdp_core.lightning.registration.deferred_names import fill_when_read
 
 
 class Registry(dict[str, Any]):

@@ -10,8 +10,8 @@ import torch
 from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core.checkpoint import Chunk, ChunkedTensor
 from fsdp_core.errors import ShardingError
-from fsdp_core.gathering import whole
 from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.state.full_tensor import whole
 
 
 def held(*rows: int, replica: int = 0) -> ChunkedTensor:

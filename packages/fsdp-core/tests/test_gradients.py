@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import fsdp_core
 from fsdp_core import checkpoint
-from fsdp_core.backend import Backend
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
-from fsdp_core.gradients import HeldGradients, described, of_this_rank
-from fsdp_core.precision import ShardPrecision
-from fsdp_core.replicated import ReplicatedParameters
+from fsdp_core.gradients.replicated import ReplicatedParameters
 from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.state.held_gradients import HeldGradients, described, of_this_rank
 
 
 class Replicating(Backend):

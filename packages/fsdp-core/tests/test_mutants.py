@@ -57,7 +57,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "sync_left_off": ("test_no_backward_sync_leaves_sync_on[True]", "norm == pytest.approx"),
     "sync_left_off_by_exceptions": ("test_an_exception_leaves_reduction_on[backend]", LOSSES),
     "no_sync_ignored": ("test_accumulation_skips_the_reduction[as it is]", "(of_trainer, of_fabric) =="),
-    "zero_grad_forgets_shards_alone": ("test_order_of_passes[zero_grad amid an accumulation]", STATE),
+    "zero_grad_forgets_shards_alone": ("test_order_of_passes[zero_grad within an accumulation]", STATE),
     "stale_in_forward": ("test_manual_optimization[2]", "has written to"),
     "requires_grad_not_followed": ("test_manual_optimization[2]", "does not require grad"),
     "writes_unwatched": ("test_weights_that_are_clamped[in a step by hand]", LOSSES),

@@ -13,8 +13,8 @@ import pytest
 
 from fsdp_core.testing import RankError
 from fsdp_core.testing.forking import StartMethod
-from fsdp_core.testing.here import Here, here, stand_on
 from fsdp_core.testing.one_process import Answer, OneProcessRanks, answered
+from fsdp_core.testing.rank_context import Here, here, stand_on
 from fsdp_core.testing.ranks import Failure, RankKind
 
 if TYPE_CHECKING:

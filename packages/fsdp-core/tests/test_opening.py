@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, save
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedCapabilityError
-from fsdp_core.lightning.opening import install_opening
+from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.testing.refusals import assert_says, refusal
 
@@ -323,7 +323,7 @@ def test_what_is_no_path_is_as_without_us() -> None:
         assert told[0] == told[1]
 
 
-# -- a file in the place of a folder -----------------------------------------------------------------------------------
+# -- a file instead of a folder -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("linked", [False, True])

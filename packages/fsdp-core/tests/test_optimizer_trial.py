@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.parts import FlatRange, Layout, Part, stand_in
-from fsdp_core.repointing import repoint
+from fsdp_core.sharding.repointing import repoint
+from fsdp_core.state.layout import FlatRange, Layout, Part, stand_in
 
 #: What the documentation's table says of torch's optimizers over 1-D pieces.
 REFUSED_OVER_PIECES = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.checkpoint import ChunkedTensor, fill
-from fsdp_core.checkpoint.coverage import find_fault
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
-from fsdp_core.gathering import whole
-from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
-from fsdp_core.parts import FlatRange, Part, boxes
-from fsdp_core.repointing import repoint
 from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.sharding.repointing import repoint
+from fsdp_core.state.coverage import find_fault
+from fsdp_core.state.full_tensor import whole
+from fsdp_core.state.layout import FlatRange, Part, boxes
+from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 ALONE = ProcessGroupRuntime()

@@ -14,8 +14,8 @@ import torch
 
 import fsdp_core
 from fsdp_core import checkpoint
-from fsdp_core.random_state import random_state, set_random_state, state_of_rank
 from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.state.random_state import random_state, set_random_state, state_of_rank
 from fsdp_core.testing import RankPool
 
 

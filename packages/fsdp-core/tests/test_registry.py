@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import fsdp_core
-from fsdp_core import registry
+from fsdp_core.plugins import registry
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -15,7 +15,7 @@ CPU = 'accelerators=("cpu",), summary="s"'
 LOOK = """
     import json, sys
     import fsdp_core
-    from fsdp_core import registry
+    from fsdp_core.plugins import registry
     print(json.dumps({
         "names": list(fsdp_core.strategies()),
         "broken": [str(plugin) for plugin in registry.broken()],
@@ -51,7 +51,7 @@ def test_names_are_listed_described_and_resolved_without_torch(site: Site) -> No
     site.python("""
         import sys
         import fsdp_core
-        from fsdp_core import registry
+        from fsdp_core.plugins import registry
 
         assert list(fsdp_core.strategies()) == ["alpha", "zeta"]
         assert fsdp_core.describe("ALPHA").name == "alpha"
@@ -241,7 +241,7 @@ def test_requirements_are_checked_before_the_probe(site: Site) -> None:
         choosy_probe="def here():\n    return 'the probe was asked'",
     )
     done = site.python("""
-        from fsdp_core import registry
+        from fsdp_core.plugins import registry
         for name in ("absent", "old", "elsewhere", "vendor"):
             print(registry.unavailable(name))
         print(failure(lambda: registry.unavailable("wrong")).splitlines()[0])
@@ -298,7 +298,7 @@ def test_importing_fsdp_core_imports_next_to_nothing(site: Site) -> None:
         import fsdp_core
         assert set(sys.modules) - before <= {"fsdp_core", "__future__"}, set(sys.modules) - before
         assert set(fsdp_core.__all__) <= set(dir(fsdp_core))
-        heavy = {"AccumulatedGradients", "Backend", "RandomState", "Runtime"}
+        heavy = {"AccumulatedGradients", "Backend", "ProcessGroupRuntime", "RandomState", "ReduceOp", "Runtime"}
         heavy |= {"full_state_dict", "gathered", "load_state_dict", "wrap"}
         light = set(fsdp_core.__all__) - heavy
         for name in light:

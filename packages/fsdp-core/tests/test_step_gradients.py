@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.step_gradients import guard
+from fsdp_core.gradients.step_gradients import guard
 
 
 def _piece() -> Tensor:

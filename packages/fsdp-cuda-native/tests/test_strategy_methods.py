@@ -30,7 +30,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.fqn import clean_name
+from fsdp_core.state.fqn import clean_name
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block
 from fsdp_core.testing.refusals import assert_says, refusal

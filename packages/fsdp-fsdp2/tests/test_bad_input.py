@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy,
 
 import fsdp_core
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.bad_modules import refused_setup

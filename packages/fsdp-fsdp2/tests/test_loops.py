@@ -71,3 +71,46 @@ def test_ranks_may_differ_in_using_the_root_in_a_step_by_hand(ranks: RankPool, t
     for state in ranks.run(2, _by_hand, str(tmp_path), timeout=60):
         for name, want in module.state_dict().items():
             torch.testing.assert_close(state[name], want)
+
+
+class WithoutElements(pl.LightningModule):
+    """Has a parameter without elements, as a layer of no classes has, which ``fully_shard`` can't take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with oracle.seeded(1):
+            self.head = nn.Linear(FEATURES, FEATURES)
+        self.none = nn.Parameter(torch.empty(0, FEATURES))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """That of a rank."""
+        return mse_loss(self.head(x), y) + self.none.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """One step."""
+        return self.loss(*batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return oracle.momentum(self)
+
+
+def _without_elements(tmp: str) -> dict[str, Tensor]:
+    first = new_trainer(tmp, "fsdp2", 2)
+    first.fit(WithoutElements(), loader(2, 2))
+    first.save_checkpoint(f"{tmp}/two.ckpt")
+    trainer = new_trainer(tmp, "fsdp2", 2, max_epochs=2)
+    trainer.fit(WithoutElements(), loader(2, 2), ckpt_path=f"{tmp}/two.ckpt")
+    return full_state(trainer.strategy)
+
+
+def test_a_parameter_without_elements_is_trained_and_saved_with_the_rest(ranks: RankPool, tmp_path: Path) -> None:
+    module = WithoutElements()
+    optimizer = oracle.momentum(module)
+    for x, y in [*oracle.global_batches(2)] * 2:
+        optimizer.zero_grad()
+        module.loss(x, y).backward()
+        optimizer.step()
+    for state in ranks.run(2, _without_elements, str(tmp_path), timeout=60):
+        assert state["none"].shape == (0, FEATURES)
+        for name, want in module.state_dict().items():
+            torch.testing.assert_close(state[name], want)

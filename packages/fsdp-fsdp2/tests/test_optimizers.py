@@ -82,7 +82,10 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "SGD": ({"lr": 0.1, "fused": True}, "Leave fused=True out"),
     "Adagrad": ({"fused": True}, "Leave fused=True out"),
     "Adafactor": ({}, "a step of Adafactor fails over DTensors"),
-    "Rprop": ({}, "or strategy='fsdp_native', if its update is elementwise"),
+    "Rprop": (
+        {},
+        "if its update is elementwise, a strategy that shows plain pieces, such as strategy='fsdp_native'",
+    ),
     "LBFGS": ({}, "a step of LBFGS fails over DTensors"),  # of parameters that the ranks don't divide, or keep whole
 }
 

@@ -8,7 +8,7 @@ import pytest
 
 import fsdp_core
 import fsdp_fsdp2
-from fsdp_core import registry
+from fsdp_core.plugins import registry
 from fsdp_fsdp2.plugin import fsdp_strategies, why_not_here
 
 NAMES = ["fsdp2", "fsdp2_cpu_offload"]

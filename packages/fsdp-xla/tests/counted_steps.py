@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-from fsdp_xla.starting import run_ranks
+from fsdp_xla.ranks.launch import run_ranks
 from xla_process import save_cases
 
 STEPS, WARM = 12, 4

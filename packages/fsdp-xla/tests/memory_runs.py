@@ -234,7 +234,7 @@ def contradicting(made: Any) -> str:
 
 def failing_in_turn() -> dict[int, str]:
     """What each rank raises when the last one can't be read."""
-    from fsdp_xla import read_late
+    from fsdp_xla.classic import lazy_state as read_late
     from fsdp_xla.fabric import XLAFSDPStrategy
 
     told: dict[int, str] = {}

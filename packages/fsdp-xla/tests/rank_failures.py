@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from fsdp_xla import torch_xla_private as xla
+from fsdp_xla.torch_xla_private import devices as xla
 from xla_process import save_cases
 
 DEVICES, FOLDER = (int(sys.argv[1]), Path(sys.argv[2])) if __name__ == "__main__" else (2, Path())
@@ -385,7 +385,7 @@ CASES: dict[str, Any] = {
     "late rank": late_rank,
     "uneven": uneven,
     "ended rank": ended_rank,
-    "barrier amid building": barrier_amid_building,
+    "barrier within building": barrier_amid_building,
     "shared model": shared_model,
     "passed model": passed_model,
     "full on own disks": lambda: own_disks("full"),

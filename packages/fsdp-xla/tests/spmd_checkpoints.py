@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core import RandomState
-from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointMismatchError
 from fsdp_core.testing.oracle import adamw_groups, global_batches, new_net
 from fsdp_core.testing.training import Lit, loader
@@ -79,7 +79,7 @@ def save(folder: Path, devices: int) -> dict[str, Any]:
     found["again"] = train(fabric, model, optimizer, global_batches(STEPS)[3:])
     found["compiled again"] = compiled()
 
-    # three steps of two batches each: saved after each step, and amid the second
+    # three steps of two batches each: saved after each step, and within the second
     every = ModelCheckpoint(folder, filename="{step}-{batch}", every_n_train_steps=1, save_top_k=-1)
     callbacks = [every, _SaveAmid(str(folder / "amid.ckpt"))]
     module = Lit("adamw_groups", dropout=0.2, blocks=1)
@@ -98,11 +98,11 @@ def save(folder: Path, devices: int) -> dict[str, Any]:
 
 
 def behind(folder: Path, kind: str) -> dict[str, Any]:
-    """Saved behind training, which goes on meanwhile; and a failure, which the next step or save raises."""
+    """Saved in the background, which goes on meanwhile; and a failure, which the next step or save raises."""
     fabric, module, model, optimizer = begin(4, 0, {"async_save": True, "state_dict_type": kind})
     train(fabric, model, optimizer, global_batches(2))
     fabric.save(folder / f"behind-{kind}", {"model": model, "optimizer": optimizer})
-    pending = fabric.strategy.background._last is not None
+    pending = fabric.strategy.async_saves._last is not None
     found = {"pending": pending, "state": whole_state(fabric.strategy, module)}
     train(fabric, model, optimizer, global_batches(4)[2:])
     found["later"] = whole_state(fabric.strategy, module)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from fsdp_core.testing import oracle
 from fsdp_core.testing.oracle import BATCH, dataset, new_net
 from fsdp_core.testing.training import Lit, loader, strategy_argument
-from fsdp_xla.spmd.sharded_tensors import local_shards
+from fsdp_xla.torch_xla_private.sharded_tensors import local_shards
 
 NAME = "xla_fsdp_spmd"
 

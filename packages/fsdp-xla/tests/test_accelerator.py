@@ -1,4 +1,4 @@
-"""XLA's CPU devices in the place of what Lightning chooses."""
+"""XLA's CPU devices instead of what Lightning chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
 
 from fsdp_core import StrategyUnavailableError
 from fsdp_xla import XLACPUAccelerator
-from fsdp_xla.accelerator import accelerator_for
+from fsdp_xla.lightning.accelerator import accelerator_for
 from xla_process import error, run_script
 
 

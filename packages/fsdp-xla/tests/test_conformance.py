@@ -1,4 +1,4 @@
-"""The suite of fsdp-core on XLA's CPU devices; of that on ranks a part, and ``conformance_of_xla.py`` is the whole."""
+"""The suite of fsdp-core on XLA's CPU devices: of that on ranks a part; ``slow_conformance_xla.py`` is the whole."""
 
 from __future__ import annotations
 

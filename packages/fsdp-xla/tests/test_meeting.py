@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from fsdp_xla.meeting import Meeting, RankLostError, StoreMeeting, ThreadMeeting
-from fsdp_xla.rendezvous import Rendezvous
+from fsdp_xla.ranks.meeting import Meeting, RankLostError, StoreMeeting, ThreadMeeting
+from fsdp_xla.ranks.rendezvous import Rendezvous
 
 RANKS = 3
 SOON = timedelta(seconds=2)

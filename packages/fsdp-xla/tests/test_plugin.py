@@ -14,9 +14,9 @@ import pytest
 
 import fsdp_core
 import fsdp_xla
-from fsdp_core import availability, registry
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.plugins import availability, registry
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_xla import plugin
 from fsdp_xla.options import PASSED_ON

@@ -48,7 +48,7 @@ TOLD: dict[str, tuple[str, ...]] = {
         "rank_failures.py line",
     ),
     "item of one": ("RankLostError", "ranks do different things", "rank 0 waits for a value", "rank 1 ends a step"),
-    "barrier amid building": ("RankLostError", "amid building its model", "before or after init_module()"),
+    "barrier within building": ("RankLostError", "within building its model", "before or after init_module()"),
 }
 
 
@@ -59,7 +59,7 @@ def test_ranks_that_can_not_meet_are_told_why(case: str, tmp_path: Path) -> None
         assert words in told
 
 
-#: Several of these in one process, for none leaves ranks amid something but the last.
+#: Several of these in one process, for none leaves ranks within something but the last.
 REFUSED: dict[str, tuple[str, ...]] = {
     "several hosts": ("num_nodes=2", "threads of one process", "devices="),
     "tuner": ("LearningRateFinder", "xla_fsdp_spmd"),

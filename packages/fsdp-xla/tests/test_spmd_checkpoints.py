@@ -103,7 +103,7 @@ def test_a_save_behind_training_holds_what_was_there_when_it_was_asked_for(
     state = dict(fsdp_core.load_state_dict(path)) if kind == "sharded" else torch.load(path, weights_only=True)["model"]
     assert_equal(state, found["state"])
     assert not torch.equal(found["later"]["net.inp.weight"], state["net.inp.weight"]), "training did not go on"
-    assert "behind training has failed" in found["told"]
+    assert "in the background has failed" in found["told"]
     assert "No space left on device" in found["told"]
 
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.testing import RankPool
-from fsdp_core.testing.state import full_state
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing import RankPool, full_state, new_fabric
 
 # 10 000 elements: no rank's share of a parameter is rounded up by much
 WIDE = 100

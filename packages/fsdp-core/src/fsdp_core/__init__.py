@@ -18,10 +18,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # instead of `from typing import`: this file is on the way of every `import torch`
 if TYPE_CHECKING:
-    from fsdp_core.accumulated_gradients import AccumulatedGradients
-    from fsdp_core.backend import Backend
     from fsdp_core.checkpoint import load_state_dict
-    from fsdp_core.contract import CONTRACT_VERSION
     from fsdp_core.errors import (
         BrokenStrategyError,
         CheckpointError,
@@ -41,14 +38,17 @@ if TYPE_CHECKING:
         UnknownStrategyError,
         UnsupportedCapabilityError,
     )
-    from fsdp_core.hookspecs import hookimpl
-    from fsdp_core.lightning.exporting import full_state_dict
-    from fsdp_core.lightning.gathered import gathered
-    from fsdp_core.marking import wrap
-    from fsdp_core.random_state import RandomState
-    from fsdp_core.registry import describe, resolve, strategies
-    from fsdp_core.runtime import Runtime
-    from fsdp_core.strategy_info import Capability, Option, StrategyInfo
+    from fsdp_core.initialization.marking import wrap
+    from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
+    from fsdp_core.lightning.hooks.exporting import full_state_dict
+    from fsdp_core.lightning.hooks.gathered import gathered
+    from fsdp_core.plugins.contract import CONTRACT_VERSION
+    from fsdp_core.plugins.hookspecs import hookimpl
+    from fsdp_core.plugins.registry import describe, resolve, strategies
+    from fsdp_core.plugins.strategy_info import Capability, Option, StrategyInfo
+    from fsdp_core.runtime import ProcessGroupRuntime, ReduceOp, Runtime
+    from fsdp_core.sharding.backend import Backend
+    from fsdp_core.state.random_state import RandomState
 
     __version__: str
 
@@ -69,7 +69,9 @@ __all__ = [
     "MissingKeyError",
     "OptimizerMismatchError",
     "Option",
+    "ProcessGroupRuntime",
     "RandomState",
+    "ReduceOp",
     "Runtime",
     "ShardingError",
     "StrategyInfo",
@@ -90,22 +92,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CONTRACT_VERSION": "contract",
-    "AccumulatedGradients": "accumulated_gradients",
-    "Backend": "backend",
-    "Capability": "strategy_info",
-    "Option": "strategy_info",
-    "RandomState": "random_state",
+    "CONTRACT_VERSION": "plugins.contract",
+    "AccumulatedGradients": "lightning.checkpoints.accumulated_gradients",
+    "Backend": "sharding.backend",
+    "Capability": "plugins.strategy_info",
+    "Option": "plugins.strategy_info",
+    "ProcessGroupRuntime": "runtime",
+    "RandomState": "state.random_state",
+    "ReduceOp": "runtime",
     "Runtime": "runtime",
-    "StrategyInfo": "strategy_info",
-    "describe": "registry",
-    "full_state_dict": "lightning.exporting",
-    "gathered": "lightning.gathered",
-    "hookimpl": "hookspecs",
+    "StrategyInfo": "plugins.strategy_info",
+    "describe": "plugins.registry",
+    "full_state_dict": "lightning.hooks.exporting",
+    "gathered": "lightning.hooks.gathered",
+    "hookimpl": "plugins.hookspecs",
     "load_state_dict": "checkpoint",
-    "resolve": "registry",
-    "strategies": "registry",
-    "wrap": "marking",
+    "resolve": "plugins.registry",
+    "strategies": "plugins.registry",
+    "wrap": "initialization.marking",
 }
 
 

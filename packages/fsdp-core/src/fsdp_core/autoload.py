@@ -28,7 +28,7 @@ STRATEGY_MODULES = (
     "lightning_fabric.strategies",
     "pytorch_lightning.strategies",
 )
-"""The modules whose registries get our names; :mod:`fsdp_core.lightning.names` knows the registries."""
+"""The modules whose registries get our names; :mod:`fsdp_core.lightning.registration.entries` knows the registries."""
 
 
 def install() -> None:
@@ -111,10 +111,10 @@ def _enter_names(name: str, module: ModuleType) -> None:
         return
     _being_entered.add(name)
     try:
-        from fsdp_core.lightning.grad_norms import install_grad_norm
-        from fsdp_core.lightning.names import enter
-        from fsdp_core.lightning.opening import install_opening
-        from fsdp_core.lightning.sharded_elsewhere import install_refusal
+        from fsdp_core.lightning.checkpoints.patched_io import install_opening
+        from fsdp_core.lightning.hooks.grad_norms import install_grad_norm
+        from fsdp_core.lightning.registration.entries import enter
+        from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
 
         install_opening(module)
         install_refusal(module)

@@ -18,7 +18,7 @@ from torch.distributed import DistError
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.torch_private import meeting_place
 
-__all__ = ["ProcessGroupRuntime", "Runtime"]
+__all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 
@@ -55,7 +55,6 @@ class Runtime(ABC):
         local_rank: This rank's index on its host, from 0.
         world_size: The number of ranks.
         patience: How long :meth:`meet` waits for other ranks.
-        launcher: How Lightning should start the ranks: ``"subprocess"`` runs the user's script again.
     """
 
     device: torch.device = torch.device("cpu")
@@ -63,7 +62,6 @@ class Runtime(ABC):
     local_rank: int = 0
     world_size: int = 1
     patience: timedelta = timedelta(minutes=5)
-    launcher: Literal["subprocess"] = "subprocess"
 
     @abstractmethod
     def start(
@@ -134,6 +132,21 @@ class Runtime(ABC):
         Returns:
             A tensor of shape ``(world_size, ...)``.
         """
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Give every rank the values of rank ``src``, in place. By itself it sends them as an object, over the host.
+
+        Args:
+            tensor: Of one shape, dtype and device on every rank.
+            src: The rank whose values they get.
+
+        Returns:
+            ``tensor``.
+        """
+        if self.world_size > 1:
+            values = self.broadcast_object(tensor.detach().cpu() if self.rank == src else None, src)
+            tensor.detach().copy_(values)
+        return tensor
 
     @abstractmethod
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -303,6 +316,11 @@ class ProcessGroupRuntime(Runtime):
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, tensor.detach(), group=group)
         return torch.stack(gathered)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        if not self._alone:
+            dist.broadcast(tensor.detach(), src=src, group=self._group)
+        return tensor
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         if self._alone:

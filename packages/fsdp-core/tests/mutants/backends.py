@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fsdp_core.built_in_parts import kept_as_built, let_go_of
 from fsdp_core.checkpoint import fill_all
-from fsdp_core.clipping import clip_grads_by_norm
 from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.parts import FlatRange, Part
+from fsdp_core.gradients.clipping import clip_grads_by_norm
+from fsdp_core.initialization.sharded_init import kept_as_built, let_go_of
+from fsdp_core.state.layout import FlatRange, Part
 from fsdp_core.testing.loopback.backend import LoopbackBackend, shards_of
 from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
 
@@ -221,7 +221,7 @@ class Truncated(FlatShard):
 
 @backend("parameters_stale")
 class Stale(FlatShard):
-    """What was gathered once is used for ever."""
+    """What was gathered once is used forever."""
 
     once: Tensor | None = None
 

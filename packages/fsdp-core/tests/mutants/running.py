@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp_core.discovery import discover
+from fsdp_core.plugins.discovery import discover
 from fsdp_core.testing import RankPool
 
 __all__ = ["SOUND", "Outcome", "installed", "run"]
@@ -94,7 +94,7 @@ def installed(folder: Path) -> Iterator[None]:
     from lightning.fabric import strategies as of_fabric
     from lightning.pytorch import strategies as of_trainer
 
-    from fsdp_core.lightning.names import enter
+    from fsdp_core.lightning.registration.entries import enter
 
     info = folder / "mutants-1.0.dist-info"
     info.mkdir(parents=True)

@@ -24,12 +24,12 @@ class ForgetsRandomNumbers(LoopbackTrainerStrategy):
 
 
 class SavesWhatChanges(LoopbackTrainerStrategy):
-    """Writes behind training what training goes on to change."""
+    """Writes in the background what training goes on to change."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.background is not None:
-            staging: Any = self.background._staging
+        if self.async_saves is not None:
+            staging: Any = self.async_saves._staging
             staging.copy = lambda plan, rank: plan
 
 

@@ -19,37 +19,35 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from fsdp_core.backend import Backend
-from fsdp_core.built_in_parts import is_part, kept_as_built
-from fsdp_core.checkpoint import SavedTensor
-from fsdp_core.clipping import clip_grads_by_norm
-from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.fqn import aliases, clean_name
-from fsdp_core.gradients import HeldGradients, refuse_half_gradients
-from fsdp_core.host_memory import give_back
-from fsdp_core.materialize import place
-from fsdp_core.parts import Layout
-from fsdp_core.precision import ShardPrecision
-from fsdp_core.replicated import ReplicatedParameters, stays_whole
-from fsdp_core.step_gradients import StepGradients
-from fsdp_core.step_writes import ComparedShards, StepWrites
-from fsdp_core.torch_private import is_flattened
-from fsdp_core.wrapping import (
+from fsdp_core import Backend, UnsupportedCapabilityError
+from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
+    ComparedShards,
+    ReplicatedParameters,
+    ShardPrecision,
+    StepGradients,
+    StepWrites,
     WrapPolicy,
     checkpoint_activations,
+    clip_grads_by_norm,
     describe_policy,
+    is_flattened,
+    is_part,
+    kept_as_built,
+    place,
     select_units,
+    stays_whole,
 )
-from fsdp_cuda_native import torch_private
-from fsdp_cuda_native.flat_gradients import held_by_units, restore_to_units
+from fsdp_core.state import HeldGradients, Layout, SavedTensor, aliases, clean_name, give_back, refuse_half_gradients
+from fsdp_cuda_native.accumulated_gradients import held_by_units, restore_to_units
 from fsdp_cuda_native.inputs import cast_inputs_of
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
+from fsdp_cuda_native.torch_private import flat_parameters as torch_private
+from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients
+from fsdp_cuda_native.unflattened import layout_of, local_parts, named_members, note_order, stand_ins, unwrapped
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
-from fsdp_cuda_native.unit_gradients import drop_gradients
 from fsdp_cuda_native.wrappers import called_for, put_in_place, renew_parameters
-from fsdp_cuda_native.written import layout_of, local_parts, named_members, note_order, stand_ins, unwrapped
 
 __all__ = ["NativeBackend"]
 
@@ -67,7 +65,7 @@ class NativeBackend(Backend):
         activation_checkpointing: The same as a class or a list of classes.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
         backward_prefetch: When the next unit's parameters are gathered in the backward pass; ``None``: when needed.
-        mixed_precision: Dtypes of computation and reduction, in the place of those that the precision implies.
+        mixed_precision: Dtypes of computation and reduction, instead of those that the precision implies.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation. It keeps accumulated
             gradients sharded, for more communication.
         **options: Those of :data:`fsdp_cuda_native.options.FSDP_OPTIONS`.
@@ -171,7 +169,7 @@ class NativeBackend(Backend):
             sharded.update(own)
             place(
                 own,
-                self.runtime.device,
+                self.runtime,
                 self.options["param_init_fn"],
                 leave=lambda owner, p: is_part(p) and p not in given and not is_whole(owner, p),
             )
@@ -233,7 +231,7 @@ class NativeBackend(Backend):
         known: tuple[nn.Parameter, ...]
         found: Layout | None
         known, found = root.__dict__.get(_LAYOUT, ((), None))
-        # a save asks for it four times, and it changes only if the user puts another parameter in the place of one
+        # a save asks for it four times, and it changes only if the user puts another parameter instead of one
         if found is None or len(held) != len(known) or any(a is not b for a, b in zip(held, known, strict=True)):
             found = layout_of(root)
             root.__dict__[_LAYOUT] = (held, found)

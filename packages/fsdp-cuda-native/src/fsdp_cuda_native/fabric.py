@@ -12,9 +12,9 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from torch import nn
 
-from fsdp_core.lightning.fabric import ShardedFabricStrategy
-from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_core import ProcessGroupRuntime
+from fsdp_core.lightning import ShardedFabricStrategy
+from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_cuda_native.backend import NativeBackend
 from fsdp_cuda_native.migration import refuse_others_options
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_core import UnsupportedCapabilityError
+from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_cuda_native.fabric import NativeFSDPStrategy
 from fsdp_cuda_native.migration import refuse_others_options
 from fsdp_cuda_native.trainer import DDPFullyShardedNativeStrategy
@@ -67,7 +67,7 @@ class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation.
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
-        async_save: Whether checkpoints are written behind training.
+        async_save: Whether checkpoints are written in the background.
         sharding_strategy: ``None``: what ``reshard_after_forward`` says.
         use_orig_params: Whether optimizers hold the parameters, and not one flat parameter for each unit.
         ignored_modules: Modules that stay whole on every rank.
@@ -198,7 +198,7 @@ class FabricFullyShardedStrategy(NativeFSDPStrategy):
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation.
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
-        async_save: Whether checkpoints are written behind training.
+        async_save: Whether checkpoints are written in the background.
         sharding_strategy: ``None``: what ``reshard_after_forward`` says.
         use_orig_params: Whether optimizers hold the parameters, and not one flat parameter for each unit.
         ignored_modules: Modules that stay whole on every rank.

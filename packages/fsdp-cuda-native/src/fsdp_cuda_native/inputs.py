@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_core.gathering import gathered_modules
-from fsdp_cuda_native import torch_private
+from fsdp_core.state import gathered_modules
+from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 
 __all__ = ["cast_inputs_of"]
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.runtime import Runtime
+from fsdp_core import Runtime, UnsupportedCapabilityError
 from fsdp_cuda_native.options import HYBRID
 
 __all__ = ["ranks_to_shard_over"]

@@ -1,10 +1,10 @@
-"""What to write in the place of other libraries' options."""
+"""What to write instead of other libraries' options."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from fsdp_core.lightning.options import refuse_unknown_options
+from fsdp_core.plugins import refuse_unknown_options
 from fsdp_cuda_native.options import DECIDED
 
 __all__ = ["OTHER_OPTIONS", "refuse_others_options"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core import UnsupportedCapabilityError
 
 __all__ = [
     "FSDP_OPTIONS",

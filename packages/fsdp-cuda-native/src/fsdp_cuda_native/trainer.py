@@ -12,9 +12,9 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
-from fsdp_core.lightning.trainer import ShardedTrainerStrategy
-from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_core import ProcessGroupRuntime
+from fsdp_core.lightning import ShardedTrainerStrategy
+from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_cuda_native.backend import NativeBackend
 from fsdp_cuda_native.migration import refuse_others_options
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 
-from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.marking import options_of
+from fsdp_core import ShardingError, UnsupportedCapabilityError
+from fsdp_core.sharding import options_of
 from fsdp_cuda_native.options import check_mixed_precision, named_member
 
 __all__ = ["check_not_wrapped", "check_unit", "unit_options"]
@@ -85,7 +85,7 @@ def check_not_wrapped(module: nn.Module) -> None:
         if isinstance(submodule, FullyShardedDataParallel):
             raise ShardingError(
                 f"{type(module).__name__} is already sharded: {name or 'the root'!r} is a FullyShardedDataParallel.\n"
-                "Write fsdp_core.wrap(module) in the place of FullyShardedDataParallel(module, ...), or leave both out "
+                "Write fsdp_core.wrap(module) instead of FullyShardedDataParallel(module, ...), or leave both out "
                 "and give the strategy auto_wrap_policy={MyBlock}."
             )
         unit_options(name, submodule)

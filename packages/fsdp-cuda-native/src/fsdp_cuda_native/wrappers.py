@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from fsdp_core.built_in_parts import KeptPart, let_go_of
+from fsdp_core.sharding import KeptPart, let_go_of
 
 __all__ = ["called_for", "put_in_place", "renew_parameters"]
 
@@ -22,7 +22,7 @@ def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def put_in_place(root: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
-    """Let every parent inside ``root`` hold ``wrapper``, which holds ``module``, in the place of ``module``."""
+    """Let every parent inside ``root`` hold ``wrapper``, which holds ``module``, instead of ``module``."""
     parents = [
         (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child is module
     ]
@@ -34,7 +34,7 @@ def put_in_place(root: nn.Module, module: nn.Module, wrapper: nn.Module) -> None
 def renew_parameters(
     modules: Iterable[nn.Module], whole: Sequence[nn.Parameter], device: torch.device
 ) -> dict[nn.Parameter, KeptPart]:
-    """Give modules new parameters in the place of those that they own, with the same data and attributes.
+    """Give modules new parameters instead of those that they own, with the same data and attributes.
 
     FSDP1 would turn the old ones into shards where they are. An optimizer that has stepped over them would then go on
     with state of their old shapes; over the new ones it has to be re-pointed, and is refused if it has stepped.

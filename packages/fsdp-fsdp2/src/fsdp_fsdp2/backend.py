@@ -20,27 +20,24 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.backend import Backend
-from fsdp_core.built_in_parts import kept_as_built
-from fsdp_core.checkpoint import SavedTensor
-from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.fqn import clean_name
-from fsdp_core.gathering import gathered_modules
-from fsdp_core.gradients import HeldGradients, refuse_half_gradients
-from fsdp_core.host_memory import give_back
-from fsdp_core.marking import options_of
-from fsdp_core.materialize import place
-from fsdp_core.precision import ShardPrecision
-from fsdp_core.replicated import ReplicatedParameters, stays_whole
-from fsdp_core.step_gradients import StepGradients
-from fsdp_core.step_writes import ComparedShards, StepWrites
-from fsdp_core.wrapping import (
+from fsdp_core import Backend, ShardingError, UnsupportedCapabilityError
+from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
+    ComparedShards,
+    ReplicatedParameters,
+    ShardPrecision,
+    StepGradients,
+    StepWrites,
     WrapPolicy,
     checkpoint_activations,
     describe_policy,
+    kept_as_built,
+    options_of,
+    place,
     select_units,
+    stays_whole,
 )
+from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, give_back, refuse_half_gradients
 from fsdp_fsdp2.torch_private import (
     AssignedData,
     Gathering,
@@ -73,7 +70,7 @@ class FSDP2Backend(Backend):
             backward pass needs first.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory. An
             :class:`~torch.distributed.fsdp.OffloadPolicy` is taken as it is.
-        mp_policy: Dtypes of computation and reduction, in the place of those that the precision implies.
+        mp_policy: Dtypes of computation and reduction, instead of those that the precision implies.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation. It keeps accumulated
             gradients sharded, for more communication.
     """
@@ -156,7 +153,7 @@ class FSDP2Backend(Backend):
         for unit in (*units, module):
             own = [m for m in unit.modules() if m not in sharded]
             sharded.update(own)
-            place(own, self.runtime.device)
+            place(own, self.runtime)
             whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
             replaced = {p for m in own for p in m.parameters(recurse=False)} - whole
             _check_dtypes(unit, replaced)

@@ -1,4 +1,4 @@
-"""What to write in the place of others' options: of Lightning's FSDP1 and ModelParallelStrategy, and of NeMo's."""
+"""What to write instead of others' options: of Lightning's FSDP1 and ModelParallelStrategy, and of NeMo's."""
 
 from __future__ import annotations
 

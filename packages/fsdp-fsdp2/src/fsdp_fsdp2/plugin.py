@@ -52,7 +52,7 @@ _OPTIONS = (
     Option(
         name="async_save",
         default=False,
-        help="Write checkpoints behind training: a save returns when this rank's part is copied to host memory.",
+        help="Write checkpoints in the background: a save returns when this rank's part is copied to host memory.",
     ),
     Option(name="accelerator", default=None, help="A Lightning Accelerator; None: Lightning chooses."),
     Option(name="parallel_devices", default=None, help="The devices of this host; None: Lightning chooses."),

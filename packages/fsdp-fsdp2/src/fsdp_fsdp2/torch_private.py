@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_core.errors import ShardingError
-from fsdp_core.runtime import Runtime
-from fsdp_core.step_writes import GatheredShard
+from fsdp_core import Runtime, ShardingError
+from fsdp_core.sharding import GatheredShard
 
 __all__ = [
     "AssignedData",
@@ -401,7 +400,7 @@ def is_interrupted(root: FSDPModule) -> bool:
 
 
 def _nothing(*args: Any) -> None:
-    """In the place of a hook."""
+    """Instead of a hook."""
 
 
 def unreduced_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor]]:

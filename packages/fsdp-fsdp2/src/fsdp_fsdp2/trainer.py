@@ -10,10 +10,10 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 
-from fsdp_core.lightning.options import refuse_unknown_options
-from fsdp_core.lightning.trainer import ShardedTrainerStrategy
-from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_core import ProcessGroupRuntime
+from fsdp_core.lightning import ShardedTrainerStrategy
+from fsdp_core.plugins import refuse_unknown_options
+from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_fsdp2.backend import FSDP2Backend
 from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
 

@@ -5,7 +5,7 @@ A script needs no import of this package: the name is enough. To set an option, 
     from fsdp_xla import XLAFSDPStrategy                      # for lightning.pytorch.Trainer
     trainer = Trainer(strategy=XLAFSDPStrategy(state_dict_type="full"), accelerator="tpu")
 
-    from fsdp_xla.fabric import XLAFSDPStrategy               # for lightning.fabric.Fabric
+    from fsdp_xla.classic.fabric import XLAFSDPStrategy               # for lightning.fabric.Fabric
     fabric = Fabric(strategy=XLAFSDPStrategy(auto_wrap_policy={Block}), accelerator="tpu")
 """
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdp_xla import fabric
-    from fsdp_xla.accelerator import XLACPUAccelerator
+    from fsdp_xla.classic.trainer import XLAFSDPStrategy
+    from fsdp_xla.lightning.accelerator import XLACPUAccelerator
     from fsdp_xla.spmd.trainer import XLASPMDStrategy
-    from fsdp_xla.trainer import XLAFSDPStrategy
 
     __version__: str
 
@@ -29,11 +29,11 @@ def __getattr__(name: str) -> object:
     value: object
     match name:
         case "XLAFSDPStrategy":
-            value = import_module(f"{__name__}.trainer").XLAFSDPStrategy
+            value = import_module(f"{__name__}.classic.trainer").XLAFSDPStrategy
         case "XLASPMDStrategy":
             value = import_module(f"{__name__}.spmd.trainer").XLASPMDStrategy
         case "XLACPUAccelerator":
-            value = import_module(f"{__name__}.accelerator").XLACPUAccelerator
+            value = import_module(f"{__name__}.lightning.accelerator").XLACPUAccelerator
         case "fabric":
             value = import_module(f"{__name__}.fabric")
         case "__version__":

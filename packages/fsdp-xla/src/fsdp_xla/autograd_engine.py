@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_core.errors import StrategyUnavailableError
+from fsdp_core import StrategyUnavailableError
 
 __all__ = ["check_autograd"]
 

@@ -1,10 +1,10 @@
-"""Which options of XlaFullyShardedDataParallel the strategy passes on, and what to write in the place of others."""
+"""Which options of XlaFullyShardedDataParallel the strategy passes on, and what to write instead of others."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core import UnsupportedCapabilityError
 
 __all__ = [
     "ALWAYS",
@@ -55,7 +55,7 @@ ALWAYS_IN_SPMD: Mapping[str, Collection[object]] = {
     "sequential_save": (False,),
 }
 
-#: What to write in the place of options that torch_xla's wrapper has besides, or torch's own.
+#: What to write instead of options that torch_xla's wrapper has besides, or torch's own.
 INSTEAD = {
     "auto_wrapper_callable": "Write activation_checkpointing_policy={MyBlock}, which needs no wrapper.",
     "param_init_fn": "Leave it out: a module built on the meta device is filled by its reset_parameters().",
@@ -81,7 +81,7 @@ INSTEAD = {
     "tensor_parallel_size": "XlaFullyShardedDataParallel has no tensor parallelism.",
 }
 
-#: What to write in the place of others' options for ``xla_fsdp_spmd``.
+#: What to write instead of others' options for ``xla_fsdp_spmd``.
 INSTEAD_IN_SPMD = {
     **{name: INSTEAD[name] for name in ("cpu_offload", "mixed_precision", "mp_policy", "sync_module_states")},
     **{name: INSTEAD[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
@@ -150,7 +150,7 @@ def check_sequential_save(sequential_save: bool, async_save: bool) -> None:
     """
     if sequential_save and async_save:
         raise UnsupportedCapabilityError(
-            "sequential_save=True can't be combined with async_save=True: a save that goes on behind training begins "
+            "sequential_save=True can't be combined with async_save=True: a save that goes on in the background begins "
             "with a copy of every rank's part in host memory, which sequential_save=True is there to avoid.\n"
             "Write sequential_save=True where host memory is short, and async_save=True where it isn't."
         )

@@ -14,7 +14,7 @@ _SHARED = (
     Option(
         name="async_save",
         default=False,
-        help="Write checkpoints behind training: a save returns when this rank's part is copied to host memory.",
+        help="Write checkpoints in the background: a save returns when this rank's part is copied to host memory.",
     ),
     Option(
         name="auto_wrap_policy",
@@ -88,8 +88,8 @@ _PASSED_ON = (
 _CLASSIC = StrategyInfo(
     name="xla_fsdp",
     summary="Fully sharded data parallel with torch_xla's XlaFullyShardedDataParallel, one rank per XLA device.",
-    trainer="fsdp_xla.trainer:XLAFSDPStrategy",
-    fabric="fsdp_xla.fabric:XLAFSDPStrategy",
+    trainer="fsdp_xla.classic.trainer:XLAFSDPStrategy",
+    fabric="fsdp_xla.classic.fabric:XLAFSDPStrategy",
     accelerators=("tpu", "cpu"),
     capabilities=frozenset(
         {

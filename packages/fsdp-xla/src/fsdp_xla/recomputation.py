@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_xla.utils.checkpoint import checkpoint
 
-from fsdp_xla.torch_xla_private import default_device, set_default_device, tree_flatten, tree_unflatten
+from fsdp_xla.torch_xla_private.devices import default_device, set_default_device, tree_flatten, tree_unflatten
 
 __all__ = ["recompute"]
 

@@ -1,6 +1,9 @@
 """``torch.manual_seed``, and so ``seed_everything``, for XLA's random numbers too.
 
 torch seeds the generators of all devices that it knows, and XLA's, which are their own, are none of them.
+
+``torch.manual_seed`` is replaced when a rank starts, once for the process. torch has no hook to it, and XLA's
+generators would otherwise follow no seed that is set in a rank. What does not run as a rank sees no difference.
 """
 
 from __future__ import annotations

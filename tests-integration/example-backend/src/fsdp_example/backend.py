@@ -10,13 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.backend import Backend
-from fsdp_core.checkpoint import SavedTensor, fill
-from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.gradients import HeldGradients, refuse_half_gradients
-from fsdp_core.materialize import place
-from fsdp_core.parts import Layout
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, checkpoint_activations, describe_policy
+from fsdp_core import Backend, OptimizerMismatchError
+from fsdp_core.sharding import ActivationCheckpointingPolicy, checkpoint_activations, describe_policy, place
+from fsdp_core.state import HeldGradients, Layout, SavedTensor, fill, refuse_half_gradients
 from fsdp_example.shards import Shards
 
 __all__ = ["ZeRO1Backend"]
@@ -59,7 +55,7 @@ class ZeRO1Backend(Backend):
             self.check_shardable(module)
             self.remember(module)
             checkpoint_activations(module, self.activation_checkpointing_policy)
-            place(list(module.modules()), self.runtime.device)
+            place(list(module.modules()), self.runtime)
             self.remember(module)  # what was on the meta device is other parameters now
             self._shards[module] = Shards(module, self.runtime)
             self.mark_sharded(module)

@@ -11,7 +11,7 @@ _OPTIONS = {
     "sync_each_batch": (False, "Reduce gradients on every micro-batch of an accumulation."),
     "state_dict_type": ("sharded", "How checkpoints are saved: 'sharded' (a folder) or 'full' (one file)."),
     "timeout": (None, "How long a collective waits for its peers, a timedelta."),
-    "async_save": (False, "Write checkpoints behind training."),
+    "async_save": (False, "Write checkpoints in the background."),
     "accelerator": (None, "A Lightning Accelerator; None: Lightning chooses."),
     "parallel_devices": (None, "The devices of this host; None: Lightning chooses."),
     "cluster_environment": (None, "A Lightning ClusterEnvironment; None: Lightning chooses."),

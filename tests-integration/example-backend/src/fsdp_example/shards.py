@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fsdp_core.backward import EndOfBackward
-from fsdp_core.fqn import named_parameters
-from fsdp_core.parts import FlatRange, Part
-from fsdp_core.runtime import Runtime
-from fsdp_core.step_gradients import StepGradients
+from fsdp_core import Runtime
+from fsdp_core.sharding import EndOfBackward, StepGradients
+from fsdp_core.state import FlatRange, Part, named_parameters
 
 __all__ = ["Shards"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_core.lightning.trainer import ShardedTrainerStrategy
-from fsdp_core.wrapping import ActivationCheckpointingPolicy
+from fsdp_core.lightning import ShardedTrainerStrategy
+from fsdp_core.sharding import ActivationCheckpointingPolicy
 from fsdp_example.backend import ZeRO1Backend
 
 __all__ = ["ZeRO1Strategy"]
@@ -18,7 +18,7 @@ class ZeRO1Strategy(ShardedTrainerStrategy):
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
             classes or a function ``module -> bool``.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation.
-        **options: Those of :class:`~fsdp_core.lightning.trainer.ShardedTrainerStrategy`.
+        **options: Those of :class:`~fsdp_core.lightning.ShardedTrainerStrategy`.
     """
 
     def __init__(

@@ -8,26 +8,26 @@ Importing this package imports no torch: what needs it is imported when it is fi
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdp_core.checkpoint.manifest import FORMAT_VERSION, Manifest
-from fsdp_core.checkpoint.recognition import is_checkpoint, is_folder, read_manifest
-from fsdp_core.checkpoint.removal import remove
-
-# At once, for the module has the function's name, and would take its place here when it is imported later.
-from fsdp_core.checkpoint.verify import verify
+from fsdp_core.checkpoint.format.manifest import FORMAT_VERSION, Manifest
+from fsdp_core.checkpoint.storage.recognition import is_checkpoint, is_folder, read_manifest
+from fsdp_core.checkpoint.storage.removal import remove
+from fsdp_core.checkpoint.verifying import verify
+from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fsdp_core.checkpoint.chunks import Chunk, ChunkedTensor, chunked
-    from fsdp_core.checkpoint.comparing import Differences, TensorDifference, compare
-    from fsdp_core.checkpoint.consolidation import Consolidated, consolidate_huggingface, consolidate_safetensors
-    from fsdp_core.checkpoint.describing import describe
-    from fsdp_core.checkpoint.filling import KeyDifferences, fill, fill_all
-    from fsdp_core.checkpoint.loading import SavedTensor, load
-    from fsdp_core.checkpoint.rewriting import reshard
+    from fsdp_core.checkpoint.collective import together
+    from fsdp_core.checkpoint.loading import load
     from fsdp_core.checkpoint.saving import save
     from fsdp_core.checkpoint.state_dict import load_state_dict
+    from fsdp_core.checkpoint.tools.comparing import Differences, TensorDifference, compare
+    from fsdp_core.checkpoint.tools.consolidation import Consolidated, consolidate_huggingface, consolidate_safetensors
+    from fsdp_core.checkpoint.tools.describing import describe
+    from fsdp_core.checkpoint.tools.resharding import reshard
+    from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
+    from fsdp_core.state.filling import KeyDifferences, fill, fill_all
+    from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = [
     "FORMAT_VERSION",
@@ -54,38 +54,30 @@ __all__ = [
     "remove",
     "reshard",
     "save",
+    "together",
     "verify",
 ]
 
 _HOMES = {
-    "Chunk": "chunks",
-    "ChunkedTensor": "chunks",
-    "Consolidated": "consolidation",
-    "Differences": "comparing",
-    "KeyDifferences": "filling",
-    "SavedTensor": "loading",
-    "TensorDifference": "comparing",
-    "chunked": "chunks",
-    "compare": "comparing",
-    "consolidate_huggingface": "consolidation",
-    "consolidate_safetensors": "consolidation",
-    "describe": "describing",
-    "fill": "filling",
-    "fill_all": "filling",
-    "load": "loading",
-    "load_state_dict": "state_dict",
-    "reshard": "rewriting",
-    "save": "saving",
+    "Chunk": "fsdp_core.state.chunks",
+    "ChunkedTensor": "fsdp_core.state.chunks",
+    "Consolidated": "fsdp_core.checkpoint.tools.consolidation",
+    "Differences": "fsdp_core.checkpoint.tools.comparing",
+    "KeyDifferences": "fsdp_core.state.filling",
+    "SavedTensor": "fsdp_core.state.saved_tensor",
+    "TensorDifference": "fsdp_core.checkpoint.tools.comparing",
+    "chunked": "fsdp_core.state.chunks",
+    "compare": "fsdp_core.checkpoint.tools.comparing",
+    "consolidate_huggingface": "fsdp_core.checkpoint.tools.consolidation",
+    "consolidate_safetensors": "fsdp_core.checkpoint.tools.consolidation",
+    "describe": "fsdp_core.checkpoint.tools.describing",
+    "fill": "fsdp_core.state.filling",
+    "fill_all": "fsdp_core.state.filling",
+    "load": "fsdp_core.checkpoint.loading",
+    "load_state_dict": "fsdp_core.checkpoint.state_dict",
+    "reshard": "fsdp_core.checkpoint.tools.resharding",
+    "save": "fsdp_core.checkpoint.saving",
+    "together": "fsdp_core.checkpoint.collective",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

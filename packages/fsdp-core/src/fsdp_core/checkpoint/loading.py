@@ -3,103 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.agreement import together
-from fsdp_core.checkpoint.anew import ATTEMPTS, pause, seen, too_often
-from fsdp_core.checkpoint.chunks import Chunk
-from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.manifest import StoredTensor
-from fsdp_core.checkpoint.plain_data import decode
-from fsdp_core.checkpoint.plain_json import read_plain
-from fsdp_core.checkpoint.recognition import read_manifest
-from fsdp_core.checkpoint.stored_files import StoredFiles
-from fsdp_core.checkpoint.verify import find_damage, refuse_damage, share_of
-from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.format.manifest import StoredTensor
+from fsdp_core.checkpoint.format.plain_data import decode
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.plain_json import read_plain
+from fsdp_core.checkpoint.storage.recognition import read_manifest
+from fsdp_core.checkpoint.storage.rereading import ATTEMPTS, pause, seen, too_often
+from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+from fsdp_core.checkpoint.verifying import find_damage, refuse_damage, share_of
+from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.runtime import Runtime
+from fsdp_core.state.chunks import Chunk
+from fsdp_core.state.saved_tensor import SavedTensor
 
-__all__ = ["SavedTensor", "load", "verify_tensors"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedTensor:
-    """A tensor in a checkpoint. Its bytes stay there until they are asked for.
-
-    Attributes:
-        key: Its key in the manifest, such as ``model/wte.weight``.
-        shape: Its shape.
-        dtype: Its dtype.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    _stored: StoredTensor = field(repr=False)
-    _files: StoredFiles = field(repr=False)
-
-    if not TYPE_CHECKING:  # which shall know what it has
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("_"):  # which copy and the like ask for
-                raise AttributeError(name)
-            raise AttributeError(
-                f".{name} was asked of a SavedTensor, whose values are still in the checkpoint.\nWrite value.full() "
-                "for the whole tensor, in a hook such as on_load_checkpoint() too, and put back what you make of it."
-            )
-
-    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Read a box.
-
-        Args:
-            offsets: Where the box begins, one number per dimension.
-            lengths: Its shape.
-
-        Returns:
-            A new CPU tensor of shape ``lengths``.
-        """
-        out = torch.empty(tuple(lengths), dtype=self.dtype)
-        self.read_into(Chunk(offsets=tuple(offsets), data=out))
-        return out
-
-    def full(self) -> Tensor:
-        """Read the whole tensor into a new CPU tensor."""
-        return self.read((0,) * len(self.shape), self.shape)
-
-    def read_into(self, chunk: Chunk) -> None:
-        """Read into a box, in place; its dtype and device may be others, and values are converted.
-
-        Args:
-            chunk: The box: where it begins in this tensor, and the memory to fill.
-
-        Raises:
-            CheckpointMismatchError: The box does not lie inside this tensor.
-            CheckpointFormatError: The file is not what it was when the load began.
-        """
-        assert isinstance(chunk.data, Tensor)
-        box = tuple(chunk.data.shape)
-        if not len(box) == len(chunk.offsets) == len(self.shape) or any(
-            offset < 0 or offset + length > size
-            for offset, length, size in zip(chunk.offsets, box, self.shape, strict=True)
-        ):
-            raise CheckpointMismatchError(
-                f"{self.key!r} has shape {self.shape}, so it has no box of shape {box} at {tuple(chunk.offsets)}"
-            )
-        for part in self._stored.chunks:
-            low = [max(a, b) for a, b in zip(part.offsets, chunk.offsets, strict=True)]
-            high = [
-                min(a + m, b + n) for a, m, b, n in zip(part.offsets, part.lengths, chunk.offsets, box, strict=True)
-            ]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-            source = tuple(a - o for a, o in zip(low, part.offsets, strict=True))
-            with torch.no_grad():
-                self._files.read(part.file, part.key, source, chunk.data.detach()[inside])
+__all__ = ["load", "verify_tensors"]
 
 
 def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) -> dict[str, Any]:
@@ -118,8 +43,9 @@ def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) 
             and of the tensors in it are, and the sizes and headers of the other files.
 
     Returns:
-        What was given to :func:`~fsdp_core.checkpoint.save`: a :class:`SavedTensor` where a DTensor, a chunked tensor,
-        or a tensor of a model's or an optimizer's state was; plain tensors (on the CPU) and plain data elsewhere.
+        What was given to :func:`~fsdp_core.checkpoint.save`: a handle
+        (:class:`~fsdp_core.checkpoint.SavedTensor`) where a DTensor, a chunked tensor, or a tensor of a model's or an
+        optimizer's state was; plain tensors (on the CPU) and plain data elsewhere.
 
     Raises:
         CheckpointFormatError: There is no complete checkpoint that this version can read, or it is damaged; what is
@@ -142,6 +68,29 @@ def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) 
         f"the ranks read different checkpoints at {folder}: another run is replacing it, or it lies on disks that "
         "the hosts don't share. Load it when no run saves to it, from a file system that all ranks share."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BoxesInFiles:
+    """The boxes of one tensor in the files that a manifest names."""
+
+    stored: StoredTensor
+    files: StoredFiles
+
+    def read_into(self, chunk: Chunk) -> None:
+        assert isinstance(chunk.data, Tensor)
+        box = tuple(chunk.data.shape)
+        for part in self.stored.chunks:
+            low = [max(a, b) for a, b in zip(part.offsets, chunk.offsets, strict=True)]
+            high = [
+                min(a + m, b + n) for a, m, b, n in zip(part.offsets, part.lengths, chunk.offsets, box, strict=True)
+            ]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            source = tuple(a - o for a, o in zip(low, part.offsets, strict=True))
+            with torch.no_grad():
+                self.files.read(part.file, part.key, source, chunk.data.detach()[inside])
 
 
 class _Reading:
@@ -194,7 +143,9 @@ def verify_tensors(nest: Any) -> None:
 
 def _note_files(nest: Any, names: dict[StoredFiles, set[str]]) -> None:
     if isinstance(nest, SavedTensor):
-        names.setdefault(nest._files, set()).update(chunk.file for chunk in nest._stored.chunks)
+        boxes = nest._boxes
+        assert isinstance(boxes, _BoxesInFiles)
+        names.setdefault(boxes.files, set()).update(chunk.file for chunk in boxes.stored.chunks)
     elif isinstance(nest, Mapping):
         for value in nest.values():
             _note_files(value, names)
@@ -207,7 +158,9 @@ def _decode(files: StoredFiles) -> dict[str, Any]:
     """The plain data with its tensors, and handles on the others."""
     folder, manifest = files.folder, files.manifest
     tensors = {
-        key: SavedTensor(key=key, shape=stored.shape, dtype=stored.dtype, _stored=stored, _files=files)
+        key: SavedTensor(
+            key=key, shape=stored.shape, dtype=stored.dtype, _boxes=_BoxesInFiles(stored=stored, files=files)
+        )
         for key, stored in manifest.tensors.items()
     }
     small = {} if manifest.state_tensors is None else dict(files.header(manifest.state_tensors))

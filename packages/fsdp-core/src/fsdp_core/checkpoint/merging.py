@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp_core.checkpoint.coverage import Box
-from fsdp_core.checkpoint.manifest import FileEntry, StoredChunk, StoredTensor
+from fsdp_core.checkpoint.format.manifest import FileEntry, StoredChunk, StoredTensor
 from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.state.coverage import Box
 
 if TYPE_CHECKING:
     from fsdp_core.checkpoint.planning import Plan, Section

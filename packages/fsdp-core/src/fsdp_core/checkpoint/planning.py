@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.checkpoint.chunks import ChunkedTensor, chunked
-from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
-from fsdp_core.checkpoint.paths import escaped, find_part, join_path, split_path
-from fsdp_core.checkpoint.plain_data import Keys, TensorLeaf, encode
-from fsdp_core.checkpoint.safetensors_file import HEADER_KEY, unsavable
+from fsdp_core.checkpoint.format.paths import escaped, find_part, join_path, split_path
+from fsdp_core.checkpoint.format.plain_data import Keys, TensorLeaf, encode
+from fsdp_core.checkpoint.format.safetensors_file import HEADER_KEY, unsavable
 from fsdp_core.errors import CheckpointValueError
+from fsdp_core.state.chunks import ChunkedTensor, chunked
+from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 
 __all__ = ["Plan", "Section", "find_part", "join_path", "plan_save", "split_path"]
 

@@ -17,20 +17,20 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fsdp_core.checkpoint.agreement import together
-from fsdp_core.checkpoint.coverage import Box
-from fsdp_core.checkpoint.dtypes import dtype_name
-from fsdp_core.checkpoint.folder import Folder, StrPath
-from fsdp_core.checkpoint.json_text import check_text
-from fsdp_core.checkpoint.manifest import FileEntry, Manifest
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.format.json_text import check_text
+from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
+from fsdp_core.checkpoint.format.safetensors_file import write_safetensors
 from fsdp_core.checkpoint.merging import Index, chunk_name, file_name, merge
 from fsdp_core.checkpoint.planning import Plan, plan_save
-from fsdp_core.checkpoint.publishing import Place, choose_place
-from fsdp_core.checkpoint.safetensors_file import write_safetensors
-from fsdp_core.checkpoint.sources import TensorSource
-from fsdp_core.checkpoint.writers import writing
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath
+from fsdp_core.checkpoint.storage.publishing import Place, choose_place
+from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.runtime import Runtime
+from fsdp_core.state.coverage import Box
+from fsdp_core.state.dtypes import dtype_name
+from fsdp_core.state.sources import TensorSource
 
 __all__ = ["PreparedSave", "prepare_save", "save"]
 
@@ -56,9 +56,9 @@ def save(
 
     Args:
         path: A local path or an fsspec URL, seen alike by all ranks. Rank 0's counts.
-        state: Dicts, lists and tuples of tensors and plain data (see :mod:`fsdp_core.checkpoint.plain_data`), under the
-            same keys on every rank. DTensors and chunked tensors are saved from all ranks; of plain tensors and plain
-            data, rank 0's are saved.
+        state: Dicts, lists and tuples of tensors and plain data (see
+            :mod:`fsdp_core.checkpoint.format.plain_data`), under the same keys on every rank.
+            DTensors and chunked tensors are saved from all ranks; of plain tensors and plain data, rank 0's are saved.
         runtime: The ranks.
         strategy: The name of the strategy that saves, for the manifest.
         kinds: Which parts of the state are a model's or an optimizer's state, by path: ``{"model": "model",
@@ -71,7 +71,7 @@ def save(
         overwrite: Whether what is at the path may be replaced, once the new checkpoint is complete: a checkpoint, a
             file, or a link, but never a folder of anything else.
         one_after_another: Whether ranks of a host write in turn. With tensors that are only read when they are
-            written (see :mod:`fsdp_core.checkpoint.sources`), no more than one rank's are in memory then.
+            written (see :mod:`fsdp_core.state.sources`), no more than one rank's are in memory then.
 
     Raises:
         CheckpointValueError: The state holds what can't be saved; nothing was written.

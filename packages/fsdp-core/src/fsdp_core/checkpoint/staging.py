@@ -54,7 +54,7 @@ class Staging:
 
         Returns:
             The plan over the copies, which may be read after :meth:`wait`. What is read only when it is written
-            (:class:`~fsdp_core.checkpoint.sources.TensorSource`) stays as it is.
+            (:class:`~fsdp_core.state.TensorSource`) stays as it is.
         """
         chunks = [chunk.data for tensor in plan.stored.values() if tensor.replica == 0 for chunk in tensor.chunks]
         originals = [data for data in chunks if isinstance(data, Tensor)] + (

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.anew import begins_anew
-from fsdp_core.checkpoint.folder import StrPath, open_folder
-from fsdp_core.checkpoint.loading import SavedTensor, load, verify_tensors
+from fsdp_core.checkpoint.loading import load, verify_tensors
 from fsdp_core.checkpoint.planning import find_part, split_path
-from fsdp_core.checkpoint.recognition import read_manifest
+from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
+from fsdp_core.checkpoint.storage.recognition import read_manifest
+from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError, MissingKeyError
+from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["load_state_dict"]
 

@@ -44,7 +44,7 @@ def main() -> None:
 def _keep_stdout() -> None:
     """Keep stdout for what commands print: what a plugin's libraries write there by themselves goes to stderr.
 
-    Python's own prints while a plugin is loaded do so too, by :func:`fsdp_core.side_effects.watched`.
+    Python's own prints while a plugin is loaded do so too, by :func:`fsdp_core.plugins.side_effects.watched`.
     """
     ours = sys.stdout
     if not isinstance(ours, TextIOWrapper) or ours is not sys.__stdout__ or sys.stderr is None:
@@ -61,7 +61,7 @@ def _keep_stdout() -> None:
 
 def _leave(status: object) -> None:
     """End the process at once if a plugin left threads or exit handlers, which could change its status, or keep it."""
-    found = sys.modules.get("fsdp_core.side_effects")
+    found = sys.modules.get("fsdp_core.plugins.side_effects")
     if found is None or not found.lasting():
         return
     for stream in (sys.stdout, sys.stderr):

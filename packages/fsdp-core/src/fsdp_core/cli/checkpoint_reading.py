@@ -13,8 +13,8 @@ import click
 from fsdp_core.cli.output import clean, print_json, print_table, progress, shown_age, shown_count, shown_size
 
 if TYPE_CHECKING:
-    from fsdp_core.checkpoint.comparing import Differences, TensorDifference
-    from fsdp_core.checkpoint.stored_files import StoredFiles
+    from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+    from fsdp_core.checkpoint.tools.comparing import Differences, TensorDifference
 
 __all__ = ["diff_checkpoints", "inspect_checkpoint", "list_checkpoints", "verify_checkpoint"]
 
@@ -35,7 +35,7 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
     A checkpoint is whole if all files of its manifest are there, of their sizes; verify compares their bytes. Exit
     status: 0, whatever is found.
     """
-    from fsdp_core.checkpoint.listing import find_checkpoints
+    from fsdp_core.checkpoint.tools.listing import find_checkpoints
 
     found = find_checkpoints(directory)
     if as_json:
@@ -238,11 +238,11 @@ def verify_checkpoint(path: str, quiet: bool, as_json: bool) -> None:
     Also whether the pieces of each tensor cover it, each element once, and lie in the files where the manifest says.
     Every fault is named.
     """
-    from fsdp_core.checkpoint.anew import anew
-    from fsdp_core.checkpoint.conversion import counter
-    from fsdp_core.checkpoint.folder import open_folder
-    from fsdp_core.checkpoint.tensor_bytes import open_files
-    from fsdp_core.checkpoint.verify import find_damage
+    from fsdp_core.checkpoint.storage.folder import open_folder
+    from fsdp_core.checkpoint.storage.rereading import anew
+    from fsdp_core.checkpoint.storage.tensor_bytes import open_files
+    from fsdp_core.checkpoint.tools.conversion import counter
+    from fsdp_core.checkpoint.verifying import find_damage
 
     def read() -> tuple[StoredFiles, dict[str, str]]:
         files = open_files(path)

@@ -9,10 +9,10 @@ from string import Template
 
 import click
 
-from fsdp_core import registry
 from fsdp_core.errors import DuplicateStrategyError, FSDPError, StrategyInfoError
-from fsdp_core.lightnings_names import LIGHTNINGS_OWN
-from fsdp_core.strategy_info import StrategyInfo
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.lightning_names import LIGHTNINGS_OWN
+from fsdp_core.plugins.strategy_info import StrategyInfo
 
 __all__ = ["new_backend"]
 

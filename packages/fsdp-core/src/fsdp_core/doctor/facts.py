@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from fsdp_core.contract import CONTRACT_VERSION, core_requirements, has_upper_bound
-from fsdp_core.discovery import SLOW, error_text, installed_plugins, provider_of
 from fsdp_core.doctor.child import Answer, ask
 from fsdp_core.doctor.environment import environment_variables
+from fsdp_core.plugins.contract import CONTRACT_VERSION, core_requirements, has_upper_bound
+from fsdp_core.plugins.discovery import SLOW, error_text, installed_plugins, provider_of
 
 __all__ = ["gather"]
 

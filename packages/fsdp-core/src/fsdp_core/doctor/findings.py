@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fsdp_core.discovery import Provider
-from fsdp_core.lightnings_names import kept_by_lightning
-from fsdp_core.registry import FIRST_PARTY, ambiguity, passed_over
+from fsdp_core.plugins.discovery import Provider
+from fsdp_core.plugins.lightning_names import kept_by_lightning
+from fsdp_core.plugins.registry import FIRST_PARTY, ambiguity, passed_over
 
 __all__ = ["Finding", "findings"]
 

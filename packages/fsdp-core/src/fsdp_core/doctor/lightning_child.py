@@ -8,8 +8,8 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any
 
-from fsdp_core.discovery import error_text
 from fsdp_core.doctor.child import answer_with
+from fsdp_core.plugins.discovery import error_text
 
 __all__ = ["main"]
 
@@ -37,7 +37,9 @@ def main(file: str) -> None:
 def _names(module: Any) -> dict[str, list[str]]:
     """Which names of a registry are ours, and which are Lightning's own."""
     names = getattr(module, "StrategyRegistry", None) or module.STRATEGY_REGISTRY
-    ours = [name for name in names if type(names[name]["strategy"]).__module__ == "fsdp_core.lightning.names"]
+    ours = [
+        name for name in names if type(names[name]["strategy"]).__module__ == "fsdp_core.lightning.registration.entries"
+    ]
     return {"ours": sorted(ours), "lightnings": sorted(set(names) - set(ours))}
 
 

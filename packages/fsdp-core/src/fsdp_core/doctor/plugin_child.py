@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from fsdp_core.availability import check_classes, why_unavailable
-from fsdp_core.discovery import (
+from fsdp_core.doctor.child import END, answer_with
+from fsdp_core.errors import BrokenStrategyError
+from fsdp_core.plugins.availability import check_classes, why_unavailable
+from fsdp_core.plugins.discovery import (
     BrokenPlugin,
     Claim,
     LoadedPlugin,
@@ -15,9 +17,7 @@ from fsdp_core.discovery import (
     load_plugin,
     provider_of,
 )
-from fsdp_core.doctor.child import END, answer_with
-from fsdp_core.errors import BrokenStrategyError
-from fsdp_core.registry import is_kept
+from fsdp_core.plugins.registry import is_kept
 
 __all__ = ["main"]
 

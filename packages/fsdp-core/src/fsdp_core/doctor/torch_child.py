@@ -6,8 +6,8 @@ import sys
 from time import perf_counter
 from typing import Any
 
-from fsdp_core.discovery import error_text
 from fsdp_core.doctor.child import answer_with
+from fsdp_core.plugins.discovery import error_text
 
 __all__ = ["main"]
 

@@ -7,30 +7,32 @@ imports Lightning.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_core.autoload import install
+from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from fsdp_core.lightning.devices import check_devices, reduce_op_name, set_rank_zero
     from fsdp_core.lightning.fabric import ShardedFabricStrategy
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
-__all__ = ["ShardedFabricStrategy", "ShardedTrainerStrategy"]
+__all__ = [
+    "ShardedFabricStrategy",
+    "ShardedTrainerStrategy",
+    "check_devices",
+    "reduce_op_name",
+    "set_rank_zero",
+]
 
 _HOMES = {
     "ShardedFabricStrategy": "fsdp_core.lightning.fabric",
     "ShardedTrainerStrategy": "fsdp_core.lightning.trainer",
+    "check_devices": "fsdp_core.lightning.devices",
+    "reduce_op_name": "fsdp_core.lightning.devices",
+    "set_rank_zero": "fsdp_core.lightning.devices",
 }
 
 install()
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -6,8 +6,8 @@ import logging
 
 from torch import nn
 
-from fsdp_core.backend import Backend
-from fsdp_core.parts import bytes_of_wholes
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.layout import bytes_of_wholes
 
 __all__ = ["announce"]
 

@@ -10,9 +10,9 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
-from fsdp_core.backend import Backend
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
-from fsdp_core.precision import ShardPrecision
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.precision import ShardPrecision
 
 __all__ = ["check_devices", "check_state_dict_type", "check_waiting", "reduce_op_name", "set_rank_zero"]
 
@@ -65,7 +65,7 @@ def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
     if not isinstance(async_save, bool):
         raise UnsupportedCapabilityError(
             f"async_save={async_save!r} says neither yes nor no.\n"
-            "Write True to write checkpoints behind training, or False to wait for them."
+            "Write True to write checkpoints in the background, or False to wait for them."
         )
 
 

@@ -19,25 +19,24 @@ from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_core.backend import Backend
-from fsdp_core.lightning.capabilities import check_checkpoint, check_precision
-from fsdp_core.lightning.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
-from fsdp_core.lightning.fabric_loaders import follow_in_fabric
-from fsdp_core.lightning.forwarding import ShardedForward, root_of
+from fsdp_core.lightning.capabilities import check_precision
+from fsdp_core.lightning.checkpoints.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
+from fsdp_core.lightning.hooks.forwarding import ShardedForward, root_of
+from fsdp_core.lightning.hooks.redirection import normal_tensors
+from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precision
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
-from fsdp_core.lightning.ranks import RanksOfStrategy
-from fsdp_core.lightning.reading import is_sharded
-from fsdp_core.lightning.redirection import normal_tensors
-from fsdp_core.precision import ShardPrecision
+from fsdp_core.lightning.strategy import RanksOfStrategy
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
-from fsdp_core.strategy_info import Capability
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.precision import ShardPrecision
 
 __all__ = ["ShardedFabricStrategy"]
 
 
 class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
-    """Runs modules on a :class:`~fsdp_core.backend.Backend` under Fabric.
+    """Runs modules on a :class:`~fsdp_core.sharding.Backend` under Fabric.
 
     A backend's public strategy class inherits from it and adds a constructor that makes the backend.
 
@@ -52,7 +51,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         precision: As in Lightning; a precision string given to Fabric is the usual way.
         state_dict_type: ``"sharded"`` for folders that every rank writes its part of, ``"full"`` for one file.
         timeout: How long a collective may wait for its peers.
-        async_save: Whether a save returns when the state is copied, and the checkpoint is written behind training.
+        async_save: Whether a save returns when the state is copied, and the checkpoint is written in the background.
 
     Raises:
         UnsupportedCapabilityError: An option that shards can't follow, that the strategy does not declare, or that
@@ -185,8 +184,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if self.background is not None:
-            self.background.step()
+        if self.async_saves is not None:
+            self.async_saves.step()
         self._look_at(optimizer, self.roots)
         output = super().optimizer_step(optimizer, **kwargs)
         self._backward_sync_control.accumulating.clear()
@@ -254,10 +253,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self.wait_for_saves()
-        where = str(self.broadcast(str(path)))
-        kind = "sharded" if is_sharded(where, self.runtime) else "full"
-        check_checkpoint(self.strategy_name, kind, f"to load {where!r}")
-        return load_checkpoint(self, where, state, strict, weights_only)
+        return load_checkpoint(self, str(self.broadcast(str(path))), state, strict, weights_only)
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None
@@ -265,8 +261,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self.precision.teardown()
         self.accelerator.teardown()
         try:
-            if self.background is not None:
-                self.background.close()
+            if self.async_saves is not None:
+                self.async_saves.close()
         finally:
             if self._checkpoint_io is not None:
                 self._checkpoint_io.teardown()

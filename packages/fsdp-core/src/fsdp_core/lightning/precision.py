@@ -22,12 +22,12 @@ from lightning.pytorch.plugins.precision import (
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from fsdp_core.backend import Backend
-from fsdp_core.deferred_init import continue_deferred
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.initialization.deferred_init import continue_deferred
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
-from fsdp_core.precision import ShardPrecision
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.precision import ShardPrecision
 from fsdp_core.torch_private import make_scaler_sharded
 
 __all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]
@@ -86,45 +86,74 @@ def compute_context(precision: ShardPrecision, device: str) -> AbstractContextMa
     return nullcontext() if precision.storage is torch.float32 else DtypeContext(precision.storage)
 
 
-class _Casting:
-    """What both plugins are made of."""
+class _ShardedPrecision:
+    """What both plugins share: dtypes, casting and the gradient scaler. Comes before Lightning's class.
 
-    def __init__(self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None) -> None:
+    Args:
+        precision: The dtypes.
+        strategy: Whose backend it is.
+        scaler: The gradient scaler that the user has given.
+
+    Raises:
+        UnsupportedCapabilityError: A gradient scaler was given that the precision has no use for.
+    """
+
+    def __init__(
+        self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         if scaler is not None and not precision.scaled:
             raise UnsupportedCapabilityError(
                 f"precision={precision.name!r} needs no gradient scaler, but got {type(scaler).__name__}.\n"
                 "Leave it out, or write precision='16-mixed'."
             )
         self.dtypes = precision
-        self.strategy = strategy
+        self.precision: Any = precision.name
+        self._strategy = strategy
         self._asked_scaler = scaler
         self._scaler: torch.amp.GradScaler | None = None
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, made when the device is known."""
+        """The gradient scaler, if fp16 needs one; made when the device is known."""
         if self._scaler is None and self.dtypes.scaled:
-            self._scaler = self._asked_scaler or torch.amp.GradScaler(self.strategy.root_device.type)
-            make_scaler_sharded(self._scaler, lambda flag: self.strategy.backend.runtime.all_reduce(flag, "max"))
+            self._scaler = self._asked_scaler or torch.amp.GradScaler(self._strategy.root_device.type)
+            make_scaler_sharded(self._scaler, lambda flag: self._strategy.backend.runtime.all_reduce(flag, "max"))
         return self._scaler
 
-    def dtype_context(self) -> AbstractContextManager[Any]:
-        return DtypeContext(self.dtypes.storage)
-
-    def compute_context(self) -> AbstractContextManager[Any]:
-        return compute_context(self.dtypes, self.strategy.root_device.type)
-
-    def cast_module(self, module: nn.Module) -> nn.Module:
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast what is sharded later to the dtype of shards."""
         with continue_deferred(module):
             return module if self.dtypes.storage is torch.float32 else module.to(self.dtypes.storage)
 
-    def cast_input(self, data: Any) -> Any:
+    def convert_input(self, data: Any) -> Any:
+        """Cast a batch, where shards are no fp32; to the dtype of computation the backend casts it."""
         if self.dtypes.storage is torch.float32:
-            return data  # the backend casts to the compute dtype, if there is one
+            return data
         return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=self.dtypes.storage)
 
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """A context in which tensors are made in the dtype of shards."""
+        return DtypeContext(self.dtypes.storage)
 
-class ShardedTrainerPrecision(Precision):
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """The same, for modules."""
+        return self.tensor_init_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A context in which forward passes run."""
+        return compute_context(self.dtypes, self._strategy.root_device.type)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradient scaler's state, if there is one."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore it."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+
+class ShardedTrainerPrecision(_ShardedPrecision, Precision):
     """Precision of sharded training under the Trainer. Clips through the strategy's backend.
 
     Args:
@@ -141,35 +170,9 @@ class ShardedTrainerPrecision(Precision):
         scaler: torch.amp.GradScaler | None = None,
         guarding: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._casting = _Casting(precision, strategy, scaler)
+        super().__init__(precision, strategy, scaler)
         self._guarding = guarding
         self._unscaled: set[int] = set()
-        self.precision: Any = precision.name
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, if fp16 needs one."""
-        return self._casting.scaler
-
-    @property
-    def dtypes(self) -> ShardPrecision:
-        """The dtypes of the shards."""
-        return self._casting.dtypes
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._casting.cast_module(module)
-
-    def convert_input(self, data: Any) -> Any:
-        return self._casting.cast_input(data)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self._casting.dtype_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return self._casting.dtype_context()
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self._casting.compute_context()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         if self.scaler is not None:
@@ -212,61 +215,23 @@ class ShardedTrainerPrecision(Precision):
             self._unscaled.add(id(optimizer))
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        self._casting.strategy.require(Capability.CLIP_BY_NORM, f"clip_gradients by norm, {clip_val}")
+        self._strategy.require(Capability.CLIP_BY_NORM, f"clip_gradients by norm, {clip_val}")
         self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._casting.strategy.backend.clip_norm(parameters, float(clip_val))
+        self._strategy.backend.clip_norm(parameters, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
-        self._casting.strategy.require(Capability.CLIP_BY_VALUE, f"clip_gradients by value, {clip_val}")
+        self._strategy.require(Capability.CLIP_BY_VALUE, f"clip_gradients by value, {clip_val}")
         self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._casting.strategy.backend.clip_value(parameters, float(clip_val))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.scaler is None else self.scaler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state_dict)
+        self._strategy.backend.clip_value(parameters, float(clip_val))
 
 
-class ShardedFabricPrecision(FabricPrecision):
+class ShardedFabricPrecision(_ShardedPrecision, FabricPrecision):
     """Precision of sharded training under Fabric."""
-
-    def __init__(
-        self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None = None
-    ) -> None:
-        self._casting = _Casting(precision, strategy, scaler)
-        self.precision: Any = precision.name
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, if fp16 needs one."""
-        return self._casting.scaler
-
-    @property
-    def dtypes(self) -> ShardPrecision:
-        """The dtypes of the shards."""
-        return self._casting.dtypes
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._casting.cast_module(module)
-
-    def convert_input(self, data: Any) -> Any:
-        return self._casting.cast_input(data)
 
     def convert_output(self, data: Any) -> Any:
         return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=torch.get_default_dtype())
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self._casting.dtype_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return self._casting.dtype_context()
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self._casting.compute_context()
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.scaler is not None:
@@ -283,10 +248,3 @@ class ShardedFabricPrecision(FabricPrecision):
     def unscale_gradients(self, optimizer: Any) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.scaler is None else self.scaler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state_dict)

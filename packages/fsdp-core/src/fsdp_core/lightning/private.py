@@ -27,7 +27,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_ep
 # Seeds a process that Lightning's launcher has started as its parent was seeded.
 from lightning.fabric.utilities.seed import reset_seed
 
-# Holds whether a loop goes on amid its run; the property that the loop of a fit puts over it can't be set to false.
+# Holds whether a loop goes on within its run; the property that the loop of a fit puts over it can't be set to false.
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerSubprocessLauncher,
@@ -108,7 +108,7 @@ def always_load_loader_states(fit_loop: Any) -> None:
 
 
 def begin_an_epoch(fit_loop: Any) -> None:
-    """Let the loop begin an epoch. With ``max_steps`` Lightning would take any checkpoint for one amid an epoch."""
+    """Let the loop begin an epoch. With ``max_steps`` Lightning would take any checkpoint for one within an epoch."""
     Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
 
 

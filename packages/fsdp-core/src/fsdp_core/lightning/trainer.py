@@ -22,34 +22,31 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
-from fsdp_core.backend import Backend
-from fsdp_core.checkpoint.agreement import together
-from fsdp_core.checkpoint.background import BackgroundSaves
-from fsdp_core.gathering import check_not_gathered
-from fsdp_core.late_parameters import refuse_late
-from fsdp_core.lightning.averaging import shard_averages
+from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.gradients.step_gradients import guard, unguard
+from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
-from fsdp_core.lightning.exporting import refuse_values_of_parts, whole_state
-from fsdp_core.lightning.finetuning import check_finetuning
-from fsdp_core.lightning.hyper_parameters import check_hyper_parameters
-from fsdp_core.lightning.loader_positions import TrainingLoaders
-from fsdp_core.lightning.opening import checkpoint_at
-from fsdp_core.lightning.pending import expect_what_is_pending
+from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
+from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
+from fsdp_core.lightning.checkpoints.model_checkpoint import expect_what_is_pending
+from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
+from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
+from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
+from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
+from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
+from fsdp_core.lightning.hooks.toggling import watch_toggling
+from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
-from fsdp_core.lightning.pruning import check_pruning
-from fsdp_core.lightning.ranks import RanksOfStrategy
-from fsdp_core.lightning.redirection import call_inside_forward, explain_shards, normal_tensors
-from fsdp_core.lightning.resuming import KEY, ExactResume
-from fsdp_core.lightning.summary import show_written_shapes
-from fsdp_core.lightning.toggling import watch_toggling
-from fsdp_core.lightning.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
-from fsdp_core.pieces import refuse_again
-from fsdp_core.precision import ShardPrecision
+from fsdp_core.lightning.strategy import RanksOfStrategy
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
-from fsdp_core.step_gradients import guard, unguard
-from fsdp_core.step_writes import StepWrites, check_writes
-from fsdp_core.strategy_info import Capability
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.late_parameters import refuse_late
+from fsdp_core.sharding.local_pieces import refuse_again
+from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.state.full_tensor import check_not_gathered
 
 __all__ = ["ShardedTrainerStrategy"]
 
@@ -67,7 +64,7 @@ _SAME_IN_LOOPS = (
 
 
 class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
-    """Runs a LightningModule on a :class:`~fsdp_core.backend.Backend`.
+    """Runs a LightningModule on a :class:`~fsdp_core.sharding.Backend`.
 
     A backend's public strategy class inherits from it and adds a constructor that makes the backend.
 
@@ -82,7 +79,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         precision_plugin: As in Lightning; a precision string given to the Trainer is the usual way.
         state_dict_type: ``"sharded"`` for folders that every rank writes its part of, ``"full"`` for one file.
         timeout: How long a collective may wait for its peers.
-        async_save: Whether a save returns when the state is copied, and the checkpoint is written behind training.
+        async_save: Whether a save returns when the state is copied, and the checkpoint is written in the background.
 
     Raises:
         UnsupportedCapabilityError: An option that shards can't follow, that the strategy does not declare, or that
@@ -120,7 +117,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._trainer: pl.Trainer | None = None
         self._fitting = False
         #: By path, whether a checkpoint is there when all that is pending is done.
-        self.expected: dict[str, bool] = {}
+        self.async_saved: dict[str, bool] = {}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -195,7 +192,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._fitting = self._is_first_step = fitting
-        if fitting and self.background is not None:
+        if fitting and self.async_saves is not None:
             expect_what_is_pending(trainer.checkpoint_callbacks)
         module = self.lightning_module
         if fitting:
@@ -257,8 +254,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.behind is not None:
-            self.behind.step()
+        if self.fit_saves is not None:
+            self.fit_saves.step()
         self._in_step = True
         if self._is_first_step and self.model is not None:
             self._writes = self.backend.watch_writes(self.model)
@@ -404,8 +401,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def on_train_end(self) -> None:
         """Wait for what is pending, so that its failure ends the fit as any other does."""
-        if self.behind is not None:
-            self.behind.wait()
+        if self.fit_saves is not None:
+            self.fit_saves.wait()
 
     def on_exception(self, exception: BaseException) -> None:
         self._let_saves_finish(exception)
@@ -460,17 +457,17 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._exact_resume.take(checkpoint.get(KEY))
 
     @property
-    def behind(self) -> BackgroundSaves | None:
+    def fit_saves(self) -> AsyncSaves | None:
         """What writes behind a fit; where there is no training, a save returns when all is written."""
-        return self.background if self._fitting else None
+        return self.async_saves if self._fitting else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         refuse_values_of_parts(False)
         self._check_saving(filter(None, [self.model]))
         path = self.broadcast(str(filepath))
-        if self.behind is not None:
-            self.behind.wait()  # before memory is taken for this one
-            self.expected = {path: True}
+        if self.fit_saves is not None:
+            self.fit_saves.wait()  # before memory is taken for this one
+            self.async_saved = {path: True}
         save_checkpoint(self, path, checkpoint, storage_options, self._training_loaders, self._exact_resume)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -482,19 +479,19 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         path = str(filepath)
         self.in_order(f"removing {path}", lambda: checkpoints.remove(path), {path: False})
 
-    def in_order(self, doing: str, job: Callable[[], None], expected: Mapping[str, bool]) -> None:
+    def in_order(self, doing: str, job: Callable[[], None], saved: Mapping[str, bool]) -> None:
         """Let rank 0 do something to checkpoints, after what is pending has been done. All ranks must call it.
 
         Args:
             doing: What it does, for an error.
             job: Does it.
-            expected: By path, whether a checkpoint is there then.
+            saved: By path, whether a checkpoint is there then.
         """
-        if self.behind is None:
+        if self.fit_saves is None:
             together(self.runtime, doing, lambda: job() if self.is_global_zero else None)
         else:
-            self.expected.update(expected)
-            self.behind.run(doing, lambda ranks: job() if ranks.rank == 0 else None)
+            self.async_saved.update(saved)
+            self.fit_saves.run(doing, lambda ranks: job() if ranks.rank == 0 else None)
 
     def teardown(self) -> None:
         refuse_values_of_parts(False)
@@ -510,10 +507,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.model is not None and self.backend.is_sharded(self.model):
             self.backend.reshard(self.model)
         self.accelerator.teardown()
-        behind, self._fitting = self.behind, False
+        async_saves, self._fitting = self.fit_saves, False
         try:
-            if behind is not None:
-                behind.close()
+            if async_saves is not None:
+                async_saves.close()
         finally:
             if self._checkpoint_io is not None:
                 self._checkpoint_io.teardown()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fsdp_core import registry
-from fsdp_core.strategy_info import Capability, StrategyInfo
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
 from fsdp_core.testing.ranks import RankKind
 
 if TYPE_CHECKING:

@@ -230,7 +230,7 @@ def _tell_threads(connection: Connection) -> None:
 
 
 def _ensure_running() -> None:
-    """Start the fork server, or another one in the place of one that has died."""
+    """Start the fork server, or another one instead of one that has died."""
     from multiprocessing import forkserver
 
     multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOADED])

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_core import registry
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing.collecting import CLAUSE
 from fsdp_core.testing.report_page import page
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.gathering import each_whole
-from fsdp_core.testing.here import here
+from fsdp_core.state.full_tensor import each_whole
+from fsdp_core.testing.rank_context import here
 
 __all__ = [
     "assert_sharded",

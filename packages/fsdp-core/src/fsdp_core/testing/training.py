@@ -15,10 +15,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp_core
-from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
-from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
+from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_state
 
 __all__ = [

@@ -12,30 +12,36 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_core.backend import Backend
-from fsdp_core.checkpoint import ChunkedTensor, SavedTensor, fill, fill_all
-from fsdp_core.errors import CheckpointMismatchError, UnsupportedCapabilityError
-from fsdp_core.fqn import clean_name, named_parameters
-from fsdp_core.gradients import HeldGradients
-from fsdp_core.marking import options_of
-from fsdp_core.materialize import materialize
-from fsdp_core.optimizer_state import load_optimizer_state, optimizer_state
-from fsdp_core.parts import Part
-from fsdp_core.precision import ShardPrecision
-from fsdp_core.wrapping import (
+from fsdp_core import Backend, CheckpointMismatchError, UnsupportedCapabilityError
+from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
+    ShardPrecision,
     WrapPolicy,
     checkpoint_activations,
     describe_policy,
+    materialize,
+    options_of,
     select_units,
 )
-from fsdp_xla.first_values import FirstSteps
+from fsdp_core.state import (
+    ChunkedTensor,
+    HeldGradients,
+    Part,
+    SavedTensor,
+    clean_name,
+    fill,
+    fill_all,
+    load_optimizer_state,
+    named_parameters,
+    optimizer_state,
+)
+from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.spmd.boundaries import Boundaries
 from fsdp_xla.spmd.partitioning import PartitionSpec, batch_spec, parameter_spec, planned_dims, replicated_spec
 from fsdp_xla.spmd.runtime import FSDP_AXIS, XLASPMDRuntime
-from fsdp_xla.spmd.sharded_tensors import is_marked, local_boxes, mark, mark_as, sharding_of
 from fsdp_xla.spmd.shards import HostShards, held_by_devices, layout_on_devices
+from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, local_boxes, mark, mark_as, sharding_of
 
 __all__ = ["XLASPMDBackend"]
 

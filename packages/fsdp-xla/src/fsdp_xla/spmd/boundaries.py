@@ -1,4 +1,8 @@
-"""What tells XLA where one unit of sharding ends and the next begins."""
+"""What tells XLA where one unit of sharding ends and the next begins.
+
+Leaf modules' outputs are marked, and not only units', as torch_xla's own wrapper does: with units alone XLA's
+partitioner was seen to gather activations instead of weights.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_xla.spmd.partitioning import batch_spec
 from fsdp_xla.spmd.runtime import MODEL_AXIS
-from fsdp_xla.spmd.sharded_tensors import is_marked, mark, mark_as, sharding_of
+from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, mark, mark_as, sharding_of
 
 __all__ = ["Boundaries"]
 

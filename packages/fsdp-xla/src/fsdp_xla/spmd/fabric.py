@@ -11,13 +11,12 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
-from fsdp_core.lightning.fabric import ShardedFabricStrategy
-from fsdp_core.lightning.options import refuse_unknown_options
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
-from fsdp_xla.accelerator import accelerator_for
+from fsdp_core.lightning import ShardedFabricStrategy
+from fsdp_core.plugins import refuse_unknown_options
+from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_xla.lightning.one_process import OneProcess
 from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
 from fsdp_xla.spmd.backend import XLASPMDBackend
-from fsdp_xla.spmd.one_process import OneProcess
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
 
 __all__ = ["XLASPMDStrategy"]
@@ -92,18 +91,6 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
             state_dict_type=state_dict_type,
             async_save=async_save,
         )
-
-    @property
-    def accelerator(self) -> Any:
-        """What runs the devices."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        self._accelerator = accelerator_for(self.strategy_name, accelerator)
-        if accelerator is not None and accelerator is not self._accelerator:
-            # Fabric itself keeps the one that it chose, and would have it set up a device of ours
-            accelerator.setup_device = self._accelerator.setup_device
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with self.backend.first_steps.of(optimizer):

@@ -1,4 +1,8 @@
-"""Layer norms that XLA's partitioner can cut along the batch."""
+"""Layer norms that XLA's partitioner can cut along the batch.
+
+torch records layer norms for XLA as batch norms, for which the partitioner gathers all activations on every device.
+The operator is replaced, for the process, by arithmetic; the process is SPMD's until it ends.
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fsdp_core.errors import ShardingError
-from fsdp_core.fqn import named_parameters
+from fsdp_core import ShardingError
+from fsdp_core.state import named_parameters
 from fsdp_xla.spmd.runtime import FSDP_AXIS, MODEL_AXIS
 
 __all__ = ["PartitionSpec", "batch_spec", "parameter_spec", "planned_dims", "replicated_spec"]

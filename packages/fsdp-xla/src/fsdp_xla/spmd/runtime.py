@@ -13,14 +13,13 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
 
-from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
-from fsdp_core.runtime import ReduceOp, Runtime
-from fsdp_xla.accelerator import uses_cpu_devices
+from fsdp_core import ReduceOp, Runtime, StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_xla.autograd_engine import check_autograd
+from fsdp_xla.cpu_ranks import uses_cpu_devices
 from fsdp_xla.seeding import follow_manual_seed, follow_seed_from_before
 from fsdp_xla.spmd.layer_norms import cut_layer_norms
-from fsdp_xla.spmd.sharded_tensors import is_started, used_without_spmd
-from fsdp_xla.torch_xla_private import settle, sync
+from fsdp_xla.torch_xla_private.devices import settle, sync
+from fsdp_xla.torch_xla_private.sharded_tensors import is_started, used_without_spmd
 
 __all__ = ["FSDP_AXIS", "MODEL_AXIS", "XLASPMDRuntime"]
 

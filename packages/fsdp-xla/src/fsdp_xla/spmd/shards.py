@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint import Chunk, ChunkedTensor
-from fsdp_xla.spmd.sharded_tensors import (
+from fsdp_core.state import Chunk, ChunkedTensor
+from fsdp_xla.torch_xla_private.sharded_tensors import (
     from_shards,
     is_marked,
     local_boxes,
@@ -40,7 +40,7 @@ class DeviceLayout(NamedTuple):
     Attributes:
         shape: The tensor's.
         dtype: The tensor's.
-        boxes: As :func:`~fsdp_xla.spmd.sharded_tensors.local_boxes` tells them.
+        boxes: As :func:`~fsdp_xla.torch_xla_private.sharded_tensors.local_boxes` tells them.
         sharding: As XLA knows it.
     """
 

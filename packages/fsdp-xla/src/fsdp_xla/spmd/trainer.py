@@ -12,14 +12,14 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from fsdp_core.lightning.options import refuse_unknown_options
-from fsdp_core.lightning.trainer import ShardedTrainerStrategy
-from fsdp_core.wrapping import ActivationCheckpointingPolicy, WrapPolicy
-from fsdp_xla.batch_shapes import BatchShapes, stage_of
-from fsdp_xla.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
+from fsdp_core.lightning import ShardedTrainerStrategy
+from fsdp_core.plugins import refuse_unknown_options
+from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_xla.lightning.batch_shapes import BatchShapes, stage_of
+from fsdp_xla.lightning.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
+from fsdp_xla.lightning.one_process import OneProcess
 from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
 from fsdp_xla.spmd.backend import XLASPMDBackend
-from fsdp_xla.spmd.one_process import OneProcess
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
 
 __all__ = ["XLASPMDStrategy"]

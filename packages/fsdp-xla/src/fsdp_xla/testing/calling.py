@@ -13,11 +13,10 @@ import torch_xla.runtime as xr
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from fsdp_core.testing.here import Here, stand_on
-from fsdp_core.testing.one_process import Answer, answered
-from fsdp_xla import torch_xla_private as xla
-from fsdp_xla.spmd.sharded_tensors import is_marked, local_boxes
-from fsdp_xla.starting import run_ranks
+from fsdp_core.testing import Answer, Here, answered, stand_on
+from fsdp_xla.ranks.launch import run_ranks
+from fsdp_xla.torch_xla_private import devices as xla
+from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, local_boxes
 
 __all__ = ["OnAllDevices", "OnThreads", "on_all_devices", "on_threads"]
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fsdp_core.testing.forking import StartMethod
-from fsdp_core.testing.one_process import OneProcessRanks
-from fsdp_core.testing.ranks import Failure, RankKind
+from fsdp_core.testing import Failure, OneProcessRanks, RankKind, StartMethod
 
 __all__ = ["QUICK", "SPMDRanks", "ThreadRanks"]
 

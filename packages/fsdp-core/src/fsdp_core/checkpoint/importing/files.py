@@ -8,8 +8,8 @@ import posixpath
 import re
 from dataclasses import dataclass, field, replace
 
-from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.remedies import unreadable
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.remedies import unreadable
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["SourceFile", "Window", "open_file", "source_of"]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fsdp_core.checkpoint.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.importing.dcp import read_dcp
 from fsdp_core.checkpoint.importing.files import open_file
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
@@ -18,11 +17,12 @@ from fsdp_core.checkpoint.importing.tensors import Counted
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.xla import read_xla
 from fsdp_core.checkpoint.planning import find_part
-from fsdp_core.checkpoint.replacing import check_apart
 from fsdp_core.checkpoint.saving import save
-from fsdp_core.checkpoint.sources import TensorSource
+from fsdp_core.checkpoint.storage.atomic import check_apart
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.state.sources import TensorSource
 
 __all__ = ["import_checkpoint", "read_source"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_core.checkpoint.folder import Folder, StrPath
+from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.importing import dcp, xla
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file, source_of
 from fsdp_core.checkpoint.importing.safetensors_source import INDEX_SUFFIX, SUFFIX
 from fsdp_core.checkpoint.importing.torch_file import TorchFile, is_torch_file
-from fsdp_core.checkpoint.manifest import MANIFEST
-from fsdp_core.checkpoint.recognition import holds_manifest
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath
+from fsdp_core.checkpoint.storage.recognition import holds_manifest
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["LIGHTNING_META", "Format", "Source", "recognise"]

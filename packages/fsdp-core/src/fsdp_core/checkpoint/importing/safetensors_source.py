@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fsdp_core.checkpoint.folder import Folder
+from fsdp_core.checkpoint.format.safetensors_file import FileTensor, parse_header
+from fsdp_core.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
 from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
-from fsdp_core.checkpoint.safetensors_file import FileTensor, parse_header
-from fsdp_core.checkpoint.safetensors_header import MAX_HEADER_BYTES
+from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_safetensors_file", "read_safetensors_folder"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fsdp_core.checkpoint.dtypes import SAFETENSORS_NAMES, dtype_name
 from fsdp_core.checkpoint.importing.files import SourceFile, Window
 from fsdp_core.checkpoint.importing.plain import Make, PlainReader, Storage
 from fsdp_core.checkpoint.importing.tensors import StridedTensor
 from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, Name, unpickle
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 
 __all__ = ["TorchFile", "is_torch_file"]
 

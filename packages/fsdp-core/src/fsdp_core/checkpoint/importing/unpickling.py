@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_core.checkpoint.json_text import MAX_DIGITS
+from fsdp_core.checkpoint.format.json_text import MAX_DIGITS
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["MAX_PICKLE_BYTES", "Name", "Named", "unpickle"]

@@ -14,9 +14,9 @@ from fsdp_core.checkpoint.importing.files import SourceFile
 from fsdp_core.checkpoint.importing.optimizers import ParameterOrder, by_name, is_optimizer
 from fsdp_core.checkpoint.importing.tensors import Cast, FlatRange, InPieces, Piece
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
-from fsdp_core.checkpoint.sources import TensorSource
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
-from fsdp_core.fqn import clean_name
+from fsdp_core.state.fqn import clean_name
+from fsdp_core.state.sources import TensorSource
 
 __all__ = ["METADATA", "read_xla"]
 

@@ -11,16 +11,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.backend import Backend
-from fsdp_core.backward import EndOfBackward
-from fsdp_core.checkpoint import SavedTensor
-from fsdp_core.fqn import named_parameters
-from fsdp_core.gradients import HeldGradients, refuse_half_gradients
-from fsdp_core.materialize import place
-from fsdp_core.parts import Layout, Part, stand_in
-from fsdp_core.replicated import ReplicatedParameters
-from fsdp_core.step_gradients import StepGradients
-from fsdp_core.step_writes import ComparedShards, GatheredShard, StepWrites
+from fsdp_core import Backend
+from fsdp_core.sharding import (
+    ComparedShards,
+    EndOfBackward,
+    GatheredShard,
+    ReplicatedParameters,
+    StepGradients,
+    StepWrites,
+    place,
+)
+from fsdp_core.state import HeldGradients, Layout, Part, SavedTensor, named_parameters, refuse_half_gradients, stand_in
 from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
 
 __all__ = ["LoopbackBackend", "shards_of"]
@@ -61,7 +62,7 @@ class LoopbackBackend(Backend):
             return module
         self.check_shardable(module)
         self.remember(module)
-        place(list(module.modules()), self.runtime.device)
+        place(list(module.modules()), self.runtime)
         found = list(places_of(module))
         whole = [parameter for parameter, _, _ in found if not parameter.ndim]
         shards = [self.shard_class(names, p, places, self.runtime) for p, names, places in found if p.ndim]

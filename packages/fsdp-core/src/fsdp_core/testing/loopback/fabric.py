@@ -10,7 +10,7 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 
-from fsdp_core.lightning.fabric import ShardedFabricStrategy
+from fsdp_core.lightning import ShardedFabricStrategy
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 
 __all__ = ["LoopbackFabricStrategy"]
@@ -27,7 +27,7 @@ class LoopbackFabricStrategy(ShardedFabricStrategy):
         precision: As in Lightning.
         state_dict_type: ``"sharded"`` for checkpoint folders, ``"full"`` for one file.
         timeout: How long a collective may wait for its peers.
-        async_save: Whether a save returns when the state is copied, and the checkpoint is written behind training.
+        async_save: Whether a save returns when the state is copied, and the checkpoint is written in the background.
 
     Raises:
         UnsupportedCapabilityError: An option is unknown.

@@ -8,9 +8,8 @@ from math import ceil
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fsdp_core.fqn import clean_name
-from fsdp_core.parts import FlatRange, Part
-from fsdp_core.runtime import Runtime
+from fsdp_core import Runtime
+from fsdp_core.state import FlatRange, Part, clean_name
 
 __all__ = ["FlatShard", "places_of"]
 

@@ -26,7 +26,7 @@ LOOPBACK = StrategyInfo(
     options=(
         Option(name="state_dict_type", default="sharded", help="'sharded' (a folder) or 'full' (one file)."),
         Option(name="timeout", default=None, help="How long a collective waits for its peers, a timedelta."),
-        Option(name="async_save", default=False, help="Write checkpoints behind training."),
+        Option(name="async_save", default=False, help="Write checkpoints in the background."),
         Option(name="accelerator", default=None, help="A Lightning Accelerator; None: Lightning chooses."),
         Option(name="parallel_devices", default=None, help="The devices of this host; None: Lightning chooses."),
         Option(name="cluster_environment", default=None, help="A Lightning ClusterEnvironment."),

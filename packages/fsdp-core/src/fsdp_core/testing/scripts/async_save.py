@@ -1,4 +1,4 @@
-"""Saves behind training under Fabric, and ends without waiting. Takes a strategy's name, a folder, and how it ends."""
+"""Saves in the background under Fabric and ends without waiting. Takes a strategy's name, a folder, and how it ends."""
 
 from __future__ import annotations
 

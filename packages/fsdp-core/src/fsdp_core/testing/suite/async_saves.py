@@ -1,4 +1,4 @@
-"""Checkpoints written behind training: the same as those that training waits for, and no failure is lost."""
+"""Checkpoints written in the background: the same as those that training waits for, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch.nn.functional import mse_loss
 import fsdp_core
 from fsdp_core.checkpoint import is_checkpoint, load, read_manifest, verify
 from fsdp_core.errors import CheckpointError
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.disks import Disk, disk
-from fsdp_core.testing.here import here
 from fsdp_core.testing.processes import start
+from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.clauses import KINDS, Clauses, on_ranks, requires
@@ -335,7 +335,7 @@ class AsyncSavesSuite(Clauses):
     ) -> None:
         first, second = ranks.run(2, _fails, self.strategy, str(tmp_path), kind, when)
         for got in (first, second):
-            assert "behind training has failed" in got["told"]
+            assert "in the background has failed" in got["told"]
             assert "No space left on device" in got["told"]
             # what a newer checkpoint was to replace is still there
             assert got["left"] == ["first.ckpt", *(["newest-step=1.ckpt"] if when == "save" else [])]

@@ -22,7 +22,7 @@ from fsdp_core.errors import (
     CheckpointMismatchError,
     CheckpointValueError,
 )
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
 from fsdp_core.testing.state import copied_state, full_state
@@ -204,8 +204,8 @@ MISFITS: dict[type[Lit], list[str]] = {
     MoreGroups: [
         "param groups 0 and 2 of the optimizer were saved as one, param group 0 of 2",
         "'net.blocks.1.up.weight'",
-        "lr 0.01 in the place of 0.125",
-        "weight_decay 0.1 in the place of 0.5",
+        "lr 0.01 instead of 0.125",
+        "weight_decay 0.1 instead of 0.5",
         "on_train_start or after fabric.load",
     ],
     MoreTrained: ["'net.frozen.weight'", "param group 0", "or load the weights alone"],

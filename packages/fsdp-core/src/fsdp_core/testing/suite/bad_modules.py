@@ -13,17 +13,17 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.sharding.wrapping import describe_policy
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import Block
+from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import root_of
 from fsdp_core.testing.suite.bad_options import set_up
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.numbers import options_id
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
-from fsdp_core.wrapping import describe_policy
 
 __all__ = ["BadModulesSuite", "refused_setup"]
 
@@ -86,7 +86,7 @@ def _written_in_forward(fabric: Fabric, path: str) -> None:
 
 
 class Packed(Tensor):
-    """Stands for what libraries of quantisation put in the place of weights."""
+    """Stands for what libraries of quantisation put instead of weights."""
 
 
 def _quantised(fabric: Fabric, path: str) -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from torch import nn
 
-from fsdp_core import registry
 from fsdp_core.errors import (
     ShardingError,
     StrategyUnavailableError,
@@ -24,8 +23,9 @@ from fsdp_core.errors import (
     UnsupportedCapabilityError,
 )
 from fsdp_core.lightning.devices import check_devices
-from fsdp_core.precision import ShardPrecision
-from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.strategy_info import FrontEnd
+from fsdp_core.sharding.precision import ShardPrecision
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal

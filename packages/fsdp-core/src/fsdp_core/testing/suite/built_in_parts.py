@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fsdp_core import wrap
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import FEATURES, WIDE, Block
+from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks
@@ -45,7 +45,7 @@ class Written(nn.Module):
         super().__init__()
         self.embed = wrap(nn.Embedding(TOKENS, FEATURES, padding_idx=0))
         self.blocks = nn.ModuleList([wrap(Block(width=WIDE)) for _ in range(3)])
-        self.blocks[1] = wrap(Nested())  # in the place of a block that was marked
+        self.blocks[1] = wrap(Nested())  # instead of a block that was marked
         self.teacher = copy.deepcopy(self.blocks[0])
         self.head = nn.Linear(FEATURES, TOKENS)
         self.head.weight = self.embed.weight

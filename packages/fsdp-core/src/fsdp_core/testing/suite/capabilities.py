@@ -12,10 +12,10 @@ from lightning.fabric import Fabric
 from torch.nn.functional import mse_loss
 
 import fsdp_core
-from fsdp_core import registry
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.capabilities import capability_of
-from fsdp_core.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal

@@ -15,8 +15,8 @@ from torch.nn.functional import mse_loss
 
 import fsdp_core
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.whole_folder import read_whole
-from fsdp_core.strategy_info import Capability
+from fsdp_core.lightning.checkpoints.whole_folder import read_whole
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused

@@ -11,8 +11,8 @@ import pytest
 
 import fsdp_core
 from fsdp_core.lightning.capabilities import capability_of
-from fsdp_core.precision import ShardPrecision
-from fsdp_core.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.sharding.precision import ShardPrecision
 from fsdp_core.testing.ranks import RankKind, RankPool, Ranks
 
 __all__ = [
@@ -60,7 +60,7 @@ def each_ranks(ranks: Ranks, results: list[Any]) -> list[Any]:
 
 
 def shares_of(ranks: Ranks, world_size: int) -> int:
-    """Into how many shares data are divided over so many ranks; see :meth:`fsdp_core.testing.here.Here.shares`."""
+    """Into how many shares data are divided over so many ranks; see :meth:`fsdp_core.testing.Here.shares`."""
     return 1 if ranks.kind == "one controller" else world_size
 
 
@@ -120,7 +120,7 @@ class Clauses:
         strategy: The name that users type.
         expected_failures: By clause, ``"test_name"`` or ``"test_name[parameters]"``, why it fails. It must fail then.
         asks: By capability, the options that ask for it, where these are not the options of core's names.
-        rank_pool: What the clauses run on; see :class:`~fsdp_core.testing.ranks.Ranks`. Called without arguments, once
+        rank_pool: What the clauses run on; see :class:`~fsdp_core.testing.Ranks`. Called without arguments, once
             for all classes that choose the same.
         preset_of: The name of which ``strategy`` only fixes options, if it does: its class may name itself so.
 

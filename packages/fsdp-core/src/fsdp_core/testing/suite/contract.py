@@ -12,12 +12,12 @@ import torch
 from lightning.fabric import Fabric
 
 import fsdp_core
-from fsdp_core.backend import Backend
 from fsdp_core.errors import StrategyUnavailableError
 from fsdp_core.lightning.fabric import ShardedFabricStrategy
 from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.runtime import Runtime
-from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.sharding.backend import Backend
 from fsdp_core.testing.suite.clauses import Clauses
 
 __all__ = ["ContractSuite", "accelerators_disagree", "misfits"]

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import CheckpointValueError, ShardingError
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
@@ -145,7 +145,7 @@ def _blocks_first_or_last(strategy: str, path: str, load: bool) -> dict[str, dic
 
 
 def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bool]]:
-    """Save state dicts in the place of the objects themselves: what is refused, and what came back whole."""
+    """Save state dicts instead of the objects themselves: what is refused, and what came back whole."""
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
@@ -232,7 +232,7 @@ def _adamw(net: Any, lr: float, weight_decay: float, beta: float) -> torch.optim
     return torch.optim.AdamW(net.parameters(), lr=lr, eps=1e-3, weight_decay=weight_decay, betas=(beta, 0.99))
 
 
-#: What a run begins with, and what another has in the place of it before it loads the first one's checkpoint.
+#: What a run begins with, and what another has instead of it before it loads the first one's checkpoint.
 _FIRST, _OTHER = (0.01, 0.3, 0.8), (0.5, 0.0, 0.0)
 
 

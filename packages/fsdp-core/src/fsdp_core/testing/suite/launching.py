@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 
 import fsdp_core
 from fsdp_core.lightning.capabilities import capability_of
-from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks

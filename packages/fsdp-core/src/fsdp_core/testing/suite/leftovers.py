@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch.nn.functional import mse_loss
 
-from fsdp_core.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.here import here
+from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 from fsdp_core.torch_private import process_groups
@@ -38,7 +38,7 @@ def _under_trainer(strategy: str, tmp: Path, path: Path | None, options: Mapping
 
 
 def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
-    """Set up, step, save, load, and close what writes behind training."""
+    """Set up, step, save, load, and close what writes in the background."""
     fabric = new_fabric(strategy, 2, options)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))

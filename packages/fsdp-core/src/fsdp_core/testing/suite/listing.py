@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import fsdp_core
-from fsdp_core import registry
-from fsdp_core.strategy_info import FrontEnd
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.suite.clauses import Clauses
 
 __all__ = ["ListingSuite"]
@@ -38,7 +38,7 @@ class ListingSuite(Clauses):
     def test_listing_imports_neither_torch_nor_lightning(self) -> None:
         package = str(fsdp_core.describe(self.strategy).trainer).split(":")[0].split(".")[0]
         code = (
-            "import sys; from fsdp_core import registry\n"
+            "import sys; from fsdp_core.plugins import registry\n"
             f"name = {self.strategy!r}; registry.strategies()[name], registry.describe(name).as_dict()\n"
             "registry.provider(name), registry.unavailable(name)\n"
             f"import {package}; print({{'torch', 'lightning', 'numpy'}} & set(sys.modules))"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks, requires, shares_of
@@ -269,7 +269,7 @@ class LoaderPositionsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_needs_a_loader_that_tells(self, ranks: Ranks, tmp_path: Path) -> None:
-        """To go on amid its epoch; another is left out of what is saved and loaded, with one warning."""
+        """To go on within its epoch; another is left out of what is saved and loaded, with one warning."""
         plain = Run(data="plain", path=str(tmp_path / "saved"), resume=str(tmp_path / "saved"))
         said = each_ranks(ranks, ranks.run(2, fabric_leaves_out, self.strategy, 2, plain))
         (warning,) = [one for rank in said for one in rank]

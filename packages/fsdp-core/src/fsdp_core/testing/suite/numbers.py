@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.sharding.wrapping import describe_policy
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained, train_plain
 from fsdp_core.testing.suite.clauses import Clauses, requires, with_options
 from fsdp_core.testing.training import fabric_fit, fit
-from fsdp_core.wrapping import describe_policy
 
 __all__ = ["NumbersSuite", "assert_numbers_alone", "assert_same", "options_id"]
 

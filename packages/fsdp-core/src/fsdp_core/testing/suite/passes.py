@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Net, Trained
 from fsdp_core.testing.state import full_state
@@ -123,8 +123,8 @@ ORDERS: dict[str, Callable[[Hands], None]] = {
     "two backward passes from one output": _from_one_output,
     "a forward pass within no_backward_sync": _forward_within,
     "a backward pass within no_backward_sync": _backward_within,
-    "zero_grad amid an accumulation": _given_up,
-    "the model's zero_grad amid an accumulation": _all_given_up,
+    "zero_grad within an accumulation": _given_up,
+    "the model's zero_grad within an accumulation": _all_given_up,
 }
 
 #: Those that need no_backward_sync.

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import fsdp_core
-from fsdp_core import registry
-from fsdp_core.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import train_plain
 from fsdp_core.testing.suite.checkpoints import assert_continues

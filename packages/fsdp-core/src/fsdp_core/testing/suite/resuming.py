@@ -17,10 +17,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fsdp_core
-from fsdp_core.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
+from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.clauses import KINDS, Clauses, each_ranks, needs_of, on_ranks, requires, with_options
@@ -36,9 +36,9 @@ STEPS, EPOCHS = 5, 3
 MOMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "between two steps": ("on_train_batch_end", 1, {}),
     "between the micro-batches of a step": ("on_train_batch_end", 2, {}),
-    "before a validation amid the epoch": ("on_train_batch_end", 1, {"val_check_interval": 2}),
+    "before a validation within the epoch": ("on_train_batch_end", 1, {"val_check_interval": 2}),
     "amid a validation": ("on_validation_batch_end", 1, {"val_check_interval": 2}),
-    "after a validation amid the epoch": ("on_validation_end", 1, {"val_check_interval": 2}),
+    "after a validation within the epoch": ("on_validation_end", 1, {"val_check_interval": 2}),
     "after a validation between micro-batches": ("on_validation_end", 2, {"val_check_interval": 3}),
     "after the last batch": ("on_train_batch_end", 4, {}),
     "after the last batch, without validation": ("on_train_batch_end", 4, {"limit_val_batches": 0}),
@@ -221,8 +221,8 @@ def _continued(
 
 def _saved_or_not(strategy: str, tmp: str) -> list[dict[str, Any]]:
     outcomes = []
-    for moment in (None, "between the micro-batches of a step", "after a validation amid the epoch"):
-        hook, batch, arguments = MOMENTS[moment or "after a validation amid the epoch"]
+    for moment in (None, "between the micro-batches of a step", "after a validation within the epoch"):
+        hook, batch, arguments = MOMENTS[moment or "after a validation within the epoch"]
         callbacks = [] if moment is None else [Saving(f"{tmp}/checkpoint", hook, batch)]
         data = _batches(2, seeded=False)
         outcomes.append(_fit(Scheduled(), strategy, tmp, 2, 10, data, callbacks=callbacks, **arguments)[0])
@@ -396,5 +396,5 @@ class ExactResumeSuite(Clauses):
     @on_ranks("processes", "one controller")  # threads have one list of warnings
     def test_fabric_says_what_a_save_leaves_out(self, ranks: Ranks, tmp_path: Path) -> None:
         on_first, *on_others = each_ranks(ranks, ranks.run(2, _warnings, self.strategy, str(tmp_path)))
-        assert len(on_first) == 1, f"rank 0 gave {len(on_first)} warnings in the place of one: {on_first}"
+        assert len(on_first) == 1, f"rank 0 gave {len(on_first)} warnings instead of one: {on_first}"
         assert not any(on_others)

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.gathering import whole
-from fsdp_core.lightning.exporting import full_state_dict
+from fsdp_core.lightning.hooks.exporting import full_state_dict
+from fsdp_core.state.full_tensor import whole
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused

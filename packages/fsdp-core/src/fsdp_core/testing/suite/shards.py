@@ -19,10 +19,10 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.announcing import size_in_words
-from fsdp_core.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.here import here
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
+from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, root_of, trained_by
 from fsdp_core.testing.suite.clauses import Clauses, precisions, requires, with_options

@@ -7,7 +7,6 @@ from fsdp_core.testing.suite.bad_checkpoints import BadCheckpointsSuite
 from fsdp_core.testing.suite.bad_modules import BadModulesSuite
 from fsdp_core.testing.suite.bad_options import BadOptionsSuite
 from fsdp_core.testing.suite.branches import BranchesSuite
-from fsdp_core.testing.suite.broken_elsewhere import BrokenElsewhereSuite
 from fsdp_core.testing.suite.built_in_parts import BuiltInPartsSuite
 from fsdp_core.testing.suite.capabilities import CapabilitiesSuite
 from fsdp_core.testing.suite.checkpoints import CheckpointsSuite
@@ -16,6 +15,7 @@ from fsdp_core.testing.suite.exceptions import ExceptionsSuite
 from fsdp_core.testing.suite.fabric_checkpoints import FabricCheckpointsSuite
 from fsdp_core.testing.suite.launching import LaunchingSuite
 from fsdp_core.testing.suite.leftovers import LeftoversSuite
+from fsdp_core.testing.suite.lightning_regressions import BrokenElsewhereSuite
 from fsdp_core.testing.suite.listing import ListingSuite
 from fsdp_core.testing.suite.loader_positions import LoaderPositionsSuite
 from fsdp_core.testing.suite.loops import LoopsSuite

@@ -1,0 +1,341 @@
+"""`manifest.json`: what a checkpoint holds, in which files, and who wrote it. A folder without it is no checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from fsdp_core.checkpoint.format.json_text import check_text, parse_text
+from fsdp_core.errors import CheckpointValueError
+from fsdp_core.state.coverage import find_fault
+from fsdp_core.state.dtype_names import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "FileEntry",
+    "Manifest",
+    "StoredChunk",
+    "StoredTensor",
+]
+
+MANIFEST = "manifest.json"
+FORMAT = "fsdp-checkpoint"
+FORMAT_VERSION = 1
+MAX_DIMENSIONS = 64
+MAX_WHOLE = 2**53 - 1
+"""The largest number in a manifest: the largest whole number that every JSON reader gives back exactly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredChunk:
+    """A box of a tensor, and where its bytes are.
+
+    Attributes:
+        file: The safetensors file, relative to the checkpoint.
+        key: The box's name in that file.
+        offsets: Where the box begins in the tensor.
+        lengths: Its shape.
+    """
+
+    file: str
+    key: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor, and the chunks that cover it exactly.
+
+    Attributes:
+        shape: Its shape.
+        dtype_name: Its dtype by name, such as ``"float32"``.
+        chunks: Where its parts are.
+    """
+
+    shape: tuple[int, ...]
+    dtype_name: str
+    chunks: tuple[StoredChunk, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        from fsdp_core.state.dtypes import DTYPES
+
+        return DTYPES[self.dtype_name]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
+
+    def __post_init__(self) -> None:
+        if self.dtype_name not in ITEM_BYTES:
+            raise ValueError(f"{self.dtype_name!r} is no dtype of this format")
+        sizes = (*self.shape, math.prod(self.shape))
+        if len(self.shape) > MAX_DIMENSIONS or not all(0 <= size <= MAX_WHOLE for size in sizes):
+            raise ValueError(f"no tensor has the shape {list(self.shape)}")
+        if (fault := find_fault(self.shape, [(chunk.offsets, chunk.lengths) for chunk in self.chunks])) is not None:
+            raise ValueError(fault)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """A file of the checkpoint.
+
+    Attributes:
+        size: Its size in bytes.
+        checksum: ``xxh3:`` and the 16 hexadecimal digits of its 64-bit xxh3 hash.
+    """
+
+    size: int
+    checksum: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.size <= MAX_WHOLE or not re.fullmatch(r"xxh3:[0-9a-f]{16}", self.checksum):
+            raise ValueError(f"{self} is no size with a checksum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What ``manifest.json`` says.
+
+    Attributes:
+        save_id: Twelve hexadecimal digits that the names of this save's files carry.
+        created: When it was published, ISO 8601 in UTC.
+        strategy: The strategy name that wrote it.
+        versions: The versions of the packages that wrote it.
+        world_size: The number of ranks that wrote it.
+        kinds: Which parts of the state are a ``"model"``'s or an ``"optimizer"``'s, by path.
+        state_file: The JSON file with the plain data.
+        state_tensors: The safetensors file with the tensors that the plain data points to, if there are any.
+        tensors: Every chunked tensor by its key, such as ``model/lm_head.weight``.
+        aliases: Further names of tied parameters, each with the key under which the tensor is stored.
+        files: Every file by its relative name, but the manifest itself.
+    """
+
+    save_id: str
+    created: str
+    strategy: str
+    versions: Mapping[str, str]
+    world_size: int
+    kinds: Mapping[str, str]
+    state_file: str
+    state_tensors: str | None
+    tensors: Mapping[str, StoredTensor] = field(repr=False)
+    aliases: Mapping[str, str]
+    files: Mapping[str, FileEntry] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{12}", self.save_id) or self.world_size < 1:
+            raise ValueError(f"no save has the id {self.save_id!r} and the world size {self.world_size}")
+        for name in self.files:
+            _check_name(name)
+        for name in (self.state_file, *([] if self.state_tensors is None else [self.state_tensors])):
+            self._need(name, "the state")
+        for key, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                self._need(chunk.file, f"tensor {key!r}")
+        for alias, key in self.aliases.items():
+            if key not in self.tensors:
+                raise ValueError(f"alias {alias!r} stands for {key!r}, which is not among the tensors")
+        for path, kind in self.kinds.items():
+            if kind not in ("model", "optimizer"):
+                raise ValueError(f"{path!r} is of kind {kind!r}, which is neither 'model' nor 'optimizer'")
+
+    def _need(self, name: str, what: str) -> None:
+        if name not in self.files:
+            raise ValueError(f"{what} lies in {name!r}, which is not among the files")
+
+    def to_json(self) -> str:
+        """The manifest as text that a person can read: one line per chunk and per file.
+
+        Raises:
+            CheckpointValueError: It would be larger than readers accept.
+        """
+        head = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "save_id": self.save_id,
+            "created": self.created,
+            "strategy": self.strategy,
+            "versions": dict(self.versions),
+            "world_size": self.world_size,
+            "kinds": dict(self.kinds),
+            "state": {"json": self.state_file, "tensors": self.state_tensors},
+        }
+        tensors = {
+            key: {
+                "shape": tensor.shape,
+                "dtype": tensor.dtype_name,
+                "chunks": [
+                    {"file": chunk.file, "key": chunk.key, "offsets": chunk.offsets, "lengths": chunk.lengths}
+                    for chunk in tensor.chunks
+                ],
+            }
+            for key, tensor in self.tensors.items()
+        }
+        files = {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()}
+        whole = head | {"tensors": tensors, "aliases": dict(self.aliases), "files": files}
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        lines += _block("tensors", tensors, chunked=True) + _block("aliases", dict(self.aliases))
+        lines += [*_block("files", files), f' "checksum": "{_checksum(whole)}"']
+        text = "\n".join(["{", *lines, "}"]) + "\n"
+        try:
+            check_text(text.encode())
+        except ValueError as error:
+            chunks = sum(len(tensor.chunks) for tensor in self.tensors.values())
+            raise CheckpointValueError(
+                f"can't save a checkpoint of {chunks} chunks, for readers would refuse its manifest: {error}.\n"
+                "Save on fewer processes, or fewer and larger tensors."
+            ) from error
+        return text
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Read what :meth:`to_json` wrote, and check it.
+
+        Raises:
+            ValueError: It is no manifest that this version can read; the message says what is wrong.
+        """
+        whole = parse_text(
+            text if isinstance(text, bytes) else text.encode(),
+            object_pairs_hook=_object,
+            parse_float=_no_number,
+            parse_constant=_no_number,
+        )
+        if not isinstance(whole, dict) or next(iter(whole.items()), None) != ("format", FORMAT):
+            raise ValueError(f'it does not begin with "format": "{FORMAT}", so it is not one of ours')
+        version = whole.get("format_version")
+        if type(version) is not int or version != FORMAT_VERSION:
+            newer = isinstance(version, int) and version > FORMAT_VERSION
+            raise ValueError(
+                f"it has format version {version!r}, and this fsdp-core reads version {FORMAT_VERSION}"
+                + (": pip install --upgrade fsdp-core" if newer else "")
+            )
+        said = whole.pop("checksum", None)
+        try:
+            found = _checksum(whole)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        if said != found:
+            raise ValueError(f"its content has the checksum {found}, but it says {said}: it was changed")
+        try:
+            return cls(
+                **_strings({key: whole[key] for key in ("save_id", "created", "strategy")}),
+                world_size=_whole(whole["world_size"]),
+                versions=_strings(whole["versions"]),
+                kinds=_strings(whole["kinds"]),
+                state_file=_string(whole["state"]["json"]),
+                state_tensors=None if whole["state"]["tensors"] is None else _string(whole["state"]["tensors"]),
+                tensors={key: _tensor(key, entry) for key, entry in whole["tensors"].items()},
+                aliases=_strings(whole["aliases"]),
+                files={
+                    name: FileEntry(size=_whole(entry["size"]), checksum=_string(entry["checksum"]))
+                    for name, entry in whole["files"].items()
+                },
+            )
+        except KeyError as error:
+            raise ValueError(f"it lacks {error}") from error
+        except (TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"a value in it is of the wrong type: {error}") from error
+
+
+def _block(name: str, entries: Mapping[str, Any], *, chunked: bool = False) -> list[str]:
+    lines = []
+    for key, entry in entries.items():
+        if chunked and len(entry["chunks"]) > 1:
+            head = json.dumps({"shape": entry["shape"], "dtype": entry["dtype"]})[:-1]
+            chunks = ",\n".join(f"   {json.dumps(chunk)}" for chunk in entry["chunks"])
+            lines.append(f'  {json.dumps(key)}: {head}, "chunks": [\n{chunks}]}}')
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(entry)}")
+    return [f' "{name}": {{' + ("" if lines else "},"), *([",\n".join(lines), " },"] if lines else [])]
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    """The checksum of the content as RFC 8785 writes it: without spaces, in UTF-8, keys by their UTF-16 code units."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    if not canonical.isascii():  # Python sorts by characters, which is another order beyond U+FFFF
+        canonical = json.dumps(_in_order(content), separators=(",", ":"), ensure_ascii=False)
+    return "xxh3:" + xxhash.xxh3_64_hexdigest(canonical.encode())
+
+
+def _in_order(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_order(value[key]) for key in sorted(value, key=lambda key: key.encode("utf-16-be"))}
+    return [_in_order(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(members)
+    if len(found) < len(members):
+        twice = Counter(key for key, _ in members).most_common(1)[0][0]
+        raise ValueError(f"{twice!r} stands twice in one object")
+    return found
+
+
+def _no_number(number: str) -> None:
+    raise ValueError(f"{number} is no whole number")
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no string")
+    return value
+
+
+def _strings(entries: Mapping[str, Any]) -> dict[str, str]:
+    for key, value in entries.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{key!r} is {value!r}, which is no string")
+    return dict(entries)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is no list")
+    return value
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int:
+        raise ValueError(f"{number!r} is no whole number")
+    return number
+
+
+def _tensor(key: str, entry: Any) -> StoredTensor:
+    try:
+        return StoredTensor(
+            shape=tuple(_whole(size) for size in _list(entry["shape"])),
+            dtype_name=_string(entry["dtype"]),
+            chunks=tuple(
+                StoredChunk(
+                    file=_string(chunk["file"]),
+                    key=_string(chunk["key"]),
+                    offsets=tuple(_whole(offset) for offset in _list(chunk["offsets"])),
+                    lengths=tuple(_whole(length) for length in _list(chunk["lengths"])),
+                )
+                for chunk in _list(entry["chunks"])
+            ),
+        )
+    except ValueError as error:
+        raise ValueError(f"tensor {key!r}: {error}") from error
+
+
+def _check_name(name: str) -> None:
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or re.search(r"[\\:\x00-\x1f]", name) or name == MANIFEST:
+        raise ValueError(f"the file name {name!r} does not stay inside the checkpoint")

@@ -1,0 +1,297 @@
+"""Plain Python data as JSON and back, exactly; whatever is not plain is refused by name, and nothing is imported.
+
+JSON's own values stand for themselves, and a JSON object for a dict whose keys are strings. Everything else is an
+object with one key that begins with ``$``::
+
+    {"$tuple": [1, 2]}     {"$dict": [[1, "a"], [2, "b"]]}     {"$float": "nan"}     {"$timedelta": [0, 30, 0]}
+
+A subclass of a plain type (an ``AttributeDict``, a named tuple) is stored as the plain type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, time, timedelta
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint.format.json_text import MAX_DIGITS
+from fsdp_core.checkpoint.format.named_code import find_named_code
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.chunks import ChunkedTensor
+from fsdp_core.state.dtypes import dtype_name
+from fsdp_core.state.sources import TensorSource
+
+__all__ = ["Keys", "TensorLeaf", "decode", "encode"]
+
+Keys = tuple[str, ...]
+TensorLeaf = Tensor | ChunkedTensor | TensorSource
+
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "bool": bool, "dict": dict, "float": float, "int": int, "list": list, "set": set, "str": str, "tuple": tuple
+}  # fmt: skip
+_ALL_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_SHOWN = 20
+_LARGEST = 10**MAX_DIGITS - 1
+
+
+def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
+    """Turn a nest of plain data and tensors into what :mod:`json` writes.
+
+    Args:
+        value: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict (any plain keys),
+            ``Counter``, ``OrderedDict``, ``defaultdict``, dates and times, paths, ``argparse.Namespace``, torch's
+            dtypes, devices and sizes, numpy's numbers and arrays, tensors, and nests of these.
+        on_tensor: Takes the place of a tensor (the keys that lead to it) and the tensor; gives what stands for it.
+
+    Returns:
+        The data, in JSON's types.
+
+    Raises:
+        CheckpointValueError: Something in it is none of these, or names code that Lightning would run. All such places
+            are named, up to 20.
+
+    Example:
+        >>> encode({"betas": (0.9, 0.95), "best": float("inf")}, lambda keys, tensor: None)
+        {'betas': {'$tuple': [0.9, 0.95]}, 'best': {'$float': 'inf'}}
+    """
+    encoder = _Encoder(on_tensor)
+    encoded = encoder.encode(value, ())
+    for keys, why in find_named_code(encoded):
+        encoder.refuse(keys, why)
+    if encoder.refused:
+        more = len(encoder.refused) - _SHOWN
+        lines = encoder.refused[:_SHOWN] + ([f"  … and {more} more"] if more > 0 else [])
+        raise CheckpointValueError(
+            "\n".join(["can't save this state, for nothing in a checkpoint is pickled:", *lines])
+        )
+    return encoded
+
+
+class _Encoder:
+    def __init__(self, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> None:
+        self.on_tensor = on_tensor
+        self.refused: list[str] = []
+        self._inside: set[int] = set()
+
+    def encode(self, value: Any, keys: Keys) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            if type(value) is int and abs(value) > _LARGEST:
+                return self._too_long(keys)
+            return value
+        if isinstance(value, (Tensor, ChunkedTensor)):  # most of a state; the other kinds take longer to ask for
+            return self._leaf(value, keys)
+        if isinstance(value, (Mapping, list, tuple, set, frozenset, argparse.Namespace)):
+            if id(value) in self._inside:
+                return self.refuse(keys, "a container that contains itself has no end; leave the inner one out")
+            self._inside.add(id(value))
+            try:
+                return self._container(value, keys)
+            finally:
+                self._inside.discard(id(value))
+        return self._leaf(value, keys) if isinstance(value, TensorSource) else self._scalar(value, keys)
+
+    def _too_long(self, keys: Keys) -> None:
+        return self.refuse(keys, f"an integer of more than {MAX_DIGITS} digits; save it as a string or as bytes")
+
+    def _leaf(self, value: TensorLeaf, keys: Keys) -> Any:
+        try:
+            return self.on_tensor(keys, value)
+        except (CheckpointValueError, ValueError) as error:
+            return self.refuse(keys, str(error))
+
+    def _container(self, value: Any, keys: Keys) -> Any:
+        if isinstance(value, argparse.Namespace):
+            return {"$namespace": self._pairs(vars(value), keys)}
+        if isinstance(value, torch.Size):
+            return {"$size": list(value)}
+        if isinstance(value, list):
+            return self._items(value, keys)
+        if isinstance(value, tuple):
+            return {"$tuple": self._items(value, keys)}
+        if isinstance(value, (set, frozenset)):
+            tag = "$set" if isinstance(value, set) else "$frozenset"
+            return {tag: [self._key(item, keys) for item in value]}
+        if isinstance(value, Counter):
+            return {"$counter": self._pairs(value, keys)}
+        if isinstance(value, defaultdict):
+            factory = value.default_factory
+            name = None if factory is None else next((n for n, f in _FACTORIES.items() if f is factory), "")
+            if name == "":
+                return self.refuse(keys, f"a defaultdict over {factory!r} would need code to restore; pass dict(it)")
+            return {"$defaultdict": [name, self._pairs(value, keys)]}
+        if isinstance(value, OrderedDict):
+            return {"$ordered": self._pairs(value, keys)}
+        if not isinstance(value, dict):
+            return self.refuse(keys, f"{_type(value)} is a mapping, but no dict; {_remedy(value)}")
+        if all(isinstance(key, str) and not isinstance(key, Enum) and not key.startswith("$") for key in value):
+            return {str(key): self.encode(item, (*keys, str(key))) for key, item in value.items()}
+        return {"$dict": self._pairs(value, keys)}
+
+    def _items(self, value: Any, keys: Keys) -> list[Any]:
+        return [self.encode(item, (*keys, str(index))) for index, item in enumerate(value)]
+
+    def _pairs(self, value: Mapping[Any, Any], keys: Keys) -> list[Any]:
+        return [[self._key(key, keys), self.encode(item, (*keys, _shown(key)))] for key, item in value.items()]
+
+    def _key(self, key: Any, keys: Keys) -> Any:
+        if isinstance(key, (Tensor, ChunkedTensor, TensorSource)):
+            return self.refuse(keys, "a tensor can't be a key or a member of a set; use tensor.item() or its name")
+        return self.encode(key, (*keys, _shown(key)))
+
+    def _scalar(self, value: Any, keys: Keys) -> Any:
+        numpy = sys.modules.get("numpy")
+        if isinstance(value, Enum):
+            return self.refuse(keys, f"{_type(value)} is an enum, which needs code to restore; save its .value")
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            if value.dtype.kind not in "biufc":
+                return self.refuse(keys, f"a numpy array of {value.dtype} is no tensor; save array.tolist()")
+            array = numpy.array(value, dtype=value.dtype.newbyteorder("="))
+            try:
+                return {"$ndarray": self.encode(torch.from_numpy(array), keys)}
+            except TypeError:
+                return self.refuse(keys, f"torch has no dtype for a numpy array of {value.dtype}; convert it")
+        if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
+            if isinstance(value.item(), numpy.generic):  # a long double
+                return self.refuse(keys, f"Python has no number for numpy's {value.dtype}; convert it")
+            return {"$numpy": [value.dtype.name, self.encode(value.item(), keys)]}
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        for kind, tag, write in _SCALARS:
+            if isinstance(value, kind):
+                if isinstance(value, int) and abs(value) > _LARGEST:
+                    return self._too_long(keys)
+                return write(value) if tag is None else {tag: write(value)}
+        return self.refuse(keys, f"{_type(value)} is neither plain data nor a tensor; {_remedy(value)}")
+
+    def refuse(self, keys: Keys, reason: str) -> None:
+        self.refused.append(f"  {'/'.join(keys) or 'the state itself'!r}: {reason}.")
+
+
+# In this order: a datetime is a date too. A tag of None marks what JSON knows itself.
+_SCALARS: list[tuple[type, str | None, Callable[[Any], Any]]] = [
+    (int, None, int),
+    (str, None, str.__str__),
+    (complex, "$complex", lambda value: [repr(value.real), repr(value.imag)]),
+    (bytes, "$bytes", lambda value: base64.b64encode(value).decode()),
+    (bytearray, "$bytes", lambda value: base64.b64encode(value).decode()),
+    (PurePath, "$path", str),
+    (timedelta, "$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+    (datetime, "$datetime", datetime.isoformat),
+    (date, "$date", date.isoformat),
+    (time, "$time", time.isoformat),
+    (torch.dtype, "$dtype", dtype_name),
+    (torch.device, "$device", str),
+]
+
+
+def _shown(key: Any) -> str:
+    try:
+        return str(key)
+    except ValueError:  # an integer in it is too long
+        return type(key).__name__
+
+
+def _type(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _remedy(value: Any) -> str:
+    if type(value).__module__.startswith("omegaconf"):
+        return "save OmegaConf.to_container(it) instead"
+    if isinstance(value, torch.nn.Module) or hasattr(value, "state_dict"):
+        return "save its .state_dict() instead"
+    if isinstance(value, type) or callable(value):
+        return "save its name instead"
+    return "turn it into dicts, lists, numbers, strings and tensors, or leave it out"
+
+
+def decode(value: Any, on_tensor: Callable[[str, Any], Any]) -> Any:
+    """Turn what :func:`encode` gave back into the data.
+
+    Args:
+        value: The data in JSON's types.
+        on_tensor: Takes a tag that stands for a tensor and what the tag holds; gives the tensor.
+
+    Returns:
+        The data.
+
+    Raises:
+        CheckpointFormatError: It holds an unknown tag, or a tag over something that it can't hold.
+
+    Example:
+        >>> decode({"betas": {"$tuple": [0.9, 0.95]}}, lambda tag, name: None)
+        {'betas': (0.9, 0.95)}
+    """
+    if isinstance(value, list):
+        return [decode(item, on_tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next((key for key in value if key.startswith("$")), None)
+    if tag is None:
+        return {key: decode(item, on_tensor) for key, item in value.items()}
+    if len(value) > 1:
+        raise CheckpointFormatError(f"the state holds {tag!r} beside other keys of one object, which has no meaning")
+    held = value[tag]
+    if tag in ("$tensor", "$saved"):
+        return on_tensor(tag, held)
+    if tag not in _READERS:
+        raise CheckpointFormatError(f"the state holds {tag!r}, which this version doesn't know: upgrade fsdp-core")
+    try:
+        return _READERS[tag](held, lambda item: decode(item, on_tensor))
+    except CheckpointFormatError:
+        raise
+    except Exception as error:
+        raise CheckpointFormatError(f"the state holds {tag!r} over what it can't hold: {error}") from error
+
+
+_Reader = Callable[[Any, Callable[[Any], Any]], Any]
+
+
+def _pairs(held: Any, inner: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    return [(inner(key), inner(item)) for key, item in held]
+
+
+def _numpy(held: Any, inner: Callable[[Any], Any]) -> Any:
+    import numpy
+
+    kind = numpy.dtype(held[0])
+    if kind.kind not in "biufc":
+        raise ValueError(f"{held[0]!r} is no number")
+    return kind.type(inner(held[1]))
+
+
+_READERS: dict[str, _Reader] = {
+    "$tuple": lambda held, inner: tuple(inner(item) for item in held),
+    "$set": lambda held, inner: {inner(item) for item in held},
+    "$frozenset": lambda held, inner: frozenset(inner(item) for item in held),
+    "$size": lambda held, inner: torch.Size(held),
+    "$dict": lambda held, inner: dict(_pairs(held, inner)),
+    "$ordered": lambda held, inner: OrderedDict(_pairs(held, inner)),
+    "$counter": lambda held, inner: Counter(dict(_pairs(held, inner))),
+    "$defaultdict": lambda held, inner: defaultdict(
+        None if held[0] is None else _FACTORIES[held[0]], _pairs(held[1], inner)
+    ),
+    "$namespace": lambda held, inner: argparse.Namespace(**dict(_pairs(held, inner))),
+    "$float": lambda held, inner: float(held),
+    "$complex": lambda held, inner: complex(float(held[0]), float(held[1])),
+    "$bytes": lambda held, inner: base64.b64decode(held, validate=True),
+    "$path": lambda held, inner: Path(held),
+    "$timedelta": lambda held, inner: timedelta(*held),
+    "$datetime": lambda held, inner: datetime.fromisoformat(held),
+    "$date": lambda held, inner: date.fromisoformat(held),
+    "$time": lambda held, inner: time.fromisoformat(held),
+    "$dtype": lambda held, inner: _ALL_DTYPES[held],
+    "$device": lambda held, inner: torch.device(held),
+    "$ndarray": lambda held, inner: inner(held).numpy(),
+    "$numpy": _numpy,
+}

@@ -1,0 +1,156 @@
+"""The safetensors container, written and read piece by piece: never more in memory than one staging buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+
+from fsdp_core.checkpoint.format.safetensors_header import HEADER_KEY, FileTensor, build_header, parse_header
+from fsdp_core.errors import CheckpointValueError
+from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
+from fsdp_core.state.host_memory import memory_of
+from fsdp_core.state.sources import TensorSource, blocks_of
+
+__all__ = ["HEADER_KEY", "STAGING_BYTES", "FileTensor", "parse_header", "read_box", "write_safetensors"]
+
+STAGING_BYTES = 32 * 2**20
+"""The most bytes that a write or a read copies at once."""
+
+_SOURCE_BYTES = 16 * 2**20  # small, for what malloc keeps of freed pieces; large, for a remote read is a request
+_DIRECT_RUN_BYTES = 256 * 2**10
+
+
+def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor | TensorSource]) -> tuple[int, str]:
+    """Write ``tensors`` into ``stream`` as one safetensors file.
+
+    Tensors may be on any device, strided in any way and share memory: each is written as it looks. What is not a
+    contiguous CPU tensor is copied at most :data:`STAGING_BYTES` at a time.
+
+    Args:
+        stream: A binary stream opened for writing.
+        tensors: The tensors by the name that they get in the file. Sources are read 16 MiB at a time.
+
+    Returns:
+        The number of bytes written, and their checksum (xxh3, 64 bits, as 16 hexadecimal digits).
+
+    Raises:
+        CheckpointValueError: A dtype or a kind of tensor has no place in a safetensors file.
+    """
+    for name, tensor in tensors.items():
+        if (reason := unsavable(tensor)) is not None:
+            raise CheckpointValueError(f"can't save {name!r}: {reason}")
+    shapes = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+    header, names = build_header(shapes)
+    digest, size = xxhash.xxh3_64(), 0
+    for piece in _pieces(header, [tensors[name] for name in names]):
+        digest.update(piece)
+        stream.write(piece)
+        size += len(piece)
+    return size, digest.hexdigest()
+
+
+def unsavable(tensor: Tensor | TensorSource) -> str | None:
+    """Say why ``tensor`` can't be written, and what to do instead; ``None`` where it can.
+
+    Example:
+        >>> unsavable(torch.zeros(3)) is None
+        True
+        >>> unsavable(torch.zeros(3, dtype=torch.complex128))
+        'safetensors has no dtype complex128; save torch.view_as_real(tensor) instead'
+    """
+    if not isinstance(tensor, Tensor):
+        known = tensor.dtype in SAFETENSORS_NAMES
+        return None if known else f"safetensors has no dtype {dtype_name(tensor.dtype)}; convert it"
+    if tensor.is_meta:
+        return "it is on the meta device and holds no data; materialise it first"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return f"a tensor with layout {tensor.layout} has no plain rows; save tensor.to_dense() or its parts instead"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"{type(tensor).__qualname__} is no plain tensor; save the plain tensors that it is made of instead"
+    if tensor.dtype not in SAFETENSORS_NAMES:
+        remedy = "torch.view_as_real(tensor)" if tensor.is_complex() else "tensor.view(torch.uint8)"
+        return f"safetensors has no dtype {dtype_name(tensor.dtype)}; save {remedy} instead"
+    return None
+
+
+def _pieces(header: bytes, tensors: Sequence[Tensor | TensorSource]) -> Iterator[Any]:
+    yield header
+    for tensor in tensors:
+        blocks = _blocks(tensor.detach()) if isinstance(tensor, Tensor) else blocks_of(tensor, _SOURCE_BYTES)
+        for block in blocks:
+            yield memory_of(block)
+            del block  # before the next one is made: one staging buffer at a time
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Contiguous CPU tensors that follow one another in the row-major order of ``tensor``."""
+    if not tensor.numel():
+        return
+    if _is_plain(tensor):
+        yield tensor
+        return
+    if tensor.ndim == 0 or tensor.nbytes <= STAGING_BYTES:
+        yield tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        return
+    rows = STAGING_BYTES // (tensor.nbytes // tensor.shape[0])
+    for row in range(0, tensor.shape[0], max(rows, 1)):
+        yield from _blocks(tensor[row : row + rows] if rows else tensor[row])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def read_box(
+    read_into: Callable[[memoryview, int], None], source: FileTensor, offsets: tuple[int, ...], out: Tensor
+) -> None:
+    """Read a box of a tensor in a file into ``out``, which may have another dtype, device or stride.
+
+    Bytes that are in a row on both sides go straight into the memory of ``out``; the rest passes through a staging
+    buffer of at most :data:`STAGING_BYTES`.
+
+    Args:
+        read_into: Fills a buffer with the file's bytes from a position on.
+        source: The tensor in the file.
+        offsets: Where the box begins in it.
+        out: The target, at the shape of the box.
+    """
+    if out.ndim == 0:
+        source, offsets, out = replace(source, shape=(1,)), (0,), out.reshape(1)
+        # reshape of a 0-dim tensor is a view, so what is written reaches the caller's tensor.
+    if out.numel():
+        _read_rows(read_into, source.dtype, source.shape, source.start, offsets, out)
+
+
+def _read_rows(
+    read_into: Callable[[memoryview, int], None],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    start: int,
+    offsets: tuple[int, ...],
+    out: Tensor,
+) -> None:
+    rows, row_bytes = out.shape[0], math.prod(shape[1:]) * dtype.itemsize
+    first = start + offsets[0] * row_bytes
+    whole_rows = tuple(out.shape[1:]) == shape[1:]
+    if whole_rows and out.dtype == dtype and _is_plain(out):
+        read_into(memory_of(out), first)
+        return
+    # A row that overflows the staging buffer, or of which only a long part is wanted, is read on its own.
+    if row_bytes > STAGING_BYTES or (not whole_rows and math.prod(out.shape[1:]) * dtype.itemsize >= _DIRECT_RUN_BYTES):
+        for row in range(rows):
+            _read_rows(read_into, dtype, shape[1:], first + row * row_bytes, offsets[1:], out[row])
+        return
+    at_once = max(1, min(rows, STAGING_BYTES // row_bytes))
+    staging = torch.empty((at_once, *shape[1:]), dtype=dtype)
+    wanted = tuple(slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True))
+    for row in range(0, rows, at_once):
+        count = min(at_once, rows - row)
+        read_into(memory_of(staging[:count]), first + row * row_bytes)
+        out[row : row + count].copy_(staging[(slice(count), *wanted)])

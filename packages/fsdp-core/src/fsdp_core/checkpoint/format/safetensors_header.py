@@ -1,0 +1,141 @@
+"""The header of a safetensors file, written and read without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.dtype_names import ITEM_BYTES, STORED_NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HEADER_KEY", "MAX_HEADER_BYTES", "FileTensor", "build_header", "parse_header"]
+
+HEADER_KEY = "__metadata__"
+"""The one key of a safetensors header that names no tensor."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit that the safetensors library sets."""
+
+_NAMES = {stored: name for name, stored in STORED_NAMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileTensor:
+    """Where a tensor lies in a safetensors file.
+
+    Attributes:
+        shape: Its shape.
+        dtype_name: Its dtype by name, such as ``"float32"``.
+        start: Its first byte, counted from the beginning of the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype_name: str
+    start: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        from fsdp_core.state.dtypes import DTYPES
+
+        return DTYPES[self.dtype_name]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
+
+
+def build_header(
+    tensors: Mapping[str, tuple[tuple[int, ...], str]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
+    """Lay out a safetensors file.
+
+    Args:
+        tensors: The shape and the name of the dtype of each tensor, by the name that it gets in the file.
+        metadata: Strings to note in it, besides the format, which is ``pt``.
+
+    Returns:
+        What the file begins with, and the order in which the tensors' bytes follow.
+
+    Raises:
+        CheckpointValueError: The header would be longer than readers accept.
+
+    Example:
+        >>> build_header({"a": ((2,), "int8"), "b": ((), "float32")})[1]
+        ['b', 'a']
+    """
+    header: dict[str, Any] = {HEADER_KEY: {"format": "pt", **(metadata or {})}}
+    # Widest dtypes first, so that every tensor begins at a multiple of its own item size.
+    names = sorted(tensors, key=lambda name: -ITEM_BYTES[tensors[name][1]])
+    end = 0
+    for name in names:
+        shape, dtype = tensors[name]
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": STORED_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointValueError(
+            f"{len(tensors)} tensors make a safetensors header of {len(text)} bytes, but readers accept at most "
+            f"{MAX_HEADER_BYTES}: save fewer or shorter-named tensors per file"
+        )
+    return len(text).to_bytes(8, "little") + text, names
+
+
+def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> dict[str, FileTensor]:
+    """Read and check the header of a safetensors file.
+
+    Args:
+        read: Gives the bytes from a start to an end.
+        size: The size of the file in bytes.
+        where: What to call the file in an error.
+
+    Returns:
+        Where each tensor lies.
+
+    Raises:
+        CheckpointFormatError: The header is not one of a safetensors file of this size.
+    """
+    try:
+        length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"a header of {length} bytes does not fit a file of {size} bytes")
+        header = json.loads(read(8, 8 + length))
+        header.pop(HEADER_KEY, None)
+        found, spans = {}, []
+        for name, entry in header.items():
+            begin, end = (_whole(number) for number in entry["data_offsets"])
+            tensor = FileTensor(
+                shape=tuple(_whole(number) for number in entry["shape"]),
+                dtype_name=_NAMES[entry["dtype"]],
+                start=8 + length + begin,
+            )
+            if end - begin != tensor.nbytes:
+                raise ValueError(f"{name!r} has {end - begin} bytes, which its shape and dtype don't make")
+            spans.append((begin, end))
+            found[name] = tensor
+        at = 0
+        for begin, end in sorted(spans):
+            if begin != at:
+                raise ValueError(f"a tensor begins at byte {begin} of the data, where {at} is due")
+            at = end
+        if at != size - 8 - length:
+            raise ValueError(f"its tensors have {at} bytes, but the file has room for {size - 8 - length}")
+    except CheckpointFormatError:  # it can't be read at all
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointFormatError(f"{where} is no safetensors file: {error}. Restore it from a backup.") from error
+    return found
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"{number!r} is not a whole number in range")
+    return number

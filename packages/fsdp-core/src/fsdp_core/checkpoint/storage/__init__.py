@@ -1,0 +1,1 @@
+"""Where the files of a checkpoint lie: read, published in one step, recognised, removed."""

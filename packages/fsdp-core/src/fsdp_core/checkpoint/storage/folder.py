@@ -1,0 +1,411 @@
+"""The folder of a checkpoint, on a local disk or behind any fsspec URL: its files, and how its manifest is replaced."""
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, Literal, cast
+
+from fsdp_core.checkpoint.storage.remedies import unreadable
+from fsdp_core.errors import CheckpointError, CheckpointFormatError
+
+__all__ = ["Folder", "StrPath", "open_folder", "sync_directory"]
+
+StrPath = str | os.PathLike[str]
+
+_PIECE_BYTES = 8 * 2**20
+_ATTEMPTS = 5
+_SECONDS_FOR_LOCK = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A place for files, which may not exist yet. Files are named by relative paths with ``/``.
+
+    Attributes:
+        fs: The fsspec filesystem.
+        root: The folder's path in that filesystem.
+        local: Whether it lies on this machine's own filesystem, which needs syncing and may hold links.
+    """
+
+    fs: Any
+    root: str
+    local: bool
+
+    def __str__(self) -> str:
+        return self.root if self.local else str(self.fs.unstrip_protocol(self.root))
+
+    def path(self, name: str) -> str:
+        """The path of a file in this folder."""
+        return posixpath.join(self.root, name)
+
+    def kind(self) -> Literal["missing", "file", "link", "folder"]:
+        """What lies at this folder's path; a link stays a link, whatever it points to.
+
+        Raises:
+            CheckpointFormatError: This user may not look there.
+        """
+        if self.local:
+            try:
+                if stat.S_ISLNK(os.lstat(self.root).st_mode):
+                    return "link"
+            except PermissionError as error:
+                raise unreadable(self.root, error) from error
+            except OSError:
+                return "missing"
+        if not self.fs.exists(self.root):
+            return "missing"
+        return "folder" if self.fs.isdir(self.root) else "file"
+
+    def files(self) -> list[str]:
+        """The names of all files in it, at any depth, sorted.
+
+        Raises:
+            CheckpointFormatError: This user may not list it.
+        """
+        if not self.local:
+            prefix = self.root.rstrip("/") + "/"
+            found = [str(path).removeprefix(prefix) for path in self.fs.find(self.root)]
+            # A name that ends in a slash is what a web console puts instead of an empty folder.
+            return sorted(name for name in found if name and not name.endswith("/"))
+        found = list[str]()
+        for folder, folders, names in os.walk(self.root, onerror=_refuse_closed):
+            # A link to a folder is listed, not followed: what lies behind it is not in here.
+            links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+            found += [os.path.relpath(os.path.join(folder, name), self.root) for name in names + links]
+        return sorted(path.replace(os.sep, "/") for path in found)
+
+    def size(self, name: str) -> int | None:
+        """The size of a file in bytes, or ``None`` where there is no regular file inside the folder.
+
+        Raises:
+            CheckpointFormatError: The name leads out of the folder through a link, or this user may not look there.
+        """
+        path = self.path(name)
+        if not self.local:
+            try:
+                entry = self.fs.info(path)
+            except FileNotFoundError:
+                return None
+            return int(entry["size"]) if entry["type"] == "file" else None
+        root, real = os.path.realpath(self.root), os.path.realpath(path)
+        if os.path.commonpath([root, real]) != root:
+            raise CheckpointFormatError(
+                f"{name!r} in {self} is a link to {real}, outside of the checkpoint. Nothing was read from it."
+            )
+        try:
+            status = os.stat(path)
+        except PermissionError as error:
+            raise unreadable(path, error) from error
+        except OSError:
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """The bytes of a file from ``start`` to ``end``."""
+        if not self.local:
+            return bytes(self.fs.cat_file(self.path(name), start=start, end=end))
+        with open(self.path(name), "rb") as stream:
+            stream.seek(start)
+            return stream.read() if end is None else stream.read(end - start)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """Open a new file for writing; when the block ends, its bytes are on the disk or in the object store.
+
+        Raises:
+            CheckpointError: A link leads out of the folder, where no reader would follow.
+        """
+        path = self.path(name)
+        if not self.local:
+            with _uploading(self.fs, path) as stream:
+                yield stream
+            return
+        parent = os.path.dirname(path)
+        root, real = os.path.realpath(self.root), os.path.realpath(parent)
+        if os.path.commonpath([root, real]) != root:
+            raise CheckpointError(
+                f"can't write {name!r} in {self}: {parent} is a link to {real}, outside of the checkpoint, and no load "
+                "would follow it.\nSave to another path, or link the whole folder instead."
+            )
+        with _created(path) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def publish(self, name: str, data: bytes, *, temporary: str) -> None:
+        """Give the file ``name`` the content ``data`` in one step: readers see the old content or the new.
+
+        Args:
+            name: The file to replace.
+            data: Its new content.
+            temporary: Where to write it first, on a filesystem that has a rename. An object store needs none, for
+                putting an object replaces it whole.
+        """
+        if not self.local:
+            self.fs.pipe_file(self.path(name), data)
+            self._outdate_listings()
+            return
+        with self.writing(temporary) as stream:
+            stream.write(data)
+        self.sync()
+        os.replace(self.path(temporary), self.path(name))
+        self.sync()
+
+    def sync(self) -> None:
+        """Put the names of the files on the disk, so that they outlive a power cut."""
+        if not self.local:
+            return
+        for folder, _, _ in os.walk(self.root):
+            sync_directory(folder)
+        sync_directory(os.path.dirname(self.root) or ".")
+
+    def remove(self, name: str) -> None:
+        """Remove a file; it may be gone already."""
+        if self.local:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path(name))
+        else:
+            with suppress(FileNotFoundError):
+                self.fs.rm_file(self.path(name))
+            self._outdate_listings()
+
+    def _outdate_listings(self) -> None:
+        """Let the program's other filesystems, such as a ModelCheckpoint's, forget what they have listed here."""
+        for other in list(getattr(type(self.fs), "_cache", {}).values()):
+            other.invalidate_cache(self.root)
+
+    def mark(self, name: str) -> None:
+        """Make an empty file. It is there at one instant, and need not outlive a power cut."""
+        if self.local:
+            _created(self.path(name)).close()
+            return
+        with _uploading(self.fs, self.path(name)):
+            pass
+
+    def remove_empty(self) -> None:
+        """Remove the folders in it that hold nothing, and then the folder itself if it holds nothing."""
+        if not self.local:
+            is_bucket = "/" not in self.root.strip("/")
+            if not is_bucket and self.fs.isdir(self.root) and not self.files():
+                self.fs.rm(self.root, recursive=True)
+            return
+        for folder, _, _ in os.walk(self.root, topdown=False):
+            with suppress(FileNotFoundError):
+                if not os.listdir(folder):
+                    with _still_empty():
+                        os.rmdir(folder)
+
+    def remove_link_or_file(self) -> None:
+        """Remove what lies at this folder's path, where it is a file or a link."""
+        if self.local:
+            os.unlink(self.root)
+        else:
+            self.fs.rm_file(self.root)
+
+    @property
+    def beside(self) -> Folder | None:
+        """The folder that this one lies in; a bucket lies in none."""
+        parent = os.path.dirname(self.root) if self.local else posixpath.dirname(self.root.rstrip("/"))
+        if not self.local and not parent.strip("/"):
+            return None
+        return replace(self, root=parent or ".")
+
+    def identity(self) -> tuple[int, int] | None:
+        """What tells a file or a link at this folder's path from another. Local filesystems only."""
+        try:
+            status = os.lstat(self.root)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """A block that no two processes are in at once for paths that lie in the same folder, where locks can be had.
+
+        Object stores have none, and some network filesystems have none for folders. What is done in the block must be
+        safe without; with it, it is known which of two was first.
+        """
+        descriptor = _locked(os.path.dirname(self.root) or ".") if self.local and os.name == "posix" else None
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                import fcntl
+
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may hold the descriptor, too
+                os.close(descriptor)
+
+    def move_to(self, other: Folder, *, aside: str, expected: tuple[int, int] | None) -> None:
+        """Put this folder instead of what is at ``other``. Local filesystems only.
+
+        Args:
+            other: Where it goes: nothing, an empty folder, a file or a link is there.
+            aside: Where a file or a link waits until this folder is in its place.
+            expected: The identity of that file or link; ``None`` if there is none.
+
+        Raises:
+            FileExistsError: Something else is there by now, which stays.
+        """
+        if expected is None:
+            self._take_free(other)
+        else:
+            if other.identity() != expected:
+                raise FileExistsError(errno.EEXIST, "another file has taken the place", other.root)
+            try:
+                os.rename(other.root, aside)
+            except FileNotFoundError as error:
+                raise FileExistsError(errno.EEXIST, "another save has moved it away", other.root) from error
+            try:
+                if replace(other, root=aside).identity() != expected:
+                    raise FileExistsError(errno.EEXIST, "another file has taken the place", other.root)
+                self._take_free(other)
+            except BaseException:
+                with suppress(FileExistsError, IsADirectoryError):  # whoever has the place keeps it
+                    os.rename(aside, other.root)
+                raise
+            os.unlink(aside)
+        sync_directory(os.path.dirname(other.root) or ".")
+
+    def _take_free(self, other: Folder) -> None:
+        try:
+            os.rename(self.root, other.root)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise FileExistsError(errno.EEXIST, "another folder has taken the place", other.root) from error
+            raise
+
+    def remove_all(self) -> None:
+        """Remove the folder with everything in it."""
+        if self.local:
+            shutil.rmtree(self.root)
+        else:
+            self.fs.rm(self.root, recursive=True)
+
+
+def _refuse_closed(error: OSError) -> None:
+    """Stop listing at a folder that this user may not list; one that another process has removed holds nothing."""
+    if isinstance(error, PermissionError):
+        raise unreadable(str(error.filename), error) from error
+
+
+def open_folder(path: StrPath) -> Folder:
+    """The folder at a local path or an fsspec URL; nothing is read or created.
+
+    Raises:
+        CheckpointError: The URL's file system is not known or not installed.
+
+    Example:
+        >>> open_folder("memory://runs/last").local
+        False
+    """
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    try:
+        # Filesystems remember what they have listed, and so don't see what other ranks have written since.
+        fs, root = fsspec.core.url_to_fs(os.fspath(path), use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(
+            f"can't open {os.fspath(path)}: {error}. Use a local path, or a URL of a file system that is installed "
+            "(fsspec.available_protocols() lists those that fsspec knows)."
+        ) from error
+    return Folder(fs=fs, root=str(root).rstrip("/") or "/", local=isinstance(fs, LocalFileSystem))
+
+
+def _created(path: str) -> BinaryIO:
+    """A new file. Until it is there, others who tidy may remove the folder that is made for it, which is empty."""
+    for attempt in range(_ATTEMPTS):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            return open(path, "xb", buffering=2**20)
+        except FileNotFoundError:
+            if attempt + 1 == _ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def _still_empty() -> Iterator[None]:
+    """Something may have come into a folder since it was found empty."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _locked(path: str) -> int | None:
+    """Lock a folder; its open descriptor, or ``None`` where that can't be done."""
+    import fcntl
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    end = time.monotonic() + _SECONDS_FOR_LOCK
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.005)
+                continue
+        except OSError:
+            pass
+        else:
+            return descriptor
+        os.close(descriptor)
+        return None
+
+
+@contextmanager
+def _uploading(fs: Any, path: str) -> Iterator[BinaryIO]:
+    try:
+        stream = fs.open(path, "wb")
+    except FileNotFoundError:
+        # Only some filesystems have folders. Where none are needed, to make one may mean to create a bucket.
+        fs.makedirs(posixpath.dirname(path), exist_ok=True)
+        stream = fs.open(path, "wb")
+    try:
+        yield cast("BinaryIO", _Pieces(stream))
+        stream.close()
+    except BaseException:
+        # Closing would publish what has been written so far as a whole object.
+        with suppress(Exception):
+            stream.discard()
+        with suppress(AttributeError):
+            stream.closed = True
+        raise
+
+
+class _Pieces:
+    """A stream that passes on a few MiB at a time, for the streams of fsspec copy all that they are given at once."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.name = str(getattr(stream, "path", ""))
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_BYTES):
+            self._stream.write(view[start : start + _PIECE_BYTES])
+        return len(view)
+
+
+def sync_directory(path: str) -> None:
+    """Put the names in a local folder on the disk."""
+    if os.name != "posix":  # elsewhere a folder can't be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,127 @@
+"""A checkpoint's plain data as it stands in its JSON file: walked and compared without being restored. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import xxhash
+
+from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES, parse_text
+from fsdp_core.checkpoint.format.named_code import find_named_code
+from fsdp_core.checkpoint.format.paths import join_path
+from fsdp_core.checkpoint.storage.remedies import remedy
+from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = ["children", "leaves", "part_at", "read_plain", "scalar", "tensor_of"]
+
+_SHOWN = 20
+_MAPPINGS = ("$dict", "$ordered", "$counter", "$namespace")
+_SEQUENCES = ("$tuple",)
+_TENSORS = ("$saved", "$tensor")
+
+
+def read_plain(files: StoredFiles) -> Any:
+    """Read the plain data of a checkpoint, in JSON's types.
+
+    Raises:
+        CheckpointFormatError: The file is damaged, holds no JSON, or names code that Lightning would run.
+    """
+    manifest, folder = files.manifest, files.folder
+    entry = manifest.files[manifest.state_file]
+    try:
+        if entry.size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {entry.size} bytes, and none is larger than {MAX_JSON_BYTES}")
+        text = folder.read(manifest.state_file)
+        if (checksum := f"xxh3:{xxhash.xxh3_64_hexdigest(text)}") != entry.checksum:
+            raise ValueError(f"its checksum is {checksum}, and the manifest says otherwise: it was changed")
+        state = parse_text(text)
+    except (ValueError, OSError) as error:
+        raise CheckpointFormatError(
+            f"can't read {folder.path(manifest.state_file)}: {error}. {remedy(error)}".rstrip()
+        ) from error
+    if named := find_named_code(state):
+        lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_SHOWN]]
+        more = [f"  … and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+        rest = "Nothing was run. Load a checkpoint that you trust; if this is one, save it again without that."
+        where = folder.path(manifest.state_file)
+        raise CheckpointFormatError("\n".join([f"{where} names code, and is not read:", *lines, *more, rest]))
+    return state
+
+
+def _tag(node: Any) -> str | None:
+    return next((key for key in node if key.startswith("$")), None) if isinstance(node, dict) else None
+
+
+def children(node: Any) -> list[tuple[str, Any]] | None:
+    """The entries of a dict, list or tuple, whatever its type was; ``None`` for anything else.
+
+    Example:
+        >>> children({"$ordered": [["a", 1], [{"$tuple": [0, 1]}, 2]]})
+        [('a', 1), ('(0, 1)', 2)]
+        >>> children({"$path": "/tmp"}) is None
+        True
+    """
+    tag = _tag(node)
+    if isinstance(node, list):
+        return [(str(index), item) for index, item in enumerate(node)]
+    if tag is None:
+        return list(node.items()) if isinstance(node, dict) else None
+    held = node[tag]
+    if tag == "$defaultdict":
+        held = held[1]
+    if tag in _MAPPINGS or tag == "$defaultdict":
+        return [(_shown_key(key), item) for key, item in held]
+    return children(held) if tag in _SEQUENCES else None
+
+
+def tensor_of(node: Any) -> tuple[str, str] | None:
+    """The tag and the name of the tensor that a node stands for, if it stands for one."""
+    tag = _tag(node)
+    if tag == "$ndarray":
+        return tensor_of(node[tag])
+    return (tag, node[tag]) if tag in _TENSORS and isinstance(node[tag], str) else None
+
+
+def scalar(node: Any) -> Any:
+    """What a node that has no entries holds, as plainly as it can be shown.
+
+    Example:
+        >>> scalar({"$float": "nan"}), scalar({"$path": "/data"}), scalar(3)
+        ('nan', '/data', 3)
+    """
+    tag = _tag(node)
+    return node if tag is None else scalar(node[tag]) if tag != "$numpy" else scalar(node[tag][1])
+
+
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a node that has no entries itself, and empty containers, by path.
+
+    Example:
+        >>> list(leaves({"a": [1, {}], "b": {"$float": "inf"}}))
+        [('a/0', 1), ('a/1', {}), ('b', {'$float': 'inf'})]
+    """
+    entries = children(node)
+    if not entries:
+        yield path, node
+        return
+    for name, item in entries:
+        step = join_path(name)
+        yield from leaves(item, f"{path}/{step}" if path else step)
+
+
+def part_at(node: Any, keys: list[str]) -> Any:
+    """The node that ``keys`` lead to; ``None`` where they lead nowhere."""
+    for key in keys:
+        node = dict(children(node) or []).get(key)
+    return node
+
+
+def _shown_key(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    entries = children(key)
+    if entries is not None:
+        return "(" + ", ".join(_shown_key(item) for _, item in entries) + ")"
+    return str(scalar(key))

@@ -1,0 +1,190 @@
+"""What lies at a path: a checkpoint of ours, an interrupted save, something else, or nothing."""
+
+from __future__ import annotations
+
+import re
+
+import xxhash
+
+from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES
+from fsdp_core.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
+from fsdp_core.checkpoint.storage.writers import MARK
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = [
+    "fingerprint",
+    "holds_manifest",
+    "is_checkpoint",
+    "is_folder",
+    "is_interrupted",
+    "is_ours",
+    "manifest_bytes",
+    "read_manifest",
+    "save_id_in",
+    "save_id_of",
+]
+
+# A save names its files so; whatever in the folder is named otherwise is the user's own and is never removed.
+_OUR_FILES = re.compile(
+    r"(model|optimizer|state)/(?P<chunks>[0-9a-f]{12})-rank-\d{5,}\.safetensors"
+    r"|state-(?P<state>[0-9a-f]{12})\.(json|safetensors)|\.manifest-(?P<manifest>[0-9a-f]{12})\.tmp"
+    rf"|manifest\.json|{MARK}"
+)
+
+# What `fsdp checkpoint import` takes, by names of its files.
+_OTHERS = (
+    (re.compile(r"\.distcp$"), "one of torch.distributed.checkpoint, as Lightning's own sharded strategies write"),
+    (re.compile(r"rank-\d+-of-\d+\.pth$"), "the shards of torch_xla's FSDP, as Lightning's XLAFSDPStrategy writes"),
+    (re.compile(r"^[^/]+\.safetensors$"), "safetensors, as save_pretrained of transformers writes"),
+)
+
+
+def read_manifest(path: StrPath | Folder) -> Manifest:
+    """Read and check the manifest of a checkpoint; the files that it names are not looked at.
+
+    Args:
+        path: The checkpoint: a local path or an fsspec URL.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint, or none that this version can read.
+    """
+    folder = path if isinstance(path, Folder) else open_folder(path)
+    try:
+        kind = folder.kind()
+        if kind == "missing" or (kind == "link" and not folder.fs.exists(folder.root)):
+            raise CheckpointFormatError(f"no checkpoint at {folder}: there is nothing. Check the path.")
+        if kind == "file" or (kind == "link" and not folder.fs.isdir(folder.root)):
+            raise CheckpointFormatError(
+                f"{folder} is a file, but a sharded checkpoint is a folder with a {MANIFEST}.\n"
+                'If it is one of torch.save, such as Lightning\'s .ckpt (ours with state_dict_type="full" too), or of '
+                f"safetensors, type `fsdp checkpoint import {folder} NEW`, and give NEW."
+            )
+        size = folder.size(MANIFEST)
+        if size is None:
+            raise CheckpointFormatError(_explain_no_manifest(folder))
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {size} bytes, and no manifest is larger than {MAX_JSON_BYTES}")
+        return Manifest.from_json(folder.read(MANIFEST))
+    except CheckpointFormatError:
+        raise
+    except ValueError as error:
+        raise CheckpointFormatError(f"can't read {folder.path(MANIFEST)}: {error}") from error
+    except Exception as error:
+        # The clients of object stores have errors of their own, such as for credentials that are not there.
+        if folder.local and not isinstance(error, OSError):
+            raise
+        told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        raise CheckpointFormatError(f"can't read {folder}: {told}") from error
+
+
+def is_folder(path: StrPath) -> bool:
+    """Whether a folder is at a local path or fsspec URL: a sharded checkpoint is one, a full checkpoint is a file."""
+    folder = open_folder(path)
+    return bool(folder.fs.isdir(folder.root))
+
+
+def _explain_no_manifest(folder: Folder) -> str:
+    names = folder.files()
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    if not names:
+        return f"no checkpoint at {folder}: the folder is empty. Check the path."
+    if all(map(is_ours, names)):
+        return (
+            f"no complete checkpoint at {folder}: a save began and was interrupted before it was published "
+            f"(there is {shown}, but no {MANIFEST}). Load an earlier checkpoint."
+        )
+    others = [name for name in names if not is_ours(name)]
+    like = next((what for shape, what in _OTHERS if any(map(shape.search, others))), None)
+    remedy = (
+        "Check the path."
+        if like is None
+        else f"It looks like {like}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
+    )
+    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {shown}).\n{remedy}"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a save gives such names to its files.
+
+    Example:
+        >>> is_ours("model/0123456789ab-rank-00000.safetensors"), is_ours("model/weights.bin")
+        (True, False)
+    """
+    return _OUR_FILES.fullmatch(name) is not None
+
+
+def save_id_of(name: str) -> str | None:
+    """The id of the save that has given a file its name.
+
+    Example:
+        >>> save_id_of("model/0123456789ab-rank-00000.safetensors"), save_id_of("manifest.json")
+        ('0123456789ab', None)
+    """
+    found = _OUR_FILES.fullmatch(name)
+    return None if found is None else found["chunks"] or found["state"] or found["manifest"]
+
+
+def manifest_bytes(folder: Folder) -> bytes | None:
+    """The manifest as it stands there, whatever it says; ``None`` where there is none."""
+    try:
+        return None if folder.size(MANIFEST) is None else folder.read(MANIFEST)
+    except FileNotFoundError:
+        return None
+
+
+def save_id_in(manifest: bytes) -> str | None:
+    """The id of the save that a manifest is of, read without parsing what may be damaged or of another version."""
+    found = re.search(rb'"save_id"\s*:\s*"([0-9a-f]{12})"', manifest[:4096])
+    return None if found is None else found[1].decode()
+
+
+def fingerprint(manifest: bytes | None) -> str | None:
+    """What tells one manifest from another."""
+    return None if manifest is None else xxhash.xxh3_128_hexdigest(manifest)
+
+
+def is_interrupted(path: StrPath | Folder) -> bool:
+    """Whether a folder holds what an interrupted save or removal has left, or nothing, and no checkpoint of any kind.
+
+    Args:
+        path: A local path or an fsspec URL.
+    """
+    folder = path if isinstance(path, Folder) else open_folder(path)
+    if not folder.fs.isdir(folder.root):
+        return False
+    names = folder.files()
+    return MANIFEST not in names and all(map(is_ours, names))
+
+
+def is_checkpoint(path: StrPath) -> bool:
+    """Whether a complete checkpoint of this format lies at ``path``, in any format version.
+
+    Args:
+        path: A local path or an fsspec URL.
+
+    Returns:
+        ``True`` where a folder with a manifest of this format is; its tensors are not looked at.
+
+    Raises:
+        CheckpointFormatError: There is a manifest that this user may not read.
+    """
+    return holds_manifest(open_folder(path))
+
+
+def holds_manifest(folder: Folder) -> bool:
+    """Whether the folder has a manifest that says it is one of this format, readable or not by this version."""
+    try:
+        if not folder.fs.isdir(folder.root) or not 0 < (folder.size(MANIFEST) or 0) <= MAX_JSON_BYTES:
+            return False
+        # A manifest begins with the format's name; parsing all tensors is not needed to know.
+        beginning = folder.read(MANIFEST, 0, 256).decode(errors="replace")
+        return re.match(rf'\s*{{\s*"format"\s*:\s*"{FORMAT}"', beginning) is not None
+    except PermissionError as error:
+        raise unreadable(folder.path(MANIFEST), error) from error
+    except (OSError, CheckpointFormatError):
+        return False

@@ -1,0 +1,83 @@
+"""Removing a checkpoint, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import replace
+
+from fsdp_core.checkpoint.format.manifest import MANIFEST
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_ours, manifest_bytes, save_id_in, save_id_of
+from fsdp_core.checkpoint.storage.remedies import remedy
+from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writing
+from fsdp_core.errors import CheckpointError, CheckpointExistsError
+
+__all__ = ["remove"]
+
+
+def remove(path: StrPath) -> None:
+    """Remove a checkpoint: a folder of this format (also of an interrupted save), a single file, or a link to either.
+
+    The manifest goes first, so a removal that is interrupted leaves no half checkpoint that looks whole. A link is
+    removed, not what it points to. Files in the folder that no save has written stay there. Only one rank may call
+    this. If nothing is at the path, nothing happens.
+
+    Args:
+        path: A local path or an fsspec URL.
+
+    Raises:
+        CheckpointExistsError: A folder of anything else is at the path; nothing was removed.
+        CheckpointError: The file system refuses; what was removed by then stays removed, the manifest first.
+    """
+    folder = open_folder(path)
+    try:
+        _remove(folder)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"can't remove {folder}: {type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        ) from error
+
+
+def _remove(folder: Folder) -> None:
+    kind = folder.kind()
+    if kind == "missing":
+        return
+    if kind in ("file", "link"):
+        folder.remove_link_or_file()
+        return
+    remover = new_writer(secrets.token_hex(6))
+    with writing(remover):
+        with folder.locked():  # or a save might publish within this
+            names = folder.files()
+            if not holds_manifest(folder) and not (names and all(map(is_ours, names)) and MANIFEST not in names):
+                there = ", ".join(names[:5]) or "nothing"
+                raise CheckpointExistsError(
+                    f"{folder} is not a checkpoint of this format (in it: {there}), so it was not removed: "
+                    "check the path, or remove it by hand"
+                )
+            writers = [writer for name in names if (writer := writer_of(name)) is not None]
+            living = {writer.save_id for writer in writers if writer.standing() == "lives"}  # they are to be published
+            remover = replace(remover, replaces=save_id_in(manifest_bytes(folder) or b"") or remover.replaces)
+            if folder.local and not living and all(map(is_ours, names)) and _moved(folder, remover):
+                folder = replace(folder, root=os.path.join(os.path.dirname(folder.root), remover.partial))
+            else:
+                folder.mark(remover.mark)
+                folder.remove(MANIFEST)
+                names.append(remover.mark)
+        for name in sorted(names, key=lambda name: writer_of(name) is not None):
+            writer = writer_of(name)
+            if is_ours(name) and (save_id_of(name) if writer is None else writer.save_id) not in living:
+                folder.remove(name)
+        folder.remove_empty()
+
+
+def _moved(folder: Folder, remover: Writer) -> bool:
+    """Take the whole folder out of every search's way in one step, where that can be done."""
+    try:
+        os.rename(folder.root, os.path.join(os.path.dirname(folder.root), remover.partial))
+    except OSError:  # a mount point, or a parent that this user may not write to
+        return False
+    return True

@@ -1,0 +1,171 @@
+"""The files that a manifest names: each header parsed once, boxes of tensors read when they are asked for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, BinaryIO
+
+from fsdp_core.checkpoint.format.manifest import Manifest
+from fsdp_core.checkpoint.format.safetensors_header import FileTensor, parse_header
+from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.recognition import read_manifest
+from fsdp_core.checkpoint.storage.remedies import remedy
+from fsdp_core.errors import CheckpointFormatError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["StoredFiles"]
+
+_REMOTE_BLOCK_BYTES = 32 * 2**20
+_MAX_OPEN = 64  # a checkpoint of many ranks has more files than a process may hold open
+
+
+class StoredFiles:
+    """Reads the safetensors files of a checkpoint. Threads may share it.
+
+    Args:
+        folder: Where they are.
+        manifest: What names them, and their sizes.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._headers: dict[str, dict[str, FileTensor]] = {}
+        self._open: dict[str, BinaryIO] = {}
+        self._lock = threading.Lock()
+
+    def header(self, name: str) -> dict[str, FileTensor]:
+        """Where each tensor lies in a file.
+
+        Raises:
+            CheckpointFormatError: It is no safetensors file of the size that the manifest says.
+        """
+        if name not in self._headers:
+            size = self.manifest.files[name].size
+            self._headers[name] = parse_header(
+                lambda start, end: self.read_bytes(name, start, end), size, self.folder.path(name)
+            )
+        return self._headers[name]
+
+    def read_bytes(self, name: str, start: int, end: int) -> bytes:
+        """The bytes of a file from ``start`` to ``end``, or to where it ends.
+
+        Raises:
+            CheckpointFormatError: It can't be read any more.
+        """
+        try:
+            if name not in self._open:
+                return self.folder.read(name, start, end)
+            buffer = bytearray(end - start)
+            return bytes(buffer[: self._fill(name, memoryview(buffer), start)])
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+
+    def read(self, name: str, key: str, offsets: tuple[int, ...], out: Tensor) -> None:
+        """Read a box of a tensor in a file into ``out``, whatever its dtype, device and strides.
+
+        Raises:
+            CheckpointFormatError: The file is not what it was when the load began.
+        """
+        from fsdp_core.checkpoint.format.safetensors_file import read_box
+
+        read_box(lambda buffer, start: self.fill(name, key, buffer, start), self.place(name, key), offsets, out)
+
+    def place(self, name: str, key: str) -> FileTensor:
+        """Where a tensor lies in a file.
+
+        Raises:
+            CheckpointFormatError: The file does not hold it any more.
+        """
+        source = self.header(name).get(key)
+        if source is None:
+            raise CheckpointFormatError(self._changed(name, f"it holds no {key!r}"))
+        return source
+
+    def fill(self, name: str, key: str, buffer: memoryview, start: int) -> None:
+        """Fill a buffer with the bytes of a file from ``start`` on, for the tensor ``key``.
+
+        Raises:
+            CheckpointFormatError: The file has become shorter since the load began, or can't be read any more.
+        """
+        try:
+            filled = self._fill(name, buffer, start)
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+        if filled != len(buffer):
+            raise CheckpointFormatError(
+                self._changed(name, f"it ended before byte {start + len(buffer)} while {key!r} was read")
+            )
+
+    def _unreadable(self, name: str, error: OSError) -> CheckpointFormatError:
+        if isinstance(error, FileNotFoundError) or error.errno == errno.ESTALE:
+            return CheckpointFormatError(self._changed(name, "it is gone"))
+        told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        return CheckpointFormatError(f"can't read {self.folder.path(name)}: {told}")
+
+    def _changed(self, name: str, fault: str) -> str:
+        try:
+            replaced = read_manifest(self.folder).save_id != self.manifest.save_id
+        except CheckpointFormatError:
+            replaced = True
+        if replaced:
+            return (
+                f"another run has replaced or removed {self.folder} since the load began ({fault}), so what was being "
+                "filled may be filled in part. Load again."
+            )
+        return (
+            f"{self.folder.path(name)}: {fault}; it was changed since the load began, so what was being filled may be "
+            "filled in part. Load again, or load an earlier checkpoint."
+        )
+
+    def keep_open(self) -> None:
+        """Open the files for as long as this object lives: whoever removes them removes their names alone.
+
+        A local POSIX filesystem alone has that. A process may not hold many open: of a checkpoint of more than 64 files
+        none is kept, nor where the process has no room for them.
+        """
+        names = [name for name in self.manifest.files if name.endswith(".safetensors")]
+        if self.folder.local and os.name == "posix" and len(names) <= _MAX_OPEN:
+            with self._lock:
+                try:
+                    for name in names:
+                        self._stream(name)
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    while self._open:  # whoever needs them opens them then
+                        self._open.popitem()[1].close()
+
+    def _fill(self, name: str, buffer: memoryview, start: int) -> int:
+        filled = 0
+        if not self.folder.local:
+            while filled < len(buffer):
+                end = min(start + len(buffer), start + filled + _REMOTE_BLOCK_BYTES)
+                data = self.folder.read(name, start + filled, end)
+                buffer[filled : filled + len(data)] = data
+                filled += len(data)
+                if not data:
+                    break
+            return filled
+        with self._lock:
+            stream = self._stream(name)
+            stream.seek(start)
+            # One read of the operating system gives at most 2 GiB.
+            while filled < len(buffer) and (count := stream.readinto(buffer[filled:])):  # type: ignore[attr-defined]
+                filled += count
+        return filled
+
+    def _stream(self, name: str) -> BinaryIO:
+        stream = self._open.pop(name, None)
+        if stream is None:
+            if len(self._open) >= _MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()  # the one that was not read for the longest time
+            stream = open(self.folder.path(name), "rb", buffering=0)  # noqa: SIM115 (closed above or below)
+            weakref.finalize(self, stream.close)
+        self._open[name] = stream
+        return stream

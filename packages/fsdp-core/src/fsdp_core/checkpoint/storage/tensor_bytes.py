@@ -1,0 +1,201 @@
+"""The bytes of stored tensors, a few MiB at a time and without torch: what is copied needs no tensor library."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import xxhash
+
+from fsdp_core.checkpoint.format.manifest import StoredChunk
+from fsdp_core.checkpoint.format.safetensors_header import build_header
+from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
+from fsdp_core.checkpoint.storage.recognition import read_manifest
+from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+from fsdp_core.state.boxes import copy_into, cut, overlap
+from fsdp_core.state.coverage import Box
+from fsdp_core.state.dtype_names import ITEM_BYTES
+
+__all__ = ["BLOCK_BYTES", "BytesSource", "TensorBytes", "open_files", "write_sources"]
+
+BLOCK_BYTES = 4 * 2**20
+"""The most bytes of one tensor that are read at once from a local disk."""
+
+_REMOTE_BLOCK_BYTES = 16 * 2**20  # each read is a request
+
+
+@dataclass(frozen=True, kw_only=True)
+class BytesSource:
+    """A tensor whose bytes are read when they are written on.
+
+    Attributes:
+        shape: Its shape.
+        dtype_name: Its dtype by name.
+        blocks: Begins to read it: bytes that follow one another in row-major order.
+    """
+
+    shape: tuple[int, ...]
+    dtype_name: str
+    blocks: Callable[[], Iterator[bytearray]] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
+
+
+def open_files(path: StrPath) -> StoredFiles:
+    """The files of a checkpoint, of which only the manifest has been read.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint, or none that this version can read.
+    """
+    folder = open_folder(path)
+    return StoredFiles(folder, read_manifest(folder))
+
+
+class TensorBytes:
+    """Reads boxes of the tensors of a checkpoint.
+
+    Args:
+        files: Its files.
+    """
+
+    def __init__(self, files: StoredFiles) -> None:
+        self.files = files
+        self.manifest = files.manifest
+        self.block_bytes = BLOCK_BYTES if files.folder.local else _REMOTE_BLOCK_BYTES
+
+    def read(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> bytearray:
+        """The bytes of a box of a tensor, in row-major order.
+
+        Raises:
+            CheckpointFormatError: A file is not what its manifest says.
+        """
+        stored = self.manifest.tensors[key]
+        item = ITEM_BYTES[stored.dtype_name]
+        wanted: Box = tuple(offsets), tuple(lengths)
+        out = bytearray(math.prod(lengths) * item)
+        for chunk in stored.chunks:
+            common = overlap((chunk.offsets, chunk.lengths), wanted)
+            if common is None:
+                continue
+            for span in _contiguous(chunk, common):
+                at = tuple(a - b for a, b in zip(span[0], offsets, strict=True))
+                self._read_span(chunk, span, item, memoryview(out), tuple(lengths), at)
+        return out
+
+    def _read_span(
+        self, chunk: StoredChunk, span: Box, item: int, out: memoryview, shape: tuple[int, ...], at: tuple[int, ...]
+    ) -> None:
+        first = 0
+        for offset, begin, length in zip(span[0], chunk.offsets, chunk.lengths, strict=True):
+            first = first * length + offset - begin
+        start = self.files.place(chunk.file, chunk.key).start + first * item
+        if span[1] == shape:
+            self.files.fill(chunk.file, chunk.key, out, start)
+            return
+        part = memoryview(bytearray(math.prod(span[1]) * item))
+        self.files.fill(chunk.file, chunk.key, part, start)
+        copy_into(out, shape, at, part, item, span[1])
+
+    def source(self, key: str, rows: tuple[int, int] | None = None, *, dtype_name: str | None = None) -> BytesSource:
+        """A tensor to write on.
+
+        Args:
+            key: Its key in the manifest.
+            rows: The first row to take and the one after the last; all when ``None``.
+            dtype_name: The dtype to convert it to, which imports torch; its own when ``None``.
+        """
+        stored = self.manifest.tensors[key]
+        shape = stored.shape if rows is None else (rows[1] - rows[0], *stored.shape[1:])
+        wanted = dtype_name or stored.dtype_name
+
+        def blocks() -> Iterator[bytearray]:
+            first = 0 if rows is None else rows[0]
+            for offsets, lengths in cut(shape, ITEM_BYTES[stored.dtype_name], self.block_bytes):
+                begin = (first + offsets[0], *offsets[1:]) if offsets else ()
+                block = self.read(key, begin, lengths)
+                yield block if wanted == stored.dtype_name else _converted(block, stored.dtype_name, wanted)
+
+        return BytesSource(shape=shape, dtype_name=wanted, blocks=blocks)
+
+    def small_source(self, name: str) -> BytesSource:
+        """A tensor of the plain data to write on, by the name that the plain data has for it."""
+        state_tensors = self.manifest.state_tensors
+        assert state_tensors is not None
+        place = self.files.place(state_tensors, name)
+
+        def blocks() -> Iterator[bytearray]:
+            for begin in range(0, place.nbytes, self.block_bytes):
+                block = bytearray(min(self.block_bytes, place.nbytes - begin))
+                self.files.fill(state_tensors, name, memoryview(block), place.start + begin)
+                yield block
+
+        return BytesSource(shape=place.shape, dtype_name=place.dtype_name, blocks=blocks)
+
+    def copied(self, name: str) -> Iterator[bytes]:
+        """The bytes of a whole file."""
+        size = self.manifest.files[name].size
+        for start in range(0, size, self.block_bytes):
+            yield self.files.read_bytes(name, start, min(start + self.block_bytes, size))
+
+
+def _contiguous(chunk: StoredChunk, box: Box) -> Iterator[Box]:
+    """The parts of a box that are each one run of bytes in a chunk."""
+    offsets, lengths = box
+    axis = len(lengths)
+    while axis > 0 and lengths[axis - 1] == chunk.lengths[axis - 1]:
+        axis -= 1
+    axis = max(axis - 1, 0)
+    for outer in itertools.product(*(range(o, o + n) for o, n in zip(offsets[:axis], lengths[:axis], strict=True))):
+        yield (*outer, *offsets[axis:]), (*(1,) * axis, *lengths[axis:])
+
+
+def _converted(block: bytearray, dtype_name: str, wanted: str) -> bytearray:
+    import torch
+
+    from fsdp_core.state.dtypes import DTYPES
+
+    source = torch.frombuffer(block, dtype=DTYPES[dtype_name])
+    out = bytearray(source.numel() * ITEM_BYTES[wanted])
+    torch.frombuffer(out, dtype=DTYPES[wanted]).copy_(source)
+    return out
+
+
+def write_sources(
+    stream: BinaryIO,
+    sources: Mapping[str, BytesSource],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> tuple[int, str]:
+    """Write tensors into ``stream`` as one safetensors file, a block at a time.
+
+    Args:
+        stream: A binary stream opened for writing.
+        sources: The tensors by the name that they get in the file.
+        metadata: Strings to note in the file.
+        on_bytes: Called with a number of bytes whenever these have been written.
+
+    Returns:
+        The number of bytes written, and their checksum (xxh3, 64 bits, as 16 hexadecimal digits).
+
+    Raises:
+        CheckpointValueError: There are more tensors than a safetensors header can hold.
+    """
+    shapes = {name: (source.shape, source.dtype_name) for name, source in sources.items()}
+    header, names = build_header(shapes, metadata)
+    stream.write(header)
+    digest, size = xxhash.xxh3_64(header), len(header)
+    for name in names:
+        for block in sources[name].blocks():
+            digest.update(block)
+            stream.write(block)
+            size += len(block)
+            if on_bytes is not None:
+                on_bytes(len(block))
+    return size, digest.hexdigest()

@@ -1,0 +1,289 @@
+"""What differs between two checkpoints, whatever strategy and world size saved each; read a block at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_core.checkpoint.format.manifest import Manifest
+from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.plain_json import children, leaves, read_plain, scalar, tensor_of
+from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+from fsdp_core.checkpoint.storage.tensor_bytes import BLOCK_BYTES, TensorBytes, open_files
+from fsdp_core.checkpoint.tools.conversion import OnProgress, counter
+from fsdp_core.checkpoint.verifying import find_damage, refuse_damage
+from fsdp_core.errors import CheckpointValueError
+from fsdp_core.state.boxes import cut
+from fsdp_core.state.dtype_names import ITEM_BYTES
+
+__all__ = ["MISSING", "Differences", "TensorDifference", "compare"]
+
+MISSING = "(missing)"
+"""What stands for plain data that one side does not have."""
+
+_FACTS = ("strategy", "world_size", "versions", "created")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDifference:
+    """How a tensor of one checkpoint differs from that of the same name in the other.
+
+    Attributes:
+        key: Its key, such as ``model/wte.weight``.
+        shapes: Its shapes.
+        dtypes: Its dtypes, by name.
+        count: How many elements differ; ``None`` where the shapes do, so that nothing can be compared.
+        first: The index of the first that does, in row-major order.
+        values: What the two have there.
+        max_abs: The largest difference of two elements; infinite where one is finite and the other is not.
+    """
+
+    key: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    count: int | None = None
+    first: tuple[int, ...] | None = None
+    values: tuple[Any, Any] | None = None
+    max_abs: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """What differs between two checkpoints, A and B.
+
+    Attributes:
+        facts: What their manifests say of who saved, where that differs: it makes no difference to the content.
+        only_a: Tensors that only A has, by key.
+        only_b: Tensors that only B has.
+        tied: Names that both have and that are tied otherwise in each, with the names that they are tied to in each.
+        tensors: Tensors that both have, and that differ.
+        plain: Plain data that differs: its path, and what A and B have there; :data:`MISSING` on a side without it.
+        compared: How many tensors both have.
+    """
+
+    facts: Mapping[str, tuple[Any, Any]]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    tied: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+    tensors: tuple[TensorDifference, ...]
+    plain: Mapping[str, tuple[Any, Any]]
+    compared: int
+
+    def __bool__(self) -> bool:
+        """Whether their content differs."""
+        return bool(self.only_a or self.only_b or self.tied or self.tensors or self.plain)
+
+
+@begins_anew("a", "b")
+def compare(
+    a: StrPath, b: StrPath, *, rtol: float = 0.0, atol: float = 0.0, on_progress: OnProgress | None = None
+) -> Differences:
+    """Compare two checkpoints: names, shapes, dtypes and values of all tensors, tied names, and the plain data.
+
+    Strategies and world sizes may differ: tensors are compared as wholes, a few MiB at a time. A NaN equals a NaN, and
+    -0.0 equals 0.0. Dicts, lists and tuples of the plain data are compared by what they hold. torch is imported only
+    when there is a tensor whose bytes differ.
+
+    Args:
+        a: A checkpoint: a local path or an fsspec URL.
+        b: Another.
+        rtol: Elements that differ by at most ``atol + rtol * abs(b)`` are taken for equal, floats in the plain data
+            too.
+        atol: As above.
+        on_progress: Called as the work goes on.
+
+    Returns:
+        What differs; false where the content is the same.
+
+    Raises:
+        CheckpointFormatError: One of them can't be read, or a file is missing or has another size than it should.
+        CheckpointValueError: A tolerance is negative.
+    """
+    if not (rtol >= 0 and atol >= 0):
+        raise CheckpointValueError(f"no tolerance is negative: rtol={rtol}, atol={atol}; pass 0 or more")
+    sides = [open_files(a), open_files(b)]
+    for files in sides:
+        refuse_damage(files.folder, find_damage(files, files.manifest.files, checksums=False))
+    plain = [dict(leaves(read_plain(files))) for files in sides]
+    tensors = [_tensors(files, found) for files, found in zip(sides, plain, strict=True)]
+    ties = [_ties(files.manifest) for files in sides]
+    both = [key for key in tensors[0] if key in tensors[1] and not _is_further_name(key, *sides)]
+    on_bytes = counter(sum(tensors[0][key].nbytes for key in both), on_progress)
+    differences = []
+    for key in both:
+        if (found := _compare(key, tensors[0][key], tensors[1][key], rtol, atol)) is not None:
+            differences.append(found)
+        on_bytes(tensors[0][key].nbytes)
+    return Differences(
+        facts={
+            fact: (getattr(sides[0].manifest, fact), getattr(sides[1].manifest, fact))
+            for fact in _FACTS
+            if getattr(sides[0].manifest, fact) != getattr(sides[1].manifest, fact)
+        },
+        only_a=tuple(key for key in tensors[0] if key not in tensors[1]),
+        only_b=tuple(key for key in tensors[1] if key not in tensors[0]),
+        tied={
+            name: (ties[0].get(name, ()), ties[1].get(name, ()))
+            for name in sorted({*ties[0], *ties[1]})
+            if name in tensors[0] and name in tensors[1] and ties[0].get(name, ()) != ties[1].get(name, ())
+        },
+        tensors=tuple(differences),
+        plain=dict(_plain(plain[0], plain[1], rtol, atol)),
+        compared=len(both),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tensor:
+    """A tensor to compare.
+
+    Attributes:
+        shape: Its shape.
+        dtype_name: Its dtype by name.
+        read: Gives the bytes of a box. Boxes are asked for in row-major order; the last argument counts the elements
+            before the box.
+    """
+
+    shape: tuple[int, ...]
+    dtype_name: str
+    read: Callable[[tuple[int, ...], tuple[int, ...], int], bytearray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
+
+
+def _tensors(files: StoredFiles, plain: Mapping[str, Any]) -> dict[str, _Tensor]:
+    manifest, reader = files.manifest, TensorBytes(files)
+
+    def stored(key: str) -> _Tensor:
+        tensor = manifest.tensors[key]
+        return _Tensor(
+            shape=tensor.shape,
+            dtype_name=tensor.dtype_name,
+            read=lambda offsets, lengths, before: reader.read(key, offsets, lengths),
+        )
+
+    found = {key: stored(key) for key in manifest.tensors}
+    found |= {alias: stored(key) for alias, key in manifest.aliases.items()}
+    for path, node in plain.items():
+        tensor = tensor_of(node)
+        if tensor is not None and tensor[0] == "$tensor":
+            found[path] = _small(files, tensor[1])
+    return found
+
+
+def _small(files: StoredFiles, name: str) -> _Tensor:
+    assert files.manifest.state_tensors is not None
+    file = files.manifest.state_tensors
+    place = files.place(file, name)
+    item = ITEM_BYTES[place.dtype_name]
+
+    def read(offsets: tuple[int, ...], lengths: tuple[int, ...], before: int) -> bytearray:
+        block = bytearray(math.prod(lengths) * item)
+        files.fill(file, name, memoryview(block), place.start + before * item)
+        return block
+
+    return _Tensor(shape=place.shape, dtype_name=place.dtype_name, read=read)
+
+
+def _ties(manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    """The names that each tied name is tied to."""
+    groups: dict[str, set[str]] = {}
+    for alias, key in manifest.aliases.items():
+        groups.setdefault(key, {key}).add(alias)
+    return {name: tuple(sorted(group - {name})) for group in groups.values() for name in group}
+
+
+def _is_further_name(key: str, a: StoredFiles, b: StoredFiles) -> bool:
+    """Whether it stands for the same other name in both, under which it is compared."""
+    return key in a.manifest.aliases and a.manifest.aliases[key] == b.manifest.aliases.get(key)
+
+
+def _compare(key: str, a: _Tensor, b: _Tensor, rtol: float, atol: float) -> TensorDifference | None:
+    same_type = a.dtype_name == b.dtype_name
+    unlike = {"key": key, "shapes": (a.shape, b.shape), "dtypes": (a.dtype_name, b.dtype_name)}
+    if a.shape != b.shape:
+        return TensorDifference(**unlike)  # type: ignore[arg-type]
+    count, before, most = 0, 0, 0.0
+    first: int | None = None
+    values: tuple[Any, Any] | None = None
+    item = max(ITEM_BYTES[a.dtype_name], ITEM_BYTES[b.dtype_name])
+    for offsets, lengths in cut(a.shape, item, BLOCK_BYTES):
+        blocks = a.read(offsets, lengths, before), b.read(offsets, lengths, before)
+        if not (same_type and blocks[0] == blocks[1]):
+            seen = _compare_blocks(blocks, (a.dtype_name, b.dtype_name), rtol, atol)
+            if seen.count and first is None:
+                first, values = before + seen.first, seen.values
+            count, most = count + seen.count, max(most, seen.max_abs)
+        before += math.prod(lengths)
+    if same_type and not count:
+        return None
+    index = None if first is None else _index(first, a.shape)
+    return TensorDifference(count=count, first=index, values=values, max_abs=most, **unlike)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    count: int
+    first: int = 0
+    values: tuple[Any, Any] | None = None
+    max_abs: float = 0.0
+
+
+def _compare_blocks(blocks: tuple[bytearray, bytearray], dtypes: tuple[str, str], rtol: float, atol: float) -> _Seen:
+    import torch
+
+    from fsdp_core.state.dtypes import DTYPES
+
+    given = [torch.frombuffer(block, dtype=DTYPES[name]) for block, name in zip(blocks, dtypes, strict=True)]
+    wide = torch.complex128 if any(tensor.is_complex() for tensor in given) else torch.float64
+    x, y = (tensor.to(wide) for tensor in given)
+    inexact = any(tensor.is_floating_point() or tensor.is_complex() for tensor in given)
+    if inexact or rtol or atol:
+        unequal = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+    elif dtypes[0] == dtypes[1]:
+        # float64 does not hold every int64, and torch compares unsigned integers of some widths only.
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ITEM_BYTES[dtypes[0]]]
+        unequal = given[0].view(width) != given[1].view(width)
+    else:
+        unequal = given[0].to(torch.int64) != given[1].to(torch.int64)
+    count = int(unequal.sum())
+    if not count:
+        return _Seen(count=0)
+    first = int(unequal.to(torch.uint8).argmax())
+    gaps = (x - y).abs()[unequal].nan_to_num(nan=math.inf, posinf=math.inf)
+    values = given[0][first].item(), given[1][first].item()
+    return _Seen(count=count, first=first, values=values, max_abs=float(gaps.max()))
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.insert(0, at)
+    return tuple(index)
+
+
+def _plain(
+    a: Mapping[str, Any], b: Mapping[str, Any], rtol: float, atol: float
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for path in [*a, *(path for path in b if path not in a)]:
+        if path not in a or path not in b:
+            here, there = (scalar(side[path]) if path in side else MISSING for side in (a, b))
+            yield path, (here, there)
+        elif not _is_equal(a[path], b[path], rtol, atol):
+            yield path, (scalar(a[path]), scalar(b[path]))
+
+
+def _is_equal(a: Any, b: Any, rtol: float, atol: float) -> bool:
+    if tensor_of(a) is not None and tensor_of(b) is not None:
+        return True  # compared as tensors
+    if children(a) == [] == children(b):
+        return True
+    if any(type(value) is bool or not isinstance(value, (int, float)) for value in (a, b)):
+        return type(a) is type(b) and a == b
+    return bool(a == b or abs(a - b) <= atol + rtol * abs(b))

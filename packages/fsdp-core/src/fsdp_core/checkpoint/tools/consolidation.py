@@ -1,0 +1,287 @@
+"""A sharded model as files that others read: one safetensors file, or a folder as Hugging Face lays it out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_core.checkpoint.format.paths import split_path
+from fsdp_core.checkpoint.storage.atomic import check_apart, check_file, check_folder, new_file, new_folder
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath
+from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, tensor_of
+from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
+from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
+from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError, MissingKeyError
+
+__all__ = ["Consolidated", "consolidate_huggingface", "consolidate_safetensors"]
+
+_HUGGING_FACE = r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json"
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consolidated:
+    """What has been written.
+
+    Attributes:
+        files: The files, relative to the folder; of one file, its own name.
+        tensors: How many tensors are in them.
+        nbytes: The size of these tensors in bytes.
+        aliases: Further names of tied parameters that are not in the files, each with the name that is.
+        left_out: Names in the model's state that are not in the files, each with the reason.
+    """
+
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    aliases: Mapping[str, str]
+    left_out: Mapping[str, str]
+
+
+@begins_anew("path")
+def consolidate_safetensors(
+    path: StrPath,
+    out: StrPath,
+    *,
+    key: str | None = None,
+    strip_prefix: str = "",
+    dtype: str | None = None,
+    copy_tied: bool = False,
+    overwrite: bool = False,
+    verify: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Consolidated:
+    """Write a model of a checkpoint into one safetensors file, under the names of the module.
+
+    A few MiB are in memory at once, and torch is imported only for ``dtype``.
+
+    A safetensors file holds no two tensors that share memory, so a tied parameter is in it once, under the first of
+    its names. The file's metadata lists the others, ``{"lm_head.weight": "wte.weight"}``, as
+    ``safetensors.torch.save_model`` does; ``safetensors.torch.load_model`` fills them.
+
+    Args:
+        path: The checkpoint: a local path or an fsspec URL.
+        out: The file to write: a local path or an fsspec URL.
+        key: The model's path in the state; may be left out where there is one model.
+        strip_prefix: Take the tensors whose names begin so, and leave that off; such as ``"model."``, for what a
+            LightningModule holds as ``self.model``.
+        dtype: Convert floating-point tensors to this dtype, such as ``"bfloat16"``.
+        copy_tied: Whether to write a tied parameter under each of its names.
+        overwrite: Whether to replace a file at ``out``, once the new one is complete.
+        verify: Whether to compare the files that are read with their checksums first.
+        on_progress: Called as the work goes on.
+
+    Returns:
+        What has been written.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
+        CheckpointMismatchError: It holds no such model, or nothing in it begins with the prefix.
+        CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
+        CheckpointError: The file can't be written.
+    """
+    files = open_files(path)
+    check_apart(out, files.folder)
+    check_file(out, overwrite=overwrite)
+    weights = _Weights(files, key, strip_prefix, dtype, copy_tied)
+    on_bytes = counter(weights.prepare(verify=verify), on_progress)
+    weights.verify(verify, on_bytes)
+    with new_file(out) as stream:
+        write_sources(stream, weights.sources, metadata=weights.aliases, on_bytes=on_bytes)
+    return weights.report([os.path.basename(os.fspath(out))])
+
+
+@begins_anew("path")
+def consolidate_huggingface(
+    path: StrPath,
+    out: StrPath,
+    *,
+    key: str | None = None,
+    strip_prefix: str = "",
+    dtype: str | None = None,
+    copy_tied: bool = False,
+    max_shard_size: int = 5 * 10**9,
+    config: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Consolidated:
+    """Write a model of a checkpoint into a folder that ``from_pretrained`` of Hugging Face's libraries reads.
+
+    It holds ``model.safetensors``, or several shards and ``model.safetensors.index.json``. Tied parameters are in it
+    once, as ``save_pretrained`` has it; ``from_pretrained`` ties them again by the model's configuration.
+
+    Args:
+        path: As in :func:`consolidate_safetensors`.
+        out: The folder to write: a local path or an fsspec URL.
+        key: As in :func:`consolidate_safetensors`.
+        strip_prefix: As there.
+        dtype: As there.
+        copy_tied: As there.
+        max_shard_size: How many bytes of tensors a file may hold; a tensor that is larger has a file of its own.
+        config: A local ``config.json`` to copy into the folder.
+        overwrite: Whether to replace such a folder, once the new one is complete.
+        verify: As there.
+        on_progress: As there.
+
+    Returns:
+        What has been written.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
+        CheckpointMismatchError: It holds no such model, or nothing in it begins with the prefix.
+        CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
+        CheckpointValueError: ``config`` is not a JSON file.
+        CheckpointError: The folder can't be written.
+    """
+    files = open_files(path)
+    check_apart(out, files.folder)
+    check_folder(out, overwrite=overwrite, ours=_HUGGING_FACE)
+    if config is not None:
+        _check_config(config)
+    weights = _Weights(files, key, strip_prefix, dtype, copy_tied)
+    on_bytes = counter(weights.prepare(verify=verify), on_progress)
+    shards = _shards(weights.sources, max_shard_size)
+    weights.verify(verify, on_bytes)
+    with new_folder(out) as folder:
+        for name, shard in shards.items():
+            with folder.writing(name) as stream:
+                write_sources(stream, shard, on_bytes=on_bytes)
+        written = list(shards)
+        if len(shards) > 1:
+            weight_map = {tensor: name for name, shard in shards.items() for tensor in shard}
+            _write_json(
+                folder,
+                "model.safetensors.index.json",
+                {"metadata": {"total_size": weights.nbytes}, "weight_map": dict(sorted(weight_map.items()))},
+            )
+            written.append("model.safetensors.index.json")
+        if config is not None:
+            with open(config, "rb") as source, folder.writing("config.json") as stream:
+                shutil.copyfileobj(source, stream)
+            written.append("config.json")
+    return weights.report(written)
+
+
+class _Weights:
+    """The tensors of one model, by the names under which they are to be written."""
+
+    def __init__(
+        self, files: StoredFiles, key: str | None, strip_prefix: str, dtype: str | None, copy_tied: bool
+    ) -> None:
+        check_dtype(dtype)
+        self.files = files
+        self.sources: dict[str, BytesSource] = {}
+        self.aliases: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        self._keys: set[str] = set()
+        first: dict[str, str] = {}
+        reader = TensorBytes(files)
+        outside = 0
+        for given, node in children(self._part(key)) or []:
+            if not given.startswith(strip_prefix):
+                self.left_out[given] = f"does not begin with {strip_prefix!r}"
+                outside += 1
+                continue
+            name, tensor = given.removeprefix(strip_prefix), tensor_of(node)
+            if tensor is None:
+                self.left_out[given] = "is no tensor"
+                continue
+            stored = files.manifest.aliases.get(tensor[1], tensor[1])
+            if stored in first and not copy_tied:
+                self.aliases[name] = first[stored]
+                continue
+            first.setdefault(stored, name)
+            self._keys.add(stored)
+            floating = files.manifest.tensors[stored].dtype_name in FLOATING
+            self.sources[name] = reader.source(stored, dtype_name=dtype if floating else None)
+        if not self.sources:
+            names = list(self.left_out)
+            shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+            begin = f" that begins with {strip_prefix!r}" if outside else ""
+            raise CheckpointMismatchError(
+                f"the model in {files.folder} has no tensor{begin}; it has {shown or 'nothing'}.\n"
+                "Pass another prefix (--strip-prefix), or another model's path (--key)."
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors that are to be written."""
+        return sum(source.nbytes for source in self.sources.values())
+
+    def _part(self, key: str | None) -> object:
+        manifest = self.files.manifest
+        models = {path: split_path(path) for path, kind in manifest.kinds.items() if kind == "model"}
+        shown = ", ".join(repr("/".join(keys)) for keys in models.values()) or "none"
+        if key is None and len(models) != 1:
+            raise CheckpointMismatchError(
+                f"{self.files.folder} holds {len(models)} models ({shown}): say which one, by key= (--key)"
+            )
+        wanted = next(iter(models)) if key is None else key
+        keys = next((keys for path, keys in models.items() if wanted in (path, "/".join(keys))), None)
+        if keys is None:
+            raise MissingKeyError(
+                f"no model under {key!r} in {self.files.folder}. Models in it: {shown}; pass one as key= (--key)"
+            )
+        part: object = part_at(read_plain(self.files), keys)
+        return part
+
+    def _needed(self) -> list[str]:
+        tensors, manifest = self.files.manifest.tensors, self.files.manifest
+        named = {chunk.file for key in self._keys for chunk in tensors[key].chunks} | {manifest.state_file}
+        return [name for name in manifest.files if name in named]
+
+    def prepare(self, *, verify: bool) -> int:
+        """How many bytes are to be read for verifying, and to be written."""
+        verified = sum(self.files.manifest.files[name].size for name in self._needed()) if verify else 0
+        return self.nbytes + verified
+
+    def verify(self, checksums: bool, on_bytes: Callable[[int], None]) -> None:
+        """Refuse to go on with files that are damaged."""
+        refuse_damaged(self.files, self._needed(), checksums=checksums, on_bytes=on_bytes)
+
+    def report(self, written: Sequence[str]) -> Consolidated:
+        """What has been written."""
+        return Consolidated(
+            files=tuple(written),
+            tensors=len(self.sources),
+            nbytes=self.nbytes,
+            aliases=self.aliases,
+            left_out=self.left_out,
+        )
+
+
+def _shards(sources: Mapping[str, BytesSource], most: int) -> dict[str, dict[str, BytesSource]]:
+    if most < 1:
+        raise CheckpointValueError(f"a file can't hold {most} bytes of tensors; pass a max_shard_size of 1 or more")
+    groups: list[dict[str, BytesSource]] = [{}]
+    size = 0
+    for name, source in sources.items():
+        if groups[-1] and source.nbytes and size + source.nbytes > most:
+            groups.append({})
+            size = 0
+        groups[-1][name] = source
+        size += source.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _check_config(config: str | os.PathLike[str]) -> None:
+    try:
+        with open(config, encoding="utf-8") as stream:
+            found = json.load(stream)
+    except (OSError, ValueError) as error:
+        raise CheckpointValueError(f"can't read the configuration {os.fspath(config)}: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointValueError(f"{os.fspath(config)} is no model's configuration: it holds no JSON object")
+
+
+def _write_json(folder: Folder, name: str, content: object) -> None:
+    with folder.writing(name) as stream:
+        stream.write((json.dumps(content, indent=2) + "\n").encode())

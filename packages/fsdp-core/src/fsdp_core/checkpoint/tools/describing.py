@@ -1,0 +1,131 @@
+"""What is in a checkpoint, told without reading a tensor and without importing torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fsdp_core.checkpoint.format.manifest import FORMAT_VERSION, Manifest
+from fsdp_core.checkpoint.format.paths import join_path, split_path
+from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, scalar, tensor_of
+from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.tensor_bytes import open_files
+
+__all__ = ["describe", "part_of"]
+
+_LONGEST = 200
+
+
+@begins_anew("path")
+def describe(path: StrPath) -> dict[str, Any]:
+    """Tell what is in a checkpoint: who saved it, its tensors, its files and its plain data, without reading a tensor.
+
+    Args:
+        path: A local path or an fsspec URL.
+
+    Returns:
+        Plain data, as ``fsdp checkpoint inspect --json`` prints it; the documentation of the command has its keys.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint that can be read.
+    """
+    files = open_files(path)
+    manifest = files.manifest
+    return {
+        "path": str(files.folder),
+        "format_version": FORMAT_VERSION,
+        "save_id": manifest.save_id,
+        "created": manifest.created,
+        "strategy": manifest.strategy,
+        "world_size": manifest.world_size,
+        "versions": dict(manifest.versions),
+        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "parts": _parts(manifest),
+        "tensors": {
+            key: {
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype_name,
+                "bytes": tensor.nbytes,
+                "chunks": len(tensor.chunks),
+            }
+            for key, tensor in manifest.tensors.items()
+        },
+        "aliases": dict(manifest.aliases),
+        "plain": list(_plain(read_plain(files), manifest.kinds)),
+        "files": {name: {"bytes": entry.size, "checksum": entry.checksum} for name, entry in manifest.files.items()},
+    }
+
+
+def part_of(key: str, kinds: Mapping[str, str]) -> str | None:
+    """The path of the model or optimizer that a tensor belongs to, if it belongs to one.
+
+    Example:
+        >>> part_of("optimizer/0/weight/exp_avg", {"model": "model", "optimizer/0": "optimizer"})
+        'optimizer/0'
+    """
+    keys = key.split("/")
+    return next((path for path in kinds if path.split("/") == keys[: path.count("/") + 1]), None)
+
+
+def _parts(manifest: Manifest) -> list[dict[str, Any]]:
+    parts: dict[str | None, dict[str, Any]] = {
+        path: {"path": "/".join(split_path(path)), "kind": kind, "tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}}
+        for path, kind in manifest.kinds.items()
+    }
+    for key, tensor in manifest.tensors.items():
+        part = parts.setdefault(
+            part_of(key, manifest.kinds),
+            {"path": None, "kind": "state", "tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}},
+        )
+        elements = math.prod(tensor.shape)
+        part["tensors"] += 1
+        part["elements"] += elements
+        part["bytes"] += tensor.nbytes
+        part["dtypes"][tensor.dtype_name] = part["dtypes"].get(tensor.dtype_name, 0) + elements
+    return list(parts.values())
+
+
+def _plain(state: Any, kinds: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """One entry for each value at the first two levels that is no model's or optimizer's, and for each param group."""
+    for name, node in children(state) or []:
+        path = join_path(name)
+        inner = children(node)
+        if path in kinds:
+            continue
+        if inner is None or (isinstance(node, list) and not _within(path, kinds)):
+            yield _entry(path, node)
+            continue
+        for step, item in inner:
+            deeper = f"{path}/{join_path(step)}"
+            if deeper not in kinds and not _within(deeper, kinds):
+                yield _entry(deeper, item)
+    for path in (path for path, kind in kinds.items() if kind == "optimizer"):
+        groups = children(part_at(state, [*split_path(path), "param_groups"])) or []
+        yield from (_group(f"{path}/param_groups/{index}", group) for index, group in groups)
+
+
+def _within(path: str, kinds: Mapping[str, str]) -> bool:
+    return any(other.startswith(f"{path}/") for other in kinds)
+
+
+def _group(path: str, group: Any) -> dict[str, Any]:
+    options = dict(children(group) or [])
+    count = len(children(options.pop("params", None)) or [])
+    told = [
+        f"{name} {scalar(value)}"
+        for name, value in options.items()
+        if isinstance(scalar(value), (int, float)) and not isinstance(value, bool)
+    ]
+    return {"path": path, "value": ", ".join([f"{count} parameter{'s' if count != 1 else ''}", *told])}
+
+
+def _entry(path: str, node: Any) -> dict[str, Any]:
+    entries, tensor = children(node), tensor_of(node)
+    if tensor is not None:
+        return {"path": path, "tensor": tensor[1]}
+    if entries is None:
+        value = scalar(node)
+        return {"path": path, "value": value if not isinstance(value, str) else value[:_LONGEST]}
+    return {"path": path, "entries": len(entries), "names": [name for name, _ in entries][:_LONGEST]}

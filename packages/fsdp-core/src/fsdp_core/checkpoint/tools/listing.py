@@ -1,0 +1,155 @@
+"""What lies in a directory: checkpoints, whole or not, and what interrupted saves have left."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Literal
+
+from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
+from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted, is_ours, read_manifest, save_id_of
+from fsdp_core.checkpoint.storage.remedies import remedy
+from fsdp_core.checkpoint.storage.rereading import anew
+from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+from fsdp_core.checkpoint.storage.writers import Writer, writer_of
+from fsdp_core.errors import CheckpointError, CheckpointFormatError
+
+__all__ = ["Found", "State", "find_checkpoints"]
+
+State = Literal["whole", "damaged", "unfinished"]
+"""``unfinished`` is what an interrupted save or removal has left, or one that goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint in a directory, or what is left of one.
+
+    Attributes:
+        path: Where it lies.
+        state: Whether it is whole: all files of the manifest are there, of the sizes that it says. No byte is compared.
+        step: The Trainer's global step at which it was saved, if a Trainer has.
+        nbytes: The size of its files.
+        time: When it was saved; of what is unfinished, when something was written last.
+        told: What is wrong, or who writes.
+    """
+
+    path: str
+    state: State
+    step: int | None
+    nbytes: int
+    time: datetime | None
+    told: str
+
+
+def find_checkpoints(path: StrPath) -> list[Found]:
+    """Look for checkpoints of this format in a directory; those in directories of its own are not looked for.
+
+    Args:
+        path: A local path or an fsspec URL of a directory.
+
+    Returns:
+        What is there, the oldest first. Files, links, and folders of something else are left out.
+
+    Raises:
+        CheckpointError: There is no such directory, or it can't be read.
+    """
+    parent = open_folder(path)
+    try:
+        if not parent.fs.isdir(parent.root):
+            raise CheckpointError(f"{parent} is no directory. Check the path.")
+        if holds_manifest(parent):
+            raise CheckpointError(
+                f"{parent} is a checkpoint itself. Type `fsdp checkpoint inspect {parent}`, or list the directory that "
+                "it lies in."
+            )
+        entries = [str(entry["name"]).rstrip("/") for entry in parent.fs.ls(parent.root, detail=True)]
+    except OSError as error:
+        told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        raise CheckpointError(f"can't list {parent}: {told}") from error
+    folders = [replace(parent, root=root) for root in entries]
+    found = [one for folder in folders if (one := _look_at(folder)) is not None]
+    return sorted(found, key=lambda one: (one.time or datetime.max.replace(tzinfo=UTC), one.path))
+
+
+def _look_at(folder: Folder) -> Found | None:
+    if folder.kind() != "folder":
+        return None
+    writer = writer_of(posixpath.basename(folder.root.replace("\\", "/")))
+    if writer is None and folder.size(MANIFEST) is not None:
+        return _complete(folder) if holds_manifest(folder) else None
+    names = folder.files()
+    if writer is None and not (names and is_interrupted(folder)):
+        return None
+    writers = [writer] if writer is not None else [one for name in names if (one := writer_of(name)) is not None]
+    sizes = [folder.size(name) or 0 for name in names if is_ours(name)]
+    times = [_modified(folder, name) for name in names]
+    return Found(
+        path=str(folder),
+        state="unfinished",
+        step=None,
+        nbytes=sum(sizes),
+        time=max((time for time in times if time is not None), default=None),
+        told=_of_writers(writers),
+    )
+
+
+def _complete(folder: Folder) -> Found:
+    def read() -> Found:
+        files = StoredFiles(folder, read_manifest(folder))
+        manifest = files.manifest
+        sizes = {name: folder.size(name) for name in manifest.files}
+        wrong = [name for name, entry in manifest.files.items() if sizes[name] != entry.size]
+        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        others = {name: folder.size(name) or 0 for name in folder.files() if _is_of_another(name, manifest)}
+        too = f"; {len(others)} files of other saves lie in it too" if others else ""
+        step = None if manifest.state_file in wrong else part_at(read_plain(files), ["trainer", "global_step"])
+        return Found(
+            path=str(folder),
+            state="damaged" if wrong else "whole",
+            step=step if isinstance(step, int) else None,
+            nbytes=sum(size or 0 for size in [*sizes.values(), *others.values()]),
+            time=_time(manifest.created),
+            told=(f"missing, or of another size: {shown}" if wrong else f"by {manifest.strategy}") + too,
+        )
+
+    try:
+        return anew([folder], read, is_right=lambda found: found.state == "whole")
+    except CheckpointFormatError as error:
+        return Found(
+            path=str(folder), state="damaged", step=None, nbytes=0, time=_modified(folder, MANIFEST), told=str(error)
+        )
+
+
+def _is_of_another(name: str, manifest: Manifest) -> bool:
+    return save_id_of(name) is not None and name not in manifest.files
+
+
+def _of_writers(writers: Collection[Writer]) -> str:
+    if not writers:
+        return "nothing tells who was writing"
+    told = {
+        "gone": "by {}, which is gone: the next save to this directory removes it",
+        "lives": "by {}, which runs",
+        "unknown": "by {}, of which it can't be known here whether it runs",
+    }
+    return "; ".join(told[writer.standing()].format(writer) for writer in writers)
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+def _modified(folder: Folder, name: str) -> datetime | None:
+    try:
+        time: datetime = folder.fs.modified(folder.path(name))
+    except (OSError, NotImplementedError):
+        return None
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)

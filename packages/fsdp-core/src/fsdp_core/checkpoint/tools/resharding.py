@@ -1,0 +1,197 @@
+"""The same checkpoint in another number of files."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredChunk, StoredTensor
+from fsdp_core.checkpoint.merging import chunk_name, file_name
+from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_errors
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.publishing import choose_place
+from fsdp_core.checkpoint.storage.recognition import is_ours
+from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
+from fsdp_core.checkpoint.storage.writers import writing
+from fsdp_core.checkpoint.tools.conversion import OnProgress, counter, refuse_damaged
+from fsdp_core.checkpoint.tools.describing import part_of
+from fsdp_core.errors import CheckpointExistsError, CheckpointValueError
+
+if TYPE_CHECKING:
+    from fsdp_core.checkpoint.planning import Section
+
+__all__ = ["reshard"]
+
+_SHOWN = 5
+_ALWAYS_FILES = 1024  # also where some hold nothing
+_MOST_FILES = 100_000  # what the five digits in their names are for
+
+
+@begins_anew("path")
+def reshard(
+    path: StrPath,
+    out: StrPath,
+    *,
+    files: int,
+    overwrite: bool = False,
+    verify: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Manifest:
+    """Write a checkpoint again, in ``files`` files for each of its sections.
+
+    Every tensor is cut into as many runs of rows as there are files, equal but for one row; one with fewer rows lies
+    in fewer files, those that hold the least. Nothing else changes: the plain data is copied byte by byte, and the
+    manifest names the strategy, the versions and the world size that saved. A few MiB are in memory at once, and torch
+    is not imported. Any world size loads any number of files; this is for readers that want a number of their own.
+
+    Args:
+        path: The checkpoint: a local path or an fsspec URL.
+        out: The folder to write: a local path or an fsspec URL.
+        files: How many files there shall be of the model, and as many of the optimizers.
+        overwrite: Whether to replace a checkpoint at ``out``, once the new one is complete.
+        verify: Whether to compare all files with their checksums first.
+        on_progress: Called as the work goes on.
+
+    Returns:
+        The new manifest.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
+        CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
+        CheckpointValueError: ``files`` is less than 1, or far more than the checkpoint has rows to fill.
+        CheckpointError: The checkpoint can't be written; what was at ``out`` is still there.
+    """
+    if files < 1:
+        raise CheckpointValueError(f"a checkpoint can't be written in {files} files: pass 1 or more")
+    source = open_files(path)
+    check_apart(out, source.folder)
+    target = open_folder(out)
+    _check_target(target, overwrite=overwrite)
+    old = source.manifest
+    rows = max((tensor.shape[0] for tensor in old.tensors.values() if tensor.shape), default=1)
+    most = min(max(rows, _ALWAYS_FILES), _MOST_FILES)
+    if files > most:
+        raise CheckpointValueError(
+            f"{source.folder} can't be written in {files} files: no tensor in it has more than {rows} rows to divide "
+            f"between them. Pass {most} or less."
+        )
+    tensor_bytes = sum(tensor.nbytes for tensor in old.tensors.values())
+    file_bytes = sum(entry.size for entry in old.files.values()) if verify else 0
+    on_bytes = counter(tensor_bytes + file_bytes, on_progress)
+    refuse_damaged(source, old.files, checksums=verify, on_bytes=on_bytes)
+    place = choose_place(out, secrets.token_hex(6), overwrite=True)
+    data: bytes | None = None
+    with named_errors(f"write {target}"), writing(place.writer):
+        try:
+            place.begin()
+            manifest = _write(TensorBytes(source), place.folder, place.save_id, files, on_bytes)
+            data = manifest.to_json().encode()
+            previous = place.publish(data, manifest.files)
+        except BaseException:
+            with suppress(OSError):
+                if place.withdraw(data):
+                    place.remove_files()
+                    place.leave()
+            raise
+        place.tidy(data, previous)
+    return manifest
+
+
+def _check_target(target: Folder, *, overwrite: bool) -> None:
+    kind = target.kind()
+    if kind == "missing":
+        return
+    if kind != "folder":
+        raise CheckpointExistsError(f"{target} is a {kind}, and a folder is to be written: choose another path")
+    names = target.files()
+    if foreign := [name for name in names if not is_ours(name)]:
+        shown = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
+        raise CheckpointExistsError(
+            f"{target} is a folder with something else in it ({shown}), which is not replaced: choose another path, or "
+            "move that away"
+        )
+    if names and not overwrite:
+        raise CheckpointExistsError(f"{target} is there already: {OVERWRITE}")
+
+
+def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_bytes: Callable[[int], None]) -> Manifest:
+    old = reader.manifest
+    layout = _lay_out(old, save_id, count)
+    names = [file_name(section, save_id, number) for section in _sections(old) for number in range(count)]
+    sources: dict[str, dict[str, BytesSource]] = {name: {} for name in names}
+    for key, tensor in layout.items():
+        for chunk in tensor.chunks:
+            rows = (chunk.offsets[0], chunk.offsets[0] + chunk.lengths[0]) if tensor.shape else None
+            sources[chunk.file][chunk.key] = reader.source(key, rows)
+    files: dict[str, FileEntry] = {}
+    for name, content in sources.items():
+        with target.writing(name) as stream:
+            size, digest = write_sources(stream, content, on_bytes=on_bytes)
+        files[name] = FileEntry(size=size, checksum=f"xxh3:{digest}")
+    renamed = {old.state_file: f"state-{save_id}.json"}
+    if old.state_tensors is not None:
+        renamed[old.state_tensors] = f"state-{save_id}.safetensors"
+    for before, name in renamed.items():
+        with target.writing(name) as stream:
+            for block in reader.copied(before):
+                stream.write(block)
+        files[name] = old.files[before]
+    return replace(
+        old,
+        save_id=save_id,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        tensors=layout,
+        files=files,
+        state_file=renamed[old.state_file],
+        state_tensors=None if old.state_tensors is None else renamed[old.state_tensors],
+    )
+
+
+def _section_of(key: str, kinds: Mapping[str, str]) -> Section:
+    path = part_of(key, kinds)
+    return "state" if path is None else "model" if kinds[path] == "model" else "optimizer"
+
+
+def _sections(manifest: Manifest) -> list[Section]:
+    return sorted({_section_of(key, manifest.kinds) for key in manifest.tensors})
+
+
+def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTensor]:
+    """Decide which rows of which tensor go to which file."""
+    held = {section: [0] * count for section in _sections(manifest)}
+    chunks: dict[str, list[StoredChunk]] = {}
+    # Those that fill all files alike come first, so that the others even out what remains.
+    for key in sorted(manifest.tensors, key=lambda key: -_pieces(manifest.tensors[key].shape, count)):
+        tensor, section = manifest.tensors[key], _section_of(key, manifest.kinds)
+        pieces = _pieces(tensor.shape, count)
+        sizes = held[section]
+        order = range(count) if pieces == count else sorted(range(count), key=lambda number: (sizes[number], number))
+        chunks[key] = []
+        for piece, number in zip(range(pieces), order, strict=False):
+            offsets, lengths = _rows(tensor.shape, piece, pieces)
+            chunks[key].append(
+                StoredChunk(
+                    file=file_name(section, save_id, number),
+                    key=chunk_name(key, tensor.shape, (offsets, lengths)),
+                    offsets=offsets,
+                    lengths=lengths,
+                )
+            )
+            sizes[number] += tensor.nbytes // max(pieces, 1)
+    return {key: replace(tensor, chunks=tuple(chunks[key])) for key, tensor in manifest.tensors.items()}
+
+
+def _pieces(shape: Sequence[int], count: int) -> int:
+    return 0 if 0 in shape else min(count, shape[0]) if shape else 1
+
+
+def _rows(shape: tuple[int, ...], piece: int, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not shape:
+        return (), ()
+    first, last = piece * shape[0] // pieces, (piece + 1) * shape[0] // pieces
+    return (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])

@@ -1,0 +1,169 @@
+"""The file that ``torch.load`` reads, written tensor by tensor: never more in memory than a block of one of them."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pickle import Pickler
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource
+from fsdp_core.state.dtypes import DTYPES
+
+__all__ = ["ArrayToWrite", "TensorToWrite", "TorchZip"]
+
+_ALIGNMENT = 64  # of each tensor's first byte, as torch.save has it, for torch.load(mmap=True)
+_PROTOCOL = 2  # what torch.save writes, and torch.load(weights_only=True) reads
+_STORAGES = {
+    "float64": torch.DoubleStorage,
+    "float32": torch.FloatStorage,
+    "float16": torch.HalfStorage,
+    "bfloat16": torch.BFloat16Storage,
+    "int64": torch.LongStorage,
+    "int32": torch.IntStorage,
+    "int16": torch.ShortStorage,
+    "int8": torch.CharStorage,
+    "uint8": torch.ByteStorage,
+    "bool": torch.BoolStorage,
+    "complex64": torch.ComplexFloatStorage,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorToWrite:
+    """Stands for a tensor in what is given to a :class:`TorchZip`.
+
+    Attributes:
+        name: Which tensor it is: of one name, one is written, and shared by all places when the file is loaded.
+        source: Where it is read.
+    """
+
+    name: str
+    source: BytesSource = field(compare=False, repr=False)
+
+
+class ArrayToWrite(TensorToWrite):
+    """A small tensor, which may also be read as a numpy array."""
+
+    def numpy(self) -> Any:
+        """Read it as a numpy array, which is part of the pickle and not a tensor of the file."""
+        data = bytearray().join(self.source.blocks())
+        flat = torch.frombuffer(data, dtype=DTYPES[self.source.dtype_name]) if data else torch.empty(0)
+        return flat.to(DTYPES[self.source.dtype_name]).reshape(self.source.shape).numpy()
+
+
+class TorchZip:
+    """Writes what ``torch.save`` writes.
+
+    Args:
+        value: Whatever can be pickled, with a :class:`TensorToWrite` in each tensor's place.
+    """
+
+    def __init__(self, value: Any) -> None:
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(value)
+        self._pickled = buffer.getvalue()
+        self._tensors = list(pickler.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its tensors."""
+        return sum(tensor.source.nbytes for tensor in self._tensors)
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors it has."""
+        return len(self._tensors)
+
+    def write(self, stream: BinaryIO, on_bytes: Callable[[int], None]) -> None:
+        """Write the file.
+
+        Args:
+            stream: A binary stream opened for writing, which need not be able to seek.
+            on_bytes: Called with a number of bytes whenever these have been written.
+        """
+        with zipfile.ZipFile(cast("BinaryIO", _Counted(stream)), "w") as archive:
+            _add(archive, "archive/data.pkl", [self._pickled])
+            _add(archive, "archive/byteorder", [sys.byteorder.encode()])
+            for number, tensor in enumerate(self._tensors):
+                _add(archive, f"archive/data/{number}", tensor.source.blocks(), on_bytes)
+            _add(archive, "archive/version", [b"3\n"])
+
+
+class _Pickler(Pickler):
+    """Puts the place of its bytes in a tensor's stead, as ``torch.save`` does."""
+
+    def __init__(self, buffer: BinaryIO) -> None:
+        super().__init__(buffer, _PROTOCOL)
+        self.tensors: dict[str, TensorToWrite] = {}
+        self._numbers: dict[str, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.place if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, TensorToWrite):
+            return NotImplemented
+        self.tensors.setdefault(obj.name, obj)
+        number = self._numbers.setdefault(obj.name, len(self._numbers))
+        source = self.tensors[obj.name].source
+        count = math.prod(source.shape)
+        # How torch rebuilds a tensor of this dtype is asked of an empty one.
+        rebuild, (storage, *_) = torch.empty(0, dtype=DTYPES[source.dtype_name]).__reduce_ex__(_PROTOCOL)[:2]
+        typed = not isinstance(storage, torch.UntypedStorage)
+        kind = _STORAGES[source.dtype_name] if typed else torch.UntypedStorage
+        place = ("storage", kind, str(number), "cpu", count if typed else source.nbytes)
+        stride = tuple(math.prod(source.shape[axis + 1 :]) for axis in range(len(source.shape)))
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        args = _Storage(place), 0, source.shape, stride, False, hooks
+        return rebuild, args if typed else (*args, DTYPES[source.dtype_name])
+
+
+@dataclass(frozen=True)
+class _Storage:
+    place: tuple[Any, ...]
+
+
+class _Counted:
+    """A stream that zipfile takes for one that can't seek, so that each file in it has its sizes behind it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._position = 0
+
+    def write(self, data: Any) -> int:
+        self._stream.write(data)
+        self._position += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, *_: Any) -> int:
+        raise io.UnsupportedOperation("seek")
+
+    def flush(self) -> None:
+        return
+
+
+def _add(
+    archive: zipfile.ZipFile, name: str, blocks: Iterable[Any], on_bytes: Callable[[int], None] | None = None
+) -> None:
+    entry = zipfile.ZipInfo(name)
+    # A zip entry's bytes begin after 30 bytes, its name and its extra field, to which zipfile adds 20 for large files.
+    begin = archive.fp.tell() + 30 + len(name) + 20 + 4  # type: ignore[union-attr]
+    padding = -begin % _ALIGNMENT
+    entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    with archive.open(entry, "w", force_zip64=True) as member:
+        for block in blocks:
+            member.write(block)
+            if on_bytes is not None:
+                on_bytes(len(block))

@@ -1,0 +1,187 @@
+"""Verifying: every byte of a checkpoint against its manifest, by one process or divided between the ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from fsdp_core.checkpoint.format.manifest import FileEntry, StoredChunk, StoredTensor
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.recognition import read_manifest
+from fsdp_core.checkpoint.storage.remedies import unreadable
+from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = ["OnBytes", "find_damage", "refuse_damage", "share_of", "verify"]
+
+OnBytes = Callable[[str, int], None]
+"""Called with a file's name and a number of bytes whenever these have been read."""
+
+_BLOCK_BYTES = 2**18  # stays in the processor's cache between reading and hashing
+_REMOTE_BLOCK_BYTES = 8 * 2**20
+_THREADS = 4
+_SHOWN = 20
+
+
+@begins_anew("path")
+def verify(path: StrPath, *, on_bytes: OnBytes | None = None) -> None:
+    """Read every file of a checkpoint and compare it with the manifest.
+
+    The manifest itself carries a checksum, and that its chunks cover every tensor is checked when it is read. Files are
+    read by up to four threads, which have at most 32 MiB in memory together.
+
+    Args:
+        path: A local path or an fsspec URL.
+        on_bytes: Called with a file's name and a number of bytes whenever these have been read, to show progress; never
+            by two threads at once.
+
+    Raises:
+        CheckpointFormatError: The manifest can't be read, or files are missing or changed; up to 20 are named.
+    """
+    folder = open_folder(path)
+    files = StoredFiles(folder, read_manifest(folder))
+    refuse_damage(folder, find_damage(files, files.manifest.files, on_bytes=on_bytes))
+
+
+def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list[str]:
+    """The files that a rank examines when all ranks divide them: shares of about the same size.
+
+    Files are taken in the order of the ranks that wrote them, so that a rank which reads the layout that it has written
+    examines mostly what it is going to read.
+
+    Example:
+        >>> entry = FileEntry(size=8, checksum="xxh3:" + "0" * 16)
+        >>> files = {name: entry for name in ("model/a-rank-0", "model/a-rank-1", "optimizer/a-rank-0")}
+        >>> share_of(files, 0, 2), share_of(files, 1, 2)
+        (['model/a-rank-0'], ['optimizer/a-rank-0', 'model/a-rank-1'])
+    """
+    total, before, share = sum(entry.size for entry in files.values()), 0, []
+    for name in sorted(files, key=lambda name: (name.rpartition("/")[2], name)):
+        middle, before = 2 * before + files[name].size, before + files[name].size
+        if min(middle * world_size // max(2 * total, 1), world_size - 1) == rank:
+            share.append(name)
+    return share
+
+
+def find_damage(
+    files: StoredFiles, names: Iterable[str], *, checksums: bool = True, on_bytes: OnBytes | None = None
+) -> dict[str, str]:
+    """Compare files with what the manifest says of them.
+
+    Args:
+        files: The files of a checkpoint.
+        names: Which of them to examine.
+        checksums: Whether to read every byte; otherwise only those of the plain data and of the tensors in it are read,
+            and the sizes and headers of the other files are compared.
+        on_bytes: As in :func:`verify`.
+
+    Returns:
+        What is wrong with a file, by its name.
+
+    Raises:
+        CheckpointFormatError: A name leads out of the folder through a link, or this user may not read a file.
+    """
+    names, lock, expected = list(names), threading.Lock(), _chunks_by_file(files)
+    plain = {files.manifest.state_file, files.manifest.state_tensors}
+
+    def count(name: str, number: int) -> None:
+        if on_bytes is not None:
+            with lock:
+                on_bytes(name, number)
+
+    def compare_size(name: str) -> str | None:
+        try:
+            return _compare_size(files.folder, name, files.manifest.files[name])
+        except PermissionError as error:
+            raise unreadable(files.folder.path(name), error) from error
+
+    def compare_content(name: str) -> str | None:
+        try:
+            read = checksums or name in plain
+            fault = _compare_checksum(files.folder, name, files.manifest.files[name], count) if read else None
+            if fault is None and (name in expected or name == files.manifest.state_tensors):
+                fault = _compare_header(files, name, expected.get(name, ()))
+            return fault
+        except Exception as error:  # the clients of object stores have errors of their own
+            for one in (error, error.__cause__):
+                if isinstance(one, PermissionError):  # which says nothing of the file
+                    raise unreadable(files.folder.path(name), one) from error
+            return f"can't be read: {type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(max(1, min(_THREADS, len(names), os.cpu_count() or 1))) as pool:
+        faults = dict(zip(names, pool.map(compare_size, names), strict=True))
+        whole = [name for name in names if faults[name] is None]
+        faults.update(zip(whole, pool.map(compare_content, whole), strict=True))
+    return {name: fault for name, fault in faults.items() if fault is not None}
+
+
+def refuse_damage(folder: Folder, faults: Mapping[str, str]) -> None:
+    """Raise what :func:`find_damage` has found, if it has found anything.
+
+    Raises:
+        CheckpointFormatError: There are faults. The message shows at most 20.
+    """
+    if not faults:
+        return
+    lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_SHOWN]]
+    lines += [f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    title, remedy = f"the checkpoint {folder} is damaged:", "Restore these files, or load an earlier checkpoint."
+    raise CheckpointFormatError("\n".join([title, *lines, remedy]))
+
+
+_Expected = tuple[str, StoredTensor, StoredChunk]
+
+
+def _chunks_by_file(files: StoredFiles) -> dict[str, list[_Expected]]:
+    found: dict[str, list[_Expected]] = {}
+    for key, tensor in files.manifest.tensors.items():
+        for chunk in tensor.chunks:
+            found.setdefault(chunk.file, []).append((key, tensor, chunk))
+    return found
+
+
+def _compare_size(folder: Folder, name: str, entry: FileEntry) -> str | None:
+    size = folder.size(name)
+    if size is None:
+        return "is missing"
+    return None if size == entry.size else f"has {size} bytes instead of {entry.size}"
+
+
+def _compare_checksum(folder: Folder, name: str, entry: FileEntry, count: OnBytes) -> str | None:
+    digest = xxhash.xxh3_64()
+    if folder.local:
+        buffer = memoryview(bytearray(min(_BLOCK_BYTES, max(entry.size, 1))))
+        with open(folder.path(name), "rb", buffering=0) as stream:
+            while number := stream.readinto(buffer):
+                digest.update(buffer[:number])
+                count(name, number)
+    else:
+        for start in range(0, entry.size, _REMOTE_BLOCK_BYTES):
+            block = folder.read(name, start, min(start + _REMOTE_BLOCK_BYTES, entry.size))
+            digest.update(block)
+            count(name, len(block))
+    checksum = f"xxh3:{digest.hexdigest()}"
+    return None if checksum == entry.checksum else f"has the checksum {checksum} instead of {entry.checksum}"
+
+
+def _compare_header(files: StoredFiles, name: str, expected: Sequence[_Expected]) -> str | None:
+    try:
+        header = files.header(name)
+    except CheckpointFormatError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise
+        return f"can't be read: {error}"
+    for key, tensor, chunk in expected:
+        found = header.get(chunk.key)
+        if found is None or found.shape != chunk.lengths or found.dtype_name != tensor.dtype_name:
+            holds = "nothing by that name" if found is None else f"{found.shape} {found.dtype_name}"
+            return (
+                f"should hold a chunk of {key!r} as {chunk.key!r}, of shape {chunk.lengths} and "
+                f"{tensor.dtype_name}, but it holds {holds}"
+            )
+    return None

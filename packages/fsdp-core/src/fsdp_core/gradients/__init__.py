@@ -1,0 +1,1 @@
+"""Gradients of sharded parameters: reduced, clipped, shown inside a step, given up."""

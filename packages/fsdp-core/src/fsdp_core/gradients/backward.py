@@ -1,0 +1,115 @@
+"""The end of a backward pass: where gradients are complete on this rank, and their reduction begins."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.torch_private import queue_backward_callback
+
+__all__ = ["EndOfBackward"]
+
+
+class EndOfBackward:
+    """Calls a function once at the end of every backward pass, unless :attr:`enabled` is off.
+
+    A backward pass counts if it computes a gradient of one of the parameters, or starts from what a forward pass of the
+    root returned: also where it reaches none of the parameters, for other ranks may wait. All ranks must run the same
+    backward passes.
+
+    Args:
+        parameters: Parameters of ``root``.
+        root: The module whose forward passes the backward passes belong to.
+        call: What to call. The gradients are at the parameters then.
+
+    Attributes:
+        enabled: Whether it is called.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> end = EndOfBackward(list(layer.parameters()), layer, lambda: print("reduce", layer.weight.grad))
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        reduce tensor([[1., 1.]])
+        >>> with end.disabled():
+        ...     layer(torch.ones(1, 2)).sum().backward()
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], root: nn.Module, call: Callable[[], None]) -> None:
+        self.enabled = True
+        self._call = call
+        self._queued = False
+        # Held by the root. A parameter's hook is out of the garbage collector's sight, and what it calls knows the
+        # parameter: held by that, all of it, process groups included, would stay forever.
+        self._queue_while_alive = _weakly(self._queue)
+        for parameter in parameters:
+            self.follow(parameter)
+        root.register_forward_pre_hook(self._before_forward)
+        root.register_forward_hook(self._after_forward)
+
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Let backward passes count that compute a gradient of a further parameter."""
+        required = parameter.requires_grad
+        parameter.requires_grad_(True)  # a hook can't be placed otherwise, and it may be unfrozen later
+        parameter.register_post_accumulate_grad_hook(self._queue_while_alive)
+        parameter.requires_grad_(required)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a backward pass has begun that has not ended: before a forward pass, an exception has ended it."""
+        return self._queued
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """A context in which nothing is called. Leaves it enabled."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+    def _before_forward(self, root: nn.Module, args: Any) -> None:
+        self._queued = False  # an exception may have ended the last backward pass before its end
+
+    def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
+        """Notice a backward pass from ``output``: gradients of the micro-batches before it may be waiting."""
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._queue)
+
+    def _queue(self, _: Tensor) -> None:
+        if self.enabled and not self._queued:
+            self._queued = True
+            queue_backward_callback(self._end)
+
+    def _end(self) -> None:
+        self._queued = False
+        self._call()
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Call a method without keeping what it belongs to."""
+    kept = weakref.WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        alive = kept()
+        if alive is not None:
+            alive(tensor)
+
+    return call
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)

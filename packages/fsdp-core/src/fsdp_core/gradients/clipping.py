@@ -1,0 +1,117 @@
+"""Gradient clipping over shards: the norm is that of the whole gradient, not of one rank's part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_core.gradients.step_gradients import plain
+from fsdp_core.runtime import Runtime
+from fsdp_core.torch_private import foreach_mul_, foreach_norm
+
+__all__ = ["clip_grads_by_norm", "clip_grads_by_value", "is_sharded_dtensor", "local_tensor"]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else plain(tensor)
+
+
+def clip_grads_by_norm(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    *,
+    runtime: Runtime,
+    is_sharded: Callable[[Tensor], bool],
+    group: Any | None = None,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients down, in place, so that their joint norm is at most ``max_norm``.
+
+    Sharded gradients count by their shards, summed over ranks; others are taken to be the same on every rank and count
+    once. All ranks must call it.
+
+    Args:
+        parameters: The parameters whose ``.grad`` to clip. Those without one are skipped.
+        max_norm: The largest norm to leave.
+        runtime: The world to reduce over.
+        is_sharded: Whether ranks hold different parts of a parameter.
+        group: The ranks that together hold a whole parameter; all of them when ``None``.
+        norm_type: The order *p* of the norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: Whether to raise when the norm is NaN or infinite.
+
+    Returns:
+        The norm before clipping, a 0-dim tensor of at least fp32, the same on every rank.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``. No gradient was changed.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} is no norm. Write a positive number, or float('inf').")
+    sharded: list[Tensor] = []
+    replicated: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            (sharded if is_sharded(parameter) else replicated).append(local_tensor(parameter.grad))
+    total = _power_sum(sharded, norm_type, runtime.device)
+    is_inf = math.isinf(norm_type)
+    rest = _power_sum(replicated, norm_type, runtime.device)
+    if is_inf:
+        # gloo's maximum leaves a NaN of another rank out, and XLA's any
+        largest, is_nan = runtime.all_reduce(torch.stack([total, total.isnan().to(total.dtype)]), "max", group)
+        total = torch.maximum(largest, rest).where((is_nan == 0) & ~rest.isnan(), torch.nan)
+    else:
+        total = (runtime.all_reduce(total, "sum", group) + rest) ** (1.0 / norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the gradients' total norm (order {norm_type:g}) is {total.item()}, "
+            f"so they can't be clipped to {max_norm}.\n"
+            "Lower the learning rate or look for the NaN with torch.autograd.set_detect_anomaly(True); "
+            "to clip regardless, pass error_if_nonfinite=False."
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for (device, _), grads in _by_kind(sharded + replicated).items():
+        foreach_mul_(grads, factor.to(device))
+    return total
+
+
+def clip_grads_by_value(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Limit each element of the gradients to ``[-clip_value, clip_value]``, in place. Needs no communication."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).clamp_(-clip_value, clip_value)
+
+
+def is_sharded_dtensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor of which ranks hold different parts."""
+    return isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements)
+
+
+def _by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds
+
+
+def _power_sum(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Sum of |x|^p over all elements (their largest |x| for an infinite p), in fp32 or wider, on ``device``."""
+    total = torch.zeros((), device=device)
+    is_nan = torch.zeros((), dtype=torch.bool, device=device)
+    for grads in _by_kind(tensors).values():
+        norms = torch.stack(foreach_norm(grads, norm_type)).to(device)
+        if math.isinf(norm_type):
+            total = torch.maximum(total, norms.max())
+            is_nan = is_nan | torch.stack([grad.isnan().any() for grad in grads]).any().to(device)
+        else:
+            total = total + (norms**norm_type).sum()
+    return total.where(~is_nan, torch.nan) if math.isinf(norm_type) else total

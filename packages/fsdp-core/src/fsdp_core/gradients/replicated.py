@@ -1,0 +1,77 @@
+"""Parameters kept whole on every rank, such as 0-dim ones: their gradients, averaged once a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdp_core.gradients.backward import EndOfBackward
+from fsdp_core.runtime import Runtime
+from fsdp_core.torch_private import BatchNorm
+
+__all__ = ["ReplicatedParameters", "stays_whole"]
+
+
+def stays_whole(owner: nn.Module, parameter: nn.Parameter, compute: torch.dtype | None) -> bool:
+    """Whether no sharding library of torch's can take a parameter: 0-dim, empty, or of a norm that needs its own dtype.
+
+    Args:
+        owner: The module that holds it directly.
+        parameter: The parameter.
+        compute: The dtype that units compute in, if it is another than that of their shards.
+    """
+    return (
+        parameter.ndim == 0
+        or not parameter.numel()
+        or (isinstance(owner, BatchNorm) and compute not in (None, parameter.dtype))
+    )
+
+
+class ReplicatedParameters:
+    """Keeps the gradients of some parameters equal on all ranks.
+
+    Every backward pass ends with one all-reduce for all of them together, unless :attr:`sync` is off. Ranks may use
+    different ones of them; all must run the same backward passes.
+
+    Args:
+        parameters: Parameters of ``root`` whose values are the same on every rank.
+        root: The module whose forward passes the backward passes belong to.
+        runtime: The world to average over.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], root: nn.Module, runtime: Runtime) -> None:
+        self.parameters = tuple(parameters)
+        self._runtime = runtime
+        self._end = EndOfBackward(self.parameters, root, self._average)
+
+    @property
+    def sync(self) -> bool:
+        """Whether backward passes average. Off while gradients are accumulated."""
+        return self._end.enabled
+
+    @sync.setter
+    def sync(self, sync: bool) -> None:
+        self._end.enabled = sync
+
+    def _average(self) -> None:
+        trainable = [p for p in self.parameters if p.requires_grad]
+        if not trainable:
+            return
+        # fp32 holds the sum of half-precision gradients without overflow; wider dtypes keep their own
+        wide = torch.float32
+        for parameter in trainable:
+            wide = torch.promote_types(wide, parameter.dtype)
+        device = trainable[0].device
+        has = torch.tensor([p.grad is not None for p in trainable], dtype=wide, device=device)
+        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1).to(wide) for p in trainable]
+        flat = self._runtime.all_reduce(torch.cat([has, *grads]), "sum")
+        has, *sums = flat.split([len(trainable), *(p.numel() for p in trainable)])
+        for parameter, used, total in zip(trainable, has.tolist(), sums, strict=True):
+            if used:
+                mean = (total / self._runtime.world_size).reshape(parameter.shape).to(parameter.dtype)
+                if parameter.grad is None:
+                    parameter.grad = mean
+                else:
+                    parameter.grad.copy_(mean)

@@ -1,0 +1,174 @@
+"""Gradients inside a training step by hand: shown where torch's functions are right on them, and else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.torch_private import without_torch_function
+
+__all__ = ["StepGradients", "guard", "plain", "unguard"]
+
+_INSTEAD = (
+    "Write self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm') to clip, and "
+    "optimizer.zero_grad() to forget. For the norm of the whole gradient, "
+    "self.trainer.strategy.backend.clip_norm(parameters, float('inf')) takes the optimizer's parameters. Under a "
+    "strategy that shows DTensors, such as 'fsdp2', torch's own functions are right on self.parameters()."
+)
+
+
+#: What gives as many elements as it is given, or no tensor, and looks at more than one element for it.
+_NOT_ELEMENTWISE = frozenset(
+    {"__array__", "numpy", "tolist", "allclose", "equal", "normalize", "renorm", "softmax", "log_softmax", "softmin"}
+    | {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "flip", "roll"}
+)
+
+
+class StepGradients:
+    """What parameters that are gathered inside a root's forward pass show for their gradients, which are at the shards.
+
+    A parameter that is gathered has no gradient of its own once a backward pass inside the forward pass has given it to
+    the shard: ``torch.nn.utils.clip_grad_norm_(self.parameters())`` would clip nothing, without a word.
+
+    Args:
+        root: The root. When its forward pass is over, nothing is shown any more.
+
+    Attributes:
+        on: Whether the shards' gradients are shown. Off during backward passes, in which a library looks at what the
+            gathered parameters have themselves.
+
+    Example:
+        >>> import torch
+        >>> gathered, shard = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        >>> step = StepGradients(nn.Identity())
+        >>> step.follow(gathered, shard, is_part=False)
+        >>> shard.grad = torch.ones(2)
+        >>> gathered.grad
+        >>> step.on = True
+        >>> gathered.grad
+        tensor([1., 1.])
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.on = False
+        self._depth = 0  # a step may call the root in whose forward pass it is
+        root.register_forward_pre_hook(self._begin)
+        root.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _end(self, *_: Any) -> None:
+        self._depth -= 1
+        self.on = self.on and self._depth > 0
+
+    def follow(self, gathered: Tensor, shard: Tensor, *, is_part: bool) -> None:
+        """Let a gathered parameter show the gradient of its shard.
+
+        Args:
+            gathered: What modules hold; a parameter, or a tensor that a library has put in its place. Follows until it
+                is gone.
+            shard: What the optimizer holds.
+            is_part: Whether the shard is this rank's piece, and no DTensor, so that torch's functions can't be right on
+                its gradient: reading that is refused then.
+        """
+        if isinstance(gathered, _Shown):
+            return
+        instance: Any = gathered
+        instance.__class__ = _ShownParameter if isinstance(gathered, nn.Parameter) else _ShownTensor
+        instance._fsdp_shows = (self, shard, is_part)
+
+
+#: What a tensor's ``grad`` is without any of this.
+_GRAD: Any = Tensor.grad
+
+
+class _Shown:
+    """A gathered parameter that shows the gradient of its shard."""
+
+    _fsdp_shows: tuple[StepGradients, Tensor, bool] | None = None
+    is_leaf: bool
+    requires_grad: bool
+
+    @property
+    def grad(self) -> Tensor | None:
+        own: Tensor | None = _GRAD.__get__(self) if self.is_leaf else None
+        if own is not None or self._fsdp_shows is None or not self._fsdp_shows[0].on or not self.requires_grad:
+            return own
+        _, shard, is_part = self._fsdp_shows
+        if is_part:
+            raise UnsupportedCapabilityError(
+                "the gradients of parameters that are gathered inside training_step are with their shards, of which "
+                f"each rank has a piece: torch's functions would see none of them, or a piece alone.\n{_INSTEAD}"
+            )
+        return shard.grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        if grad is None or self._fsdp_shows is None or not self._fsdp_shows[0].on:
+            _GRAD.__set__(self, grad)
+        if self._fsdp_shows is not None and self._fsdp_shows[0].on:
+            self._fsdp_shows[1].grad = grad  # torch refuses what does not fit the shard
+
+
+class _ShownParameter(_Shown, nn.Parameter):
+    pass
+
+
+class _ShownTensor(_Shown, Tensor):
+    __torch_function__ = nn.Parameter.__torch_function__  # what is computed with it is a plain tensor
+
+
+class Piece(Tensor):
+    """A rank's piece of a gradient: for each element by itself it is as good as any, and for a norm it is not."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            result = func(*args, **(kwargs or {}))
+            computed = _tensors(result)
+            shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
+            name = getattr(func, "__name__", func)
+            if name in _NOT_ELEMENTWISE or any(tensor.shape not in shapes for tensor in computed):
+                raise UnsupportedCapabilityError(
+                    f"{name} of a gradient would see this rank's piece of it alone.\n{_INSTEAD}"
+                )
+            given = {id(tensor) for tensor in _tensors((args, kwargs))}
+            guard(tensor for tensor in computed if id(tensor) not in given)
+        return result
+
+
+def guard(gradients: Iterable[Tensor | None]) -> None:
+    """Refuse, from now on, what is computed of these pieces of gradients and is not elementwise."""
+    for gradient in gradients:
+        if gradient is not None and type(gradient) is Tensor:
+            gradient.__class__ = Piece
+
+
+def unguard(gradients: Iterable[Tensor | None]) -> None:
+    """Let these be plain tensors again, for an optimizer's step or a backward pass."""
+    for gradient in gradients:
+        if isinstance(gradient, Piece):
+            instance: Any = gradient
+            instance.__class__ = Tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor that computes as any does, sharing memory with this one, which may be guarded."""
+    if not isinstance(tensor, Piece):
+        return tensor
+    with without_torch_function():
+        return tensor.as_subclass(Tensor)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for inner in value for tensor in _tensors(inner)]

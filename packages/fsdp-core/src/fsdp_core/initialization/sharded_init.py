@@ -1,0 +1,461 @@
+"""Layers that are sharded as they are built: a rank keeps its part of each, and no model is ever there as a whole."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Never
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.initialization.deferred_random import random_state, set_random_state
+from fsdp_core.initialization.marking import when_marked
+from fsdp_core.runtime import Runtime
+from fsdp_core.state.fqn import clean_name
+from fsdp_core.state.host_memory import give_back, memory_of
+from fsdp_core.torch_private import meeting_place, users_of_storage, without_torch_function
+
+__all__ = ["KeptPart", "check_parts", "is_part", "keep_parts", "kept_as_built", "let_go_of"]
+
+# torch 2.13 deprecates the second name for the first
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_KEPT = "_fsdp_core_kept_part"
+_LARGE = 2**20  # bytes of a parameter that are worth the time of several collectives
+_DEVICES = ("cpu", "cuda")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # those that have NaN, and all operations
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptPart:
+    """What a rank keeps of a parameter whose layer was marked as it was built.
+
+    Attributes:
+        shape: The parameter's shape.
+        part: A run of its elements, the rank's own.
+        rank: Which run that is.
+        ranks: How many there are.
+        digest: Of the whole, as long as all of it was known; ranks compare it.
+        spoiled: Whether something was computed of elements that are not here.
+    """
+
+    shape: torch.Size
+    part: Tensor
+    rank: int
+    ranks: int
+    digest: str
+    spoiled: bool = False
+
+    def opened(self) -> Tensor:
+        """A tensor of the whole shape. What other ranks keep is NaN."""
+        whole = torch.full((self.shape.numel(),), torch.nan, dtype=self.part.dtype, device=self.part.device)
+        _run(whole, self.rank, self.ranks).copy_(self.part)
+        return whole.view(self.shape)
+
+    def whole(self, device: torch.device) -> Tensor:
+        """The parameter's values, put together from all ranks'. All ranks must call it."""
+        out = self.part.new_empty(self.shape.numel(), device=device)
+        self.gather(out)
+        return out.view(self.shape)
+
+    def gather(self, out: Tensor) -> None:
+        """Put the runs of all ranks together. All ranks must call it.
+
+        Args:
+            out: Filled with the whole, flattened. Shape ``(n,)``, on the device on which ranks meet.
+        """
+        if out.device.type == "cpu" and out.nbytes >= _LARGE:
+            self._gather_in_place(out)
+            return
+        count, length = out.numel(), _length(out.numel(), self.ranks)
+        part = out.new_zeros(length)
+        part[: self.part.numel()].copy_(self.part)
+        gathered = out if count == length * self.ranks else out.new_empty(length * self.ranks)
+        _all_gather(gathered, part)
+        if gathered is not out:
+            out.copy_(gathered[:count])
+
+    def _gather_in_place(self, out: Tensor) -> None:
+        """The same by broadcasts: gloo makes an all-gather in memory of its own, as much again."""
+        for rank in range(self.ranks):
+            run = _run(out, rank, self.ranks)
+            if rank == self.rank:
+                run.copy_(self.part)
+            if run.numel():
+                dist.broadcast(run, src=rank)
+
+
+class PartOfParameter(nn.Parameter):
+    """What is left of a parameter of which each rank keeps a part: its shape, without memory.
+
+    To write to it, as an initialiser does, or :meth:`~torch.nn.Module.load_state_dict`, makes it whole for so long;
+    what other ranks keep is NaN then. What would read it raises.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        with without_torch_function():
+            if name in _OF_NO_VALUES:
+                return func(*args, **kwargs)
+            _close_all()  # also what is among the arguments, and is opened again
+            kept = list(_parts_in((args, kwargs)))
+            if not _may_write(name):
+                _refuse_reading(kept[0], name)
+            for parameter in kept:
+                _open(parameter)
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and result.device.type not in _DEVICES:
+                _refuse_reading(kept[0], name)  # a module makes new parameters of what it moves there
+            return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            twin = nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=self.requires_grad)
+            _put(twin, replace(_kept(self), part=_kept(self).part.clone()))
+            memo[id(self)] = twin
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        _refuse_reading(self, "pickle")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        kept = _kept(self)
+        return f"PartOfParameter(shape={tuple(kept.shape)}, rank {kept.rank} of {kept.ranks})"
+
+
+class OpenParameter(nn.Parameter):
+    """The same, while something writes to it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            twin = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+            _note_open(twin, _kept(self))
+            memo[id(self)] = twin
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+
+class _OpenOnes(threading.local):
+    """The parameters that are open, for ranks may be threads."""
+
+    def __init__(self) -> None:
+        self.refs: list[weakref.ref[nn.Parameter]] = []
+        self.were_there = False  # since the last model was set up
+
+
+_open_ones = _OpenOnes()
+
+
+def is_part(parameter: Tensor) -> bool:
+    """Whether a rank keeps a part of this parameter alone."""
+    return isinstance(parameter, PartOfParameter | OpenParameter)
+
+
+@contextmanager
+def kept_as_built(runtime: Runtime | None) -> Iterator[None]:
+    """A context in which a rank keeps its part of each layer that is marked, and lets go of the rest.
+
+    Ranks that were seeded differently draw rank 0's random numbers inside.
+
+    Args:
+        runtime: The ranks; ``None`` if they have not met, and then all is kept.
+
+    Raises:
+        ShardingError: Rank 0 has not begun to build a model.
+    """
+    if runtime is None or runtime.world_size == 1:
+        yield
+        return
+    ranks = runtime
+    with when_marked(lambda module: keep_parts(module, ranks)), _random_numbers_of_rank_0(ranks):
+        try:
+            yield
+        finally:
+            _close_all()
+
+
+@contextmanager
+def _random_numbers_of_rank_0(runtime: Runtime) -> Iterator[None]:
+    """Without a collective: rank 0 waits for nobody, and may be alone in here."""
+    store = meeting_place()
+    if store is None:
+        yield
+        return
+    number = store.add(f"fsdp_core/models that rank {runtime.rank} has built", 1)
+    own = {device: random_state(device) for device in {torch.device("cpu"), runtime.device}}
+    differing: list[torch.device] = []
+    for device, state in own.items():
+        place = f"fsdp_core/random numbers of model {number}/{device.type}"
+        if runtime.rank == 0:
+            store.set(place, bytes(state.numpy()))
+            continue
+        try:
+            store.wait([place], _PATIENCE)
+        except dist.DistError as late:
+            raise ShardingError(
+                f"rank {runtime.rank} builds a model in configure_model() or under init_module(), and rank 0 has not "
+                f"begun to within {_PATIENCE.total_seconds():g} s.\nBuild it on every rank."
+            ) from late
+        first = torch.frombuffer(bytearray(store.get(place)), dtype=torch.uint8)
+        if not torch.equal(first, state):
+            set_random_state(device, first)
+            differing.append(device)
+    try:
+        yield
+    finally:
+        for device in differing:
+            set_random_state(device, own[device])
+
+
+#: How long to wait for rank 0, which may read or download something first.
+_PATIENCE = timedelta(minutes=30)
+
+
+def keep_parts(module: nn.Module, runtime: Runtime) -> None:
+    """Keep a part of each of a layer's parameters. No rank waits for another here.
+
+    Args:
+        module: The layer. What is on another device than a CPU or GPU, or is no plain parameter, stays.
+        runtime: The ranks.
+    """
+    _close_all()
+    for parameter in module.parameters():
+        if type(parameter) is nn.Parameter and _can_be_kept(parameter):
+            flat = parameter.detach().reshape(-1)
+            rank, ranks = runtime.rank, runtime.world_size
+            part = _run(flat, rank, ranks).clone()
+            kept = KeptPart(shape=parameter.shape, part=part, rank=rank, ranks=ranks, digest=_digest(flat))
+            spoiled = _open_ones.were_there and _has_nan(flat)  # by what was read of a layer that was marked before
+            _put(parameter, replace(kept, digest="" if spoiled else kept.digest, spoiled=spoiled))
+            del flat
+    give_back()
+
+
+def let_go_of(parameter: nn.Parameter) -> KeptPart | None:
+    """Take a parameter's part from it, which is a plain one without memory from then on.
+
+    Returns:
+        The part; ``None`` if the parameter is whole.
+    """
+    if isinstance(parameter, OpenParameter):
+        _close(parameter)
+    if not isinstance(parameter, PartOfParameter):
+        return None
+    kept = _kept(parameter)
+    del parameter.__dict__[_KEPT]
+    _become(parameter, nn.Parameter)
+    return kept
+
+
+def check_parts(module: nn.Module, runtime: Runtime) -> None:
+    """Raise on every rank if the ranks' parts are not of the same values. All ranks must call it.
+
+    Args:
+        module: Of whose parameters all ranks keep parts, or none does.
+        runtime: The ranks.
+
+    Raises:
+        ShardingError: Ranks have built a parameter with different values, or have computed it of parts.
+    """
+    kept: dict[str, KeptPart] = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, OpenParameter):
+            _close(parameter)
+        if isinstance(parameter, PartOfParameter):
+            kept[clean_name(name)] = _kept(parameter)
+    was_open, _open_ones.were_there = _open_ones.were_there, False  # layers that others have replaced were too, perhaps
+    if runtime.world_size == 1:
+        return
+    read = _computed_of_parts(module) if was_open else []
+    everyones = runtime.gather_objects(([(one.digest, one.spoiled) for one in kept.values()], read))
+    for name in (name for _, names in everyones for name in names):
+        raise ShardingError(
+            f"{name!r} is NaN: it was computed of a parameter that was read after wrap(), and of which each rank keeps "
+            f"its part: {_AS_BUILT}.\nRead it before wrap(), call wrap() last; or {_WHOLE}."
+        )
+    told = [of_rank for of_rank, _ in everyones]
+    for number, name in enumerate(kept):
+        if any(of_rank[number][1] for of_rank in told):
+            raise ShardingError(
+                f"{name!r} was computed after wrap() from elements that other ranks keep: {_AS_BUILT}.\n"
+                f"Give the layer its values first: build it, initialise it, and wrap() it last; {_WHOLE}."
+            )
+        if len({of_rank[number][0] for of_rank in told}) > 1:
+            raise ShardingError(
+                f"ranks have built {name!r} with different values, and each has kept its part: {_AS_BUILT}.\n"
+                "Where some of its elements were changed after wrap(), call wrap() last. Where ranks draw other random "
+                "numbers than torch's, write seed_everything(...) before trainer.fit() or fabric.launch(). Or build it "
+                f"with empty_init=True, or {_WHOLE}: rank 0's values are taken then."
+            )
+
+
+def _computed_of_parts(module: nn.Module) -> list[str]:
+    """What is whole and NaN, where parameters of which other ranks keep elements could be read as NaN."""
+    whole = [*module.named_parameters(), *module.named_buffers()]
+    return [clean_name(n) for n, t in whole if not (is_part(t) or t.is_meta) and t.dtype in _DTYPES and _has_nan(t)]
+
+
+_AS_BUILT = "layers that are wrapped in configure_model() or under fabric.init_module() are sharded as they are built"
+_WHOLE = "leave wrap() out and give the strategy auto_wrap_policy={MyBlock}"
+
+
+def _refuse_reading(parameter: nn.Parameter, name: str) -> Never:
+    raise ShardingError(
+        f"{name} needs the whole of a parameter of shape {tuple(parameter.shape)}, of which each rank keeps its part: "
+        f"{_AS_BUILT}.\nDo it before wrap(), or after the set-up; or {_WHOLE}, and every rank builds the whole."
+    )
+
+
+# -- what an operation does to a parameter -----------------------------------------------------------------------------
+
+_OF_NO_VALUES = frozenset(
+    [
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "is_pinned", "is_shared"),
+        *("get_device", "data_ptr", "untyped_storage", "__hash__"),
+        *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "attribute"),
+    ]
+)
+_VIEWS = frozenset(
+    [
+        *("data", "T", "mT", "t", "transpose", "permute", "view", "view_as", "reshape", "flatten", "unflatten"),
+        *("__getitem__", "narrow", "select", "chunk", "split", "tensor_split", "unbind", "squeeze", "unsqueeze"),
+        *("diagonal", "to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+    ]
+)
+_IN_PLACE = frozenset(
+    ["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"]
+)
+
+
+def _name_of(func: Any) -> str:
+    """What is called: of attributes, one that shows values by its name, and ``"attribute"`` for all others."""
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__", "__delete__"):
+        of = str(getattr(func.__self__, "__name__", ""))
+        return of if of in _VIEWS else "attribute"
+    return name
+
+
+def _may_write(name: str) -> bool:
+    return name in _VIEWS or name in _IN_PLACE or (name.endswith("_") and not name.startswith("__"))
+
+
+def _parts_in(value: Any) -> Iterator[nn.Parameter]:
+    if isinstance(value, PartOfParameter):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _parts_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _parts_in(one)
+
+
+# -- opening and closing -----------------------------------------------------------------------------------------------
+
+
+def _can_be_kept(parameter: nn.Parameter) -> bool:
+    here = parameter.device.type in _DEVICES
+    return here and parameter.dtype in _DTYPES and parameter.ndim > 0 and parameter.numel() > 0
+
+
+def _kept(parameter: nn.Parameter) -> KeptPart:
+    kept: KeptPart = parameter.__dict__[_KEPT]
+    return kept
+
+
+def _put(parameter: nn.Parameter, kept: KeptPart) -> None:
+    """Leave a parameter its shape alone."""
+    with without_torch_function():
+        parameter.data = torch.full((), torch.nan, dtype=kept.part.dtype, device=kept.part.device).expand(kept.shape)
+    parameter.__dict__[_KEPT] = kept
+    _become(parameter, PartOfParameter)
+
+
+def _become(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    parameter.__class__ = kind
+
+
+def _open(parameter: nn.Parameter) -> None:
+    """Make a parameter as large as it is, for something to write to it."""
+    if isinstance(parameter, PartOfParameter):
+        kept = _kept(parameter)
+        _open_ones.were_there = True
+        parameter.data = kept.opened()
+        _note_open(parameter, kept)
+
+
+def _note_open(parameter: nn.Parameter, kept: KeptPart) -> None:
+    parameter.__dict__[_KEPT] = kept
+    _become(parameter, OpenParameter)
+    _open_ones.refs.append(weakref.ref(parameter))
+
+
+def _close_all() -> None:
+    """Let go again of what nobody writes to any more: whose memory nobody but the parameter holds."""
+    if not _open_ones.refs:
+        return
+    left: list[weakref.ref[nn.Parameter]] = []
+    for ref in _open_ones.refs:
+        parameter = ref()
+        if parameter is not None and isinstance(parameter, OpenParameter):
+            if users_of_storage(parameter) == 1:
+                _close(parameter)
+            else:
+                left.append(ref)
+    _open_ones.refs = left
+    give_back()
+
+
+def _close(parameter: OpenParameter) -> None:
+    before = _kept(parameter)
+    flat = parameter.detach().reshape(-1)
+    part = _run(flat, before.rank, before.ranks).clone()
+    digest = before.digest
+    if not _has_nan(flat):
+        digest = _digest(flat)
+    elif part.dtype != before.part.dtype or _others_written(flat, part, before):
+        # changed element by element: the same on all ranks if it was before, and if random numbers are
+        digest = f"{digest}, changed at {_digest(torch.get_rng_state())}"
+    spoiled = before.spoiled or (_has_nan(part) and not _has_nan(before.part))
+    _put(parameter, replace(before, shape=parameter.shape, part=part, digest=digest, spoiled=spoiled))
+
+
+def _others_written(flat: Tensor, part: Tensor, before: KeptPart) -> bool:
+    """Whether anything was written, also if to elements of other ranks alone, which are NaN where nothing was."""
+    known = flat.numel() - int(flat.isnan().sum()) + int(part.isnan().sum())
+    return known > part.numel() or not torch.equal(part, before.part.to(part.device))
+
+
+def _length(count: int, ranks: int) -> int:
+    """How many elements a rank keeps; the last ranks may keep fewer, or none."""
+    return -(-count // ranks)
+
+
+def _run(flat: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's run of a whole, as a view."""
+    length = _length(flat.numel(), ranks)
+    return flat[length * rank :][:length]
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return bool(tensor.numel()) and bool(tensor.detach().amax().isnan())  # of all elements, without memory for a mask
+
+
+def _digest(flat: Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(memory_of(flat.cpu().contiguous()))

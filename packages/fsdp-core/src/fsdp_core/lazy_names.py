@@ -1,0 +1,34 @@
+"""Public names of a package, each imported when it is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from sys import modules
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package (:pep:`562`).
+
+    Args:
+        package: The package's ``__name__``.
+        homes: Its public names, and the module that each is imported from.
+
+    Returns:
+        Both functions; a name that ``homes`` lacks is an :exc:`AttributeError`.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name]), name)
+        setattr(modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(modules[package]), *homes})
+
+    return get, names

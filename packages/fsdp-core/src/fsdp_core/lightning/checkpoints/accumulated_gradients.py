@@ -1,0 +1,58 @@
+"""The gradients of an unfinished accumulation, for a checkpoint of Fabric's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.held_gradients import described, of_this_rank
+
+__all__ = ["AccumulatedGradients"]
+
+
+class AccumulatedGradients:
+    """What a model's backward passes have accumulated since its last step, on every rank.
+
+    Needed for a checkpoint that is written between the micro-batches of one step. Put it beside the model:
+    ``fabric.save(path, {"model": model, "gradients": AccumulatedGradients(model)})``, and load into such a dict before
+    the next backward pass. On as many ranks, each gets its own gradients back, bit for bit; on another number each gets
+    their mean, which the reduction before the step makes the same of.
+
+    Args:
+        model: What ``fabric.setup`` returned.
+
+    Attributes:
+        module: The user's module in it.
+
+    Raises:
+        ShardingError: The model was not set up with one of these strategies.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        owned = [module for module in model.modules() if Backend.owner_of(module) is not None]
+        if not owned:
+            raise ShardingError(
+                f"{type(model).__name__} is not sharded, so its gradients are its parameters' own .grad.\n"
+                "Give AccumulatedGradients the model that fabric.setup(model) has returned under a sharded strategy."
+            )
+        self.module = owned[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradients of all ranks. All of them must call it."""
+        backend = self._backend()
+        return described(backend.accumulated_gradients(self.module), backend.runtime) or {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from gradients that were saved, instead of those that are there."""
+        if state:
+            backend = self._backend()
+            backend.restore_gradients(self.module, of_this_rank(state, backend.runtime), state["reduced"])
+
+    def _backend(self) -> Backend:
+        backend = Backend.owner_of(self.module)
+        assert backend is not None  # a module stays sharded
+        return backend

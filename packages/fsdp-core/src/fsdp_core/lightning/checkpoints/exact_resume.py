@@ -1,0 +1,157 @@
+"""Exact resume under the Trainer: each rank's random numbers, and gradients that wait for their step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.held_gradients import described, of_this_rank
+from fsdp_core.state.random_state import random_state, set_random_state, state_of_rank
+
+__all__ = ["KEY", "ExactResume"]
+
+#: Where a Trainer's checkpoint holds what this module has put into it.
+KEY = "fsdp_core"
+
+
+class ExactResume:
+    """Lets a run that goes on from a checkpoint do what the run that wrote it did next.
+
+    What a validation draws is given back, so that training draws the same numbers with and without it: Lightning leaves
+    out, on resuming, the validation that was to follow the batch after which a checkpoint was written.
+
+    Random numbers of a checkpoint are set twice. First before the loaders are iterated, since an iterator draws the
+    seed of its workers and perhaps of its order. Then, when whatever the beginning of a fit draws is drawn, right
+    before the first thing that the other run did next too.
+
+    Args:
+        runtime: The ranks.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._to_restore: Mapping[str, Any] | None = None
+        self._gradients: Mapping[str, Any] | None = None
+        self._at_iterators = False
+        self._after_iterators: dict[str, Any] | None = None
+        self._before_validation: dict[str, Any] | None = None
+        self._waiting: list[Optimizer] = []
+        self._followed: list[tuple[Any, str]] = []
+
+    # -- what is saved ---------------------------------------------------------------------------------------------
+
+    def state(self, backend: Backend, root: nn.Module) -> dict[str, Any]:
+        """What to save beside model and optimizers. All ranks must call it."""
+        mine = random_state(self._runtime) if self._before_validation is None else self._before_validation
+        state: dict[str, Any] = {"ranks": [{"random": one} for one in self._runtime.gather_objects(mine)]}
+        gradients = described(backend.accumulated_gradients(root), self._runtime) if self._waiting else None
+        return state if gradients is None else {**state, "gradients": gradients}
+
+    def take(self, state: Mapping[str, Any] | None) -> None:
+        """Take what :meth:`state` gave, to restore it when the time has come.
+
+        Args:
+            state: ``None`` if the checkpoint holds none.
+        """
+        self._to_restore = self._gradients = None
+        if state is not None:
+            self._to_restore = state_of_rank([of_rank["random"] for of_rank in state["ranks"]], self._runtime)
+            self._gradients = state.get("gradients")
+
+    def restore_gradients(self, backend: Backend, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Go on from gradients that wait. All ranks must call it, after Lightning has zeroed them as a fit begins."""
+        gradients, self._gradients = self._gradients, None
+        if gradients is not None:
+            backend.restore_gradients(root, of_this_rank(gradients, self._runtime), gradients["reduced"])
+            self.on_backward(optimizers)
+
+    # -- when gradients wait ---------------------------------------------------------------------------------------
+
+    def on_backward(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note that a backward pass has given gradients to what these optimizers hold."""
+        self._waiting = list(optimizers)
+
+    def on_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has used its gradients."""
+        self._waiting = [one for one in self._waiting if one is not optimizer]
+
+    # -- when random numbers are set -------------------------------------------------------------------------------
+
+    def follow(self, trainer: pl.Trainer) -> None:
+        """Be told when the Trainer's loops iterate their loaders and validate, until :meth:`leave`."""
+        self.leave()
+        self._waiting = []
+        loop = trainer.fit_loop
+        validation = loop.epoch_loop.val_loop
+        self._around(loop, "setup_data", self._iterating)
+        self._around(validation, "run", self._validating)
+        self._around(validation, "increment_progress_to_evaluation_end", self._validating)
+
+    def leave(self) -> None:
+        """Let go of the Trainer's loops."""
+        for loop, name in self._followed:
+            loop.__dict__.pop(name, None)
+        self._followed = []
+
+    def before_iterators(self) -> None:
+        """Set the random numbers that the iterators of the training loaders draw from.
+
+        To be called whenever they may be made next; before the first batch perhaps several times.
+        """
+        if self._to_restore is not None:
+            set_random_state(self._to_restore, self._runtime)
+            self._at_iterators = True
+
+    def before_first_batch(self, trainer: pl.Trainer) -> None:
+        """Set the random numbers that the first batch draws from, or what of the last epoch is left to be done.
+
+        To be called right after the last time that iterators may have been made, without anything else in between.
+        """
+        if self._to_restore is None:
+            return
+        self._note_iterators()
+        loop = trainer.fit_loop
+        epoch_is_over = loop.epoch_loop.batch_progress.is_last_batch
+        # Lightning goes through the end of an epoch once more if it was saved in the validation after the last batch,
+        # and iterates its loaders once more after that; otherwise the next epoch has the iterators that are there
+        goes_through_its_end = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_last
+        if epoch_is_over and not goes_through_its_end and self._after_iterators is not None:
+            set_random_state(self._after_iterators, self._runtime)
+        else:
+            set_random_state(self._to_restore, self._runtime)
+        self._to_restore = self._after_iterators = None
+
+    def _around(self, loop: Any, name: str, call: Callable[[Callable[..., Any]], Any]) -> None:
+        method = getattr(loop, name)
+        setattr(loop, name, wraps(method)(lambda: call(method)))
+        self._followed.append((loop, name))
+
+    def _iterating(self, setup_data: Callable[[], None]) -> None:
+        setup_data()
+        self._note_iterators()
+
+    def _note_iterators(self) -> None:
+        """Note where iterators, if there are new ones, have left the random numbers."""
+        if self._to_restore is not None and self._at_iterators:
+            now = random_state(self._runtime)
+            if not torch.equal(now["torch"], self._to_restore["torch"]):
+                self._after_iterators = now
+            self._at_iterators = False
+
+    def _validating(self, run: Callable[[], Any]) -> Any:
+        if self._before_validation is not None:
+            return run()
+        self._before_validation = random_state(self._runtime)
+        try:
+            return run()
+        finally:
+            set_random_state(self._before_validation, self._runtime)
+            self._before_validation = None

@@ -1,0 +1,255 @@
+"""``Fabric.save`` and ``Fabric.load``: the user's dict of objects, to a sharded folder or a full file and back."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_core import checkpoint as checkpoints
+from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.planning import join_path
+from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
+from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
+from fsdp_core.lightning.checkpoints.file_layout import as_trainers_file
+from fsdp_core.lightning.checkpoints.full_file import gathered, numbered, write_full
+from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
+from fsdp_core.lightning.checkpoints.reading import read_checkpoint
+from fsdp_core.lightning.hooks.forwarding import root_of
+from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.random_state import RandomState, of_ranks
+
+__all__ = ["load_checkpoint", "owner_of", "save_checkpoint"]
+
+_INSTEAD = 'Give the objects themselves: fabric.save(path, {"model": model, "optimizer": optimizer}).'
+
+
+class _Strategy(Protocol):
+    backend: Backend
+    runtime: Runtime
+    roots: list[nn.Module]
+    optimizers: weakref.WeakSet[Optimizer]
+    strategy_name: str
+
+    @property
+    def accumulating(self) -> Collection[nn.Module]: ...
+
+    async_saves: AsyncSaves | None
+
+    @property
+    def state_dict_type(self) -> str: ...
+
+    @property
+    def sequential_save(self) -> bool: ...
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO: ...
+
+    def refuse_storage_options(self, storage_options: Any) -> None: ...
+
+
+def owner_of(optimizer: Optimizer, roots: Sequence[nn.Module], backend: Backend) -> nn.Module:
+    """Find the sharded root whose parameters an optimizer holds.
+
+    Raises:
+        OptimizerMismatchError: None does, or more than one.
+    """
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    owners = [root for root in roots if not held.isdisjoint(backend.layout(root))]
+    if len(owners) == 1:
+        return owners[0]
+    if not owners:
+        raise OptimizerMismatchError(
+            f"{type(optimizer).__name__} holds no parameter of a model that was set up.\n"
+            "Write `model, optimizer = fabric.setup(model, optimizer)` before saving or loading."
+        )
+    raise OptimizerMismatchError(
+        f"{type(optimizer).__name__} holds parameters of {len(owners)} models, whose names may be the same.\n"
+        "Use one optimizer per model, or put the models into one nn.ModuleDict and set that up."
+    )
+
+
+def save_checkpoint(
+    strategy: _Strategy,
+    path: str,
+    state: dict[str, Any],
+    storage_options: Any,
+    filters: dict[str, Callable[[str, Any], bool]],
+) -> None:
+    """Save a dict of modules, optimizers, stateful objects and plain data. All ranks must call it.
+
+    Args:
+        strategy: Its backend, runtime and kind of checkpoint.
+        path: A folder for sharded checkpoints, a file for full ones.
+        state: The user's objects by key.
+        storage_options: For the ``CheckpointIO`` that writes full checkpoints.
+        filters: By key of ``state``: which names of its state to keep.
+    """
+    async_saves = strategy.async_saves
+    if async_saves is not None:
+        async_saves.wait()  # before memory is taken for this one
+    _warn_of_gradients(strategy, state)
+    backend, kinds, tied = strategy.backend, dict[str, str](), dict[str, str]()
+    converted: dict[str, Any] = {}
+    for key, obj in state.items():
+        if isinstance(obj, nn.Module):
+            root = root_of(obj)
+            converted[key] = backend.model_state(root)
+            kinds[join_path(key)] = "model"
+            names = backend.aliases(root) if key not in filters else {}
+            tied.update({join_path(key, a): join_path(key, b) for a, b in names.items()})
+        elif isinstance(obj, Optimizer):
+            converted[key] = backend.optimizer_state(owner_of(obj, strategy.roots, strategy.backend), obj)
+            kinds[join_path(key)] = "optimizer"
+        elif is_left_out(key, obj, strategy.runtime):
+            continue
+        elif is_loader(obj):
+            converted[key] = loader_state(key, obj, strategy.runtime)
+        else:
+            held = of_ranks(obj, strategy.runtime) if isinstance(obj, RandomState) else obj
+            converted[key] = held.state_dict() if callable(getattr(held, "state_dict", None)) else held
+        if key in filters and isinstance(converted[key], dict):
+            converted[key] = {k: v for k, v in converted[key].items() if filters[key](k, v)}
+    plain = {key: value for key, value in converted.items() if join_path(key) not in kinds}
+    refuse_local_shards(plain, backend, strategy.roots, strategy.optimizers, strategy.runtime, _INSTEAD)
+    if strategy.state_dict_type == "full":
+        whole = gathered(converted, backend)
+        whole = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in whole.items()}
+        write_full(
+            path,
+            whole,
+            converted,
+            write=lambda it: strategy.checkpoint_io.save_checkpoint(it, path, storage_options=storage_options),
+            runtime=strategy.runtime,
+            async_saves=async_saves,
+        )
+        return
+    strategy.refuse_storage_options(storage_options)
+    in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
+    save = in_order if async_saves is None else async_saves.save
+    save(path, converted, strategy=strategy.strategy_name, kinds=kinds, aliases=tied)
+
+
+def _warn_of_gradients(strategy: _Strategy, state: dict[str, Any]) -> None:
+    """Tell of gradients that wait for their step and are not among what is saved."""
+    saved = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
+    roots = [root for root in strategy.accumulating if any(root_of(o) is root for o in _modules(state))]
+    forgotten = [root for root in roots if not any(strategy.backend.written_module(root) is one for one in saved)]
+    if forgotten and strategy.runtime.rank == 0:
+        warnings.warn(
+            "this checkpoint is saved between the micro-batches of a step, without the gradients that they have "
+            "accumulated: a run that goes on from it does without them.\n"
+            "Save after optimizer.step(), or put fsdp_core.AccumulatedGradients(model) beside the model.",
+            stacklevel=2,
+        )
+
+
+def _modules(state: dict[str, Any]) -> list[nn.Module]:
+    return [obj for obj in state.values() if isinstance(obj, nn.Module)]
+
+
+def load_checkpoint(
+    strategy: _Strategy, path: str, state: Any, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Restore what :func:`save_checkpoint` saved, in place.
+
+    Args:
+        strategy: Its backend and models.
+        path: A sharded folder or a full file; which of the two is seen from what is there.
+        state: The user's objects by key; a module or an optimizer alone, whose state is the whole checkpoint; or
+            nothing, to get everything back.
+        strict: Whether every key must be there, and the names in modules agree.
+        weights_only: ``False`` lets a full file execute code.
+
+    Returns:
+        What was not restored into ``state``. Tensors of models and optimizers are whole if everything was asked for,
+        and otherwise :class:`~fsdp_core.checkpoint.SavedTensor` handles, whose ``full()`` reads them.
+
+    Raises:
+        MissingKeyError: A key is not there.
+        CheckpointMismatchError: A name, shape or dtype doesn't fit.
+    """
+    saved, _ = read_checkpoint(strategy.strategy_name, path, weights_only, strategy.runtime)
+    if isinstance(state, dict) and "state_dict" in state and "state_dict" not in saved:
+        saved = as_trainers_file(saved) or saved
+    if isinstance(state, nn.Module | Optimizer):
+        _restore(strategy, state, saved, strict)
+        return {}
+    everything, state = state is None, state if state is not None else {}
+    missing = [key for key in state if key not in saved and not is_left_out(key, state[key], strategy.runtime)]
+    if strict and missing:
+        raise MissingKeyError(
+            f"{path} holds no {missing[0]!r}; it holds {', '.join(map(repr, saved))}.\n"
+            "Ask for what is there, or load with strict=False."
+        )
+    order = [key for key in sorted(state, key=lambda k: not isinstance(state[k], nn.Module)) if key in saved]
+
+    def compare() -> None:
+        for key in order:
+            _restore(strategy, state[key], saved[key], strict, check_only=True)
+
+    together(strategy.runtime, f"comparing {path} with what it is loaded into", compare)  # before any is changed
+    for key in order:
+        if not _restore(strategy, state[key], saved[key], strict):
+            state[key] = _whole(saved[key])
+    # a whole optimizer, which nobody has asked for, has no room on one rank
+    return {key: _whole(value) if everything else value for key, value in saved.items() if key not in state}
+
+
+def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:
+    """Restore one object in place; ``False`` if it is plain data, which can't be."""
+    if isinstance(obj, nn.Module) and strategy.backend.is_sharded(root_of(obj)):
+        strategy.backend.load_model_state(root_of(obj), value, strict, check_only=check_only)
+    elif isinstance(obj, nn.Module):
+        _restore_unsharded(obj, value, strict, check_only=check_only)
+    elif isinstance(obj, Optimizer):
+        owner = owner_of(obj, strategy.roots, strategy.backend)
+        strategy.backend.load_optimizer_state(owner, obj, value, check_only=check_only)
+    elif is_loader(obj):
+        load_loader(obj, _whole(value), strategy.runtime, check_only=check_only)
+    elif callable(getattr(obj, "load_state_dict", None)):
+        if not check_only:
+            if isinstance(obj, RandomState):
+                obj = of_ranks(obj, strategy.runtime)
+            # each rank reads its own of all ranks' gradients
+            obj.load_state_dict(value if isinstance(obj, AccumulatedGradients) else _whole(value))
+    else:
+        return False
+    return True
+
+
+def _restore_unsharded(module: nn.Module, value: Any, strict: bool, *, check_only: bool) -> None:
+    """Restore a module that was not set up, as plain Fabric does."""
+    live = module.state_dict()
+    empty = [name for name, tensor in live.items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    if empty:
+        raise CheckpointMismatchError(
+            f"{type(module).__name__} has no memory yet to load {empty[0]!r} into: it was built on the meta device.\n"
+            "Write `model = fabric.setup(model)` first, and load then."
+        )
+    tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor | checkpoints.SavedTensor)}
+    held = {name: tensor for name, tensor in live.items() if isinstance(tensor, Tensor)}
+    checkpoints.fill_all(held, tensors, strict=strict, cast=not strict, check_only=check_only)
+    extra = {name: _whole(saved) for name, saved in value.items() if name in live and name not in held}
+    if extra and not check_only:
+        module.load_state_dict(extra, strict=False)
+
+
+def _whole(value: Any) -> Any:
+    """Read what is still only a handle on a saved tensor."""
+    if isinstance(value, dict):
+        return {k: _whole(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_whole(v) for v in value]
+    if type(value) is tuple:
+        return tuple(_whole(v) for v in value)
+    return value.full() if isinstance(value, checkpoints.SavedTensor) else value

@@ -1,0 +1,182 @@
+"""The ``full`` checkpoint: one file that plain torch and Lightning read, gathered on rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+import zipfile
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
+from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.storage.folder import open_folder
+from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
+from fsdp_core.lightning.checkpoints.file_layout import numbered
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
+
+__all__ = ["gathered", "numbered", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
+
+
+def gathered(value: Any, backend: Backend) -> Any:
+    """Replace every sharded tensor in a nest of dicts, lists and tuples by its whole, on rank 0's CPU.
+
+    All ranks must call it, with the same sharded tensors under the same keys; rank 0 may have more beside them. Tensors
+    that share memory stay shared.
+    """
+    if isinstance(value, dict):
+        done = {k: gathered(value[k], backend) for k in sorted(value, key=str)}  # in one order on all ranks
+        return {k: done[k] for k in value}
+    if isinstance(value, list):
+        return [gathered(v, backend) for v in value]
+    if type(value) is tuple:
+        return tuple(gathered(v, backend) for v in value)
+    return backend.full_tensor(value) if isinstance(value, torch.Tensor | ChunkedTensor) else value
+
+
+def write_full(
+    path: str,
+    whole: dict[str, Any],
+    live: Any,
+    *,
+    write: Callable[[dict[str, Any]], None],
+    runtime: Runtime,
+    async_saves: AsyncSaves | None,
+) -> None:
+    """Write what was gathered as a file, or let it be written in the background. All ranks must call it.
+
+    Args:
+        path: The file.
+        whole: What was gathered, on rank 0.
+        live: What it was gathered from. A copy is made of what shares memory with it, if it is written later.
+        write: Writes it.
+        runtime: The ranks.
+        async_saves: What writes in the background; ``None`` to write now.
+
+    Raises:
+        CheckpointError: It can't be written; or, if that is done later, can't be copied.
+    """
+    if async_saves is None:
+        write_on_rank_zero(path, lambda: write(whole), runtime)
+        return
+    copy: dict[str, Any] = {}
+
+    def stage() -> None:
+        if runtime.rank == 0:
+            copy.update(_copied(whole, _host_memory(live), {}))
+
+    together(runtime, f"preparing to save {path}", stage)
+    async_saves.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks))
+
+
+def _host_memory(value: Any) -> set[int]:
+    """Where the tensors of a nest are that lie in host memory."""
+    if isinstance(value, dict):
+        return set[int]().union(*map(_host_memory, value.values()))
+    if isinstance(value, list | tuple):
+        return set[int]().union(*map(_host_memory, value))
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(local, torch.Tensor) and local.device.type == "cpu":
+        return {local.untyped_storage().data_ptr()}
+    return set()
+
+
+def _copied(value: Any, live: set[int], memo: dict[int, Any]) -> Any:
+    """A nest that shares nothing with the objects and the memory of a training; what has been gathered stays."""
+    if isinstance(value, dict):
+        return {k: _copied(v, live, memo) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(v, live, memo) for v in value)
+    if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in live:
+        return value
+    return deepcopy(value, memo)
+
+
+def write_on_rank_zero(path: str | Path, write: Callable[[], None], runtime: Runtime) -> None:
+    """Let rank 0 write a file, and every rank know how it went.
+
+    A sharded checkpoint in the file's place is set aside first, and removed only when the file is there.
+
+    Raises:
+        CheckpointExistsError: The path is a folder that holds no checkpoint.
+        CheckpointError: Rank 0 failed; raised on the other ranks.
+    """
+    failure: Exception | None = None
+    if runtime.rank == 0:
+        try:
+            replace_by(Path(path), write)
+        except Exception as error:
+            failure = error
+    problem = runtime.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if problem is not None:
+        raise CheckpointError(f"rank 0 could not write the checkpoint {path}: {problem}")
+
+
+def replace_by(path: Path, write: Callable[[], None]) -> None:
+    """Let ``write`` write a file to a path where a sharded checkpoint may be, which goes when the file is there.
+
+    Raises:
+        CheckpointExistsError: The path is a folder that holds no checkpoint.
+    """
+    aside: Path | None = None
+    if path.is_dir():
+        if not is_checkpoint(path):
+            raise CheckpointExistsError(
+                f"can't write a full checkpoint to {path}: a folder is there that holds no checkpoint.\n"
+                "Choose another path, or remove the folder yourself."
+            )
+        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        os.rename(path, aside)
+    try:
+        write()
+    except BaseException:
+        if aside is not None:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            os.rename(aside, path)
+        raise
+    if aside is not None:
+        remove(aside)
+
+
+def read_full_file(path: str, weights_only: bool | None) -> Any:
+    """Read a full checkpoint without executing code from it; a local one is mapped into memory.
+
+    Args:
+        path: The file: a local path or an fsspec URL.
+        weights_only: ``False`` lets the file execute code, which only its user can decide.
+
+    Raises:
+        CheckpointFormatError: There is no such file, or it can't be read without executing code.
+    """
+    place = open_folder(path)
+    if place.kind() == "missing":
+        raise CheckpointFormatError(f"there is no checkpoint at {path}.\nCheck the path; it is read on every host.")
+    with place.fs.open(place.root, "rb") as stream:
+        if not zipfile.is_zipfile(stream):
+            raise CheckpointFormatError(
+                f"{path} is a file, but none that torch.save has written: a sharded checkpoint is a folder, a full one "
+                "such a file.\nCheck the path; load and save a file of torch before 1.6 again with a newer torch."
+            )
+        stream.seek(0)
+        try:
+            safe = weights_only is not False
+            if place.local:
+                return torch.load(place.root, map_location="cpu", weights_only=safe, mmap=True)
+            return torch.load(stream, map_location="cpu", weights_only=safe)
+        except Exception as error:
+            raise CheckpointFormatError(
+                f"{path} can't be read as a full checkpoint: {type(error).__name__}: {error}\n"
+                "If it holds objects other than tensors and plain data and you trust it, allow their classes with "
+                "torch.serialization.add_safe_globals([...])."
+            ) from error

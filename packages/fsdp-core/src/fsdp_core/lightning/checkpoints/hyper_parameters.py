@@ -1,0 +1,163 @@
+"""Hyper-parameters that no checkpoint could hold, and those that would make Lightning run what they name."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import PurePath
+from typing import Any
+
+import torch
+import yaml
+
+from fsdp_core.checkpoint.format.named_code import INSTANTIATOR
+from fsdp_core.checkpoint.format.plain_data import encode
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+
+__all__ = ["check_hyper_parameters", "refuse_named_classes"]
+
+_CLASS = "_class_path"
+_OLD_KEYS = ("hparams", "module_arguments")  # what they hold, Lightning adds to the hyper-parameters
+_LONGEST = 2**16  # of a text that is looked through for YAML
+_SHOWN = 5
+
+
+def check_hyper_parameters(owner: Any, key: str) -> None:
+    """Refuse what ``owner.save_hyperparameters()`` took that is neither plain data nor a tensor.
+
+    Args:
+        owner: A LightningModule or LightningDataModule.
+        key: What Lightning calls them in a checkpoint.
+
+    Raises:
+        CheckpointValueError: There is such a thing; the message names all of them.
+    """
+    refused: dict[str, str] = {}
+    for name, value in owner.hparams.items():
+        try:
+            encode({key: {name: value}}, lambda keys, tensor: None)
+        except CheckpointValueError as error:
+            refused[name] = str(error)
+    if refused:
+        first, *more = refused.values()
+        places = "\n".join([first, *(text.split("\n", 1)[1] for text in more)])
+        raise CheckpointValueError(
+            f"{places}\nIn {type(owner).__name__} write self.save_hyperparameters(ignore={list(refused)!r})."
+        )
+
+
+def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
+    """Refuse a checkpoint whose hyper-parameters name code that is run to make an object of them.
+
+    Lightning's command line notes in hyper-parameters that it has made a class. ``load_from_checkpoint`` gives those to
+    jsonargparse then, which imports and calls what they name: ``{"class_path": …, "init_args": …}``, at any depth and
+    in texts of YAML, and for some parameters any name. So each name of code must be that of a class of ``torch.nn`` or
+    ``torch.optim`` or of a dtype, and the module's own class one of Lightning's that is imported already.
+
+    Args:
+        checkpoint: What a file of the same run would hold.
+        path: What to call it.
+
+    Raises:
+        CheckpointFormatError: Something else is named.
+    """
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        held = checkpoint.get(key)
+        if not isinstance(held, Mapping) or INSTANTIATOR not in held:
+            continue
+        given = {key: {name: value for name, value in held.items() if name not in (INSTANTIATOR, _CLASS)}}
+        given.update((old, checkpoint[old]) for old in _OLD_KEYS if old in checkpoint)
+        try:
+            named = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _names(given, (), {})]
+        except RecursionError as error:
+            raise CheckpointFormatError(f"{path} has {key} that are nested too deeply") from error
+        if _CLASS in held and not _is_imported_module(held[_CLASS]):
+            named.append(f"  '{key}/{_CLASS}': {str(held[_CLASS])[:80]!r}, which is no module's class imported by now")
+        if named:
+            more = [f"  … and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+            title = f"{path} names code, and Lightning would import and call it to make a module of its {key}:"
+            remedy = (
+                "Nothing was run. If you trust the checkpoint, pass weights_only=False to load_from_checkpoint; or "
+                f"make the module yourself, and give it fsdp_core.load_state_dict({str(path)!r})."
+            )
+            raise CheckpointFormatError("\n".join([title, *named[:_SHOWN], *more, remedy]))
+
+
+def _names(value: Any, keys: tuple[str, ...], seen: dict[int, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The names of code in a value, or what may hold some."""
+    if isinstance(value, PurePath | yaml.ScalarNode):
+        value = str(value) if isinstance(value, PurePath) else value.value
+    if isinstance(value, str):
+        text = value.strip()
+        if "." in text and all(step.isidentifier() for step in text.split(".")):
+            if _is_code(text):
+                yield keys, value
+        elif len(value) > _LONGEST:
+            yield keys, value
+        elif (nested := _nest_in(value)) is not None:
+            yield from _names(nested, keys, seen)
+        return
+    if id(value) in seen:  # a text of YAML can say the same again and again
+        return
+    seen[id(value)] = value  # and keep it, or another would get its id
+    for name, item in _entries(value):
+        text = str(name.value if isinstance(name, yaml.ScalarNode) else name)
+        inner = (*keys, text)
+        if text == "class_path":
+            name_of_class = item.value if isinstance(item, yaml.ScalarNode) else item
+            if not isinstance(name_of_class, str) or "." not in name_of_class or _is_code(name_of_class):
+                yield inner, str(name_of_class)
+            continue
+        if "class_path" in text or "init_args." in text or ".init_args" in text:
+            yield inner, text
+        yield from _names(name, inner, seen)
+        yield from _names(item, inner, seen)
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, yaml.MappingNode):
+        return value.value  # type: ignore[no-any-return]
+    if isinstance(value, yaml.SequenceNode):
+        return enumerate(value.value)
+    if isinstance(value, argparse.Namespace):
+        return vars(value).items()
+    return enumerate(value) if isinstance(value, list | tuple | set | frozenset) else ()
+
+
+def _nest_in(text: str) -> Any:
+    """The nest that a text is in YAML, as jsonargparse would read it, without making anything of it."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return None
+    return None if isinstance(node, yaml.ScalarNode) else node
+
+
+def _is_code(name: str) -> bool:
+    """Whether a name is one of code that could be imported, but for what does no harm. Nothing is imported."""
+    root = name.partition(".")[0]
+    try:
+        if root not in sys.modules and find_spec(root) is None:
+            return False
+    except ValueError:  # a module without a spec
+        pass
+    found = _imported(name)
+    harmless = isinstance(found, type) and f"{found.__module__}.".startswith(("torch.nn.modules.", "torch.optim."))
+    return not harmless and not isinstance(found, torch.dtype)
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+
+
+def _is_imported_module(name: Any) -> bool:
+    found = _imported(name) if isinstance(name, str) else None
+    packages = [sys.modules.get(package) for package in ("lightning.pytorch", "pytorch_lightning")]
+    return isinstance(found, type) and any(
+        issubclass(found, (package.LightningModule, package.LightningDataModule)) for package in packages if package
+    )

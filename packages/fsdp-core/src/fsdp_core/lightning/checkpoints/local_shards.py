@@ -1,0 +1,86 @@
+"""Tensors that are only a rank's own part of a parameter, which a checkpoint must not take for whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.planning import join_path
+from fsdp_core.errors import CheckpointValueError
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.torch_private import Place, place_of
+
+__all__ = ["refuse_local_shards"]
+
+
+def refuse_local_shards(
+    state: Mapping[str, Any],
+    backend: Backend,
+    roots: Iterable[nn.Module],
+    optimizers: Iterable[Optimizer],
+    runtime: Runtime,
+    remedy: str,
+) -> None:
+    """Refuse plain data that holds flat shards. All ranks must call it.
+
+    A library that flattens parameters shows each rank's part of them as a plain 1-D tensor, in ``model.state_dict()``
+    and in the state of torch's optimizers. Rank 0's would be stored as if it were the whole. DTensors say what they
+    are, and pass.
+
+    Args:
+        state: What is saved besides modules and optimizers.
+        backend: How modules are sharded.
+        roots: The sharded modules.
+        optimizers: What may hold parameters of theirs.
+        runtime: The ranks.
+        remedy: What to write instead.
+
+    Raises:
+        CheckpointValueError: It holds one, on any rank.
+    """
+    shards: dict[Place, str] = {}
+    any_flat = False
+    for root in roots:
+        flat = {p: parts for p, parts in backend.layout(root).items() if any(part.range is not None for part in parts)}
+        any_flat |= bool(flat)
+        for parameter, parts in flat.items():
+            shards.update(dict.fromkeys(_memory([parameter]), f"parameter {parts[0].name!r}"))
+        for optimizer in optimizers:
+            for parameter in flat.keys() & optimizer.state.keys():
+                held = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+                told = f"the optimizer's state of {flat[parameter][0].name!r}"
+                shards.update(dict.fromkeys(_memory(one for one in held if one.ndim), told))
+    if not any_flat:  # which is the same on every rank
+        return
+
+    def look() -> None:
+        for path, tensor in _tensors(state, ()):
+            for place in _memory([tensor]):
+                if place in shards:
+                    raise CheckpointValueError(
+                        f"{join_path(*path)} is a rank's own shard of {shards[place]}. "
+                        f"A checkpoint would take it for the whole.\n{remedy}"
+                    )
+
+    together(runtime, "looking for shards among what is saved", look)
+
+
+def _memory(tensors: Iterable[Tensor]) -> Iterator[Place]:
+    """Where each tensor's elements begin, without those that have none."""
+    return (place_of(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.numel())
+
+
+def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors(inner, (*path, str(key)))
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for index, inner in enumerate(value):
+            yield from _tensors(inner, (*path, str(index)))

@@ -1,0 +1,65 @@
+"""What ``ModelCheckpoint`` has to be told about checkpoints that are still being written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from fsdp_core.checkpoint import is_folder, remove
+
+__all__ = ["expect_what_is_pending", "link"]
+
+
+def expect_what_is_pending(callbacks: Iterable[pl.Callback]) -> None:
+    """Let callbacks choose names and make links as if what is pending were done already.
+
+    A name that a pending save takes is not free, and ``last`` may only become a link to a checkpoint that is complete.
+    Overrides ``_link_checkpoint``, which has no public name.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            instance: Any = callback
+            instance.file_exists = partial(_file_exists, callback)
+            instance._link_checkpoint = _link_checkpoint
+
+
+def _file_exists(callback: ModelCheckpoint, filepath: str | Path, trainer: pl.Trainer) -> bool:
+    strategy: Any = trainer.strategy
+    saved: dict[str, bool] = getattr(strategy, "async_saved", {})
+    if str(filepath) in saved:
+        return saved[str(filepath)]
+    return type(callback).file_exists(callback, filepath, trainer)
+
+
+def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+    strategy: Any = trainer.strategy
+    if getattr(strategy, "fit_saves", None) is None:  # the callback has moved on to another Trainer
+        ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+    elif os.path.abspath(filepath) != os.path.abspath(linkpath):
+        job = partial(link, filepath, linkpath)
+        strategy.in_order(f"linking {linkpath} to {filepath}", job, {linkpath: True})
+
+
+def link(filepath: str, linkpath: str) -> None:
+    """Put a link to a checkpoint instead of what is at a path; a copy, where the system lets nobody make links.
+
+    Args:
+        filepath: The checkpoint.
+        linkpath: Where the link goes: nothing, a link, a file or a checkpoint is there.
+    """
+    made = f"{linkpath}.{uuid.uuid4().hex[:12]}.partial"
+    try:
+        os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), made)
+    except OSError:
+        (shutil.copytree if is_folder(filepath) else shutil.copy)(filepath, made)
+    if os.path.isdir(linkpath) and not os.path.islink(linkpath):
+        remove(linkpath)
+    os.replace(made, linkpath)

@@ -1,0 +1,208 @@
+"""A Trainer's or Fabric's folder as the one file that a plain Trainer writes, without having it in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from fsdp_core.checkpoint.format.paths import split_path
+from fsdp_core.checkpoint.format.plain_data import decode
+from fsdp_core.checkpoint.storage.atomic import check_apart, check_file, new_file
+from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.plain_json import read_plain
+from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
+from fsdp_core.checkpoint.tools.consolidation import Consolidated
+from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
+from fsdp_core.checkpoint.tools.torch_zip import ArrayToWrite, TensorToWrite, TorchZip
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, MissingKeyError
+from fsdp_core.lightning.checkpoints.file_layout import as_trainers_file, from_fabric
+
+__all__ = ["consolidate_lightning"]
+
+
+@begins_anew("path")
+def consolidate_lightning(
+    path: StrPath,
+    out: StrPath,
+    *,
+    key: str | None = None,
+    optimizer_keys: Sequence[str] = (),
+    dtype: str | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Consolidated:
+    """Write a checkpoint folder into one ``.ckpt`` file, as a plain Trainer would have written it.
+
+    ``LightningModule.load_from_checkpoint`` and ``Trainer.fit(ckpt_path=…)`` open it with any strategy: it holds the
+    weights, the optimizers' state, numbered as torch numbers it, hyper-parameters, loops and callbacks. A few MiB of
+    tensors are in memory at once. The names of a tied parameter share one tensor in it.
+
+    Of a folder that Fabric has saved, one model is under ``"state_dict"``, its optimizers are under
+    ``"optimizer_states"``, and everything else is where the user has put it. It has no loops: a Trainer goes on with
+    weights and optimizers, and counts from 0.
+
+    Args:
+        path: The checkpoint, as a Trainer or Fabric has saved it: a local path or an fsspec URL.
+        out: The file to write: a local path or an fsspec URL.
+        key: The model's path in what Fabric has saved; may be left out where there is one model.
+        optimizer_keys: The paths of its optimizers there, in the order in which ``configure_optimizers`` returns them;
+            may be left out where there is one optimizer, and one model.
+        dtype: Convert the model's floating-point tensors to this dtype; the optimizers' stay as they are.
+        overwrite: Whether to replace a file at ``out``, once the new one is complete.
+        verify: Whether to compare the files that are read with their checksums first.
+        on_progress: Called as the work goes on.
+
+    Returns:
+        What has been written.
+
+    Raises:
+        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
+        CheckpointMismatchError: It holds no such model or optimizers, or it can't be known which to take.
+        CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
+        CheckpointValueError: There is no such dtype.
+        CheckpointError: The file can't be written.
+    """
+    check_dtype(dtype)
+    files = open_files(path)
+    check_apart(out, files.folder)
+    check_file(out, overwrite=overwrite)
+    nest = _with_places(files, dtype)
+    try:
+        whole = as_trainers_file(nest)
+        chosen = None if whole is not None else _choose(files, nest, key, optimizer_keys)
+        if chosen is not None:
+            whole = from_fabric(nest, *chosen, others=_others(files, *chosen), version=_lightning_version())
+    except (KeyError, TypeError) as error:
+        if isinstance(error, CheckpointMismatchError):
+            raise
+        raise CheckpointFormatError(
+            f"{files.folder} has optimizers laid out otherwise than a strategy saves them: {error!r}. Save it again."
+        ) from error
+    assert whole is not None
+    if chosen is None and (key not in (None, "model") or optimizer_keys):
+        raise CheckpointMismatchError(
+            f"{files.folder} was saved by a Trainer: its model is 'model', and it has all optimizers in their order.\n"
+            "Leave out key= and optimizer_keys= (--key, --optimizer-key), which are for what Fabric has saved."
+        )
+    archive = TorchZip(whole)
+    manifest = files.manifest
+    total = archive.nbytes + (sum(entry.size for entry in manifest.files.values()) if verify else 0)
+    on_bytes = counter(total, on_progress)
+    refuse_damaged(files, manifest.files, checksums=verify, on_bytes=on_bytes)
+    with new_file(out) as stream:
+        archive.write(stream, on_bytes)
+    return Consolidated(
+        files=(os.path.basename(os.fspath(out)),),
+        tensors=archive.tensors,
+        nbytes=archive.nbytes,
+        aliases={},
+        left_out={} if chosen is None else dict.fromkeys(_others(files, *chosen), "is not of this model"),
+    )
+
+
+def _choose(
+    files: StoredFiles, nest: Mapping[str, Any], key: str | None, optimizer_keys: Sequence[str]
+) -> tuple[str, tuple[str, ...]]:
+    """Which model of Fabric's to write, and which of the optimizers, by their keys in the state.
+
+    Raises:
+        MissingKeyError: There is none by a name that was given.
+        CheckpointMismatchError: It can't be known which, or an optimizer is another model's.
+    """
+    models, optimizers = _keys(files, "model"), _keys(files, "optimizer")
+    if not models:
+        raise CheckpointMismatchError(
+            f"{files.folder} holds no model, but {', '.join(map(repr, nest)) or 'nothing'}.\nA Lightning file is "
+            'one of a model: save that with fabric.save(path, {"model": model, ...}), as fabric.setup() returned it.'
+        )
+    if key is None and len(models) > 1:
+        raise CheckpointMismatchError(
+            f"{files.folder} holds {len(models)} models ({_shown(models)}): say which one, by key= (--key)"
+        )
+    model = models[0] if key is None else key
+    for given, known, kind, option in (
+        *((one, optimizers, "optimizer", "optimizer_keys= (--optimizer-key)") for one in optimizer_keys),
+        (model, models, "model", "key= (--key)"),
+    ):
+        if given not in known:
+            raise MissingKeyError(
+                f"no {kind} under {given!r} in {files.folder}. There: {_shown(known)}; pass one as {option}"
+            )
+    for optimizer in optimizer_keys:
+        foreign = _trained(nest, optimizer) - nest[model].keys()
+        if foreign:
+            raise CheckpointMismatchError(
+                f"the optimizer {optimizer!r} in {files.folder} trains {min(foreign)!r}, which the model {model!r} has "
+                f"not: it is another's.\nThe optimizers there are {_shown(optimizers)}: pass those of {model!r} as "
+                "optimizer_keys= (--optimizer-key, once for each)."
+            )
+    if optimizer_keys:
+        return model, tuple(optimizer_keys)
+    fitting = [one for one in optimizers if _trained(nest, one) <= nest[model].keys()]
+    others = [
+        other for other in models if other != model for one in fitting if _trained(nest, one) <= nest[other].keys()
+    ]
+    if len(fitting) > 1 or others:
+        named = " and ".join(["", *map(repr, others)])
+        raise CheckpointMismatchError(
+            f"{files.folder} holds optimizers ({_shown(fitting)}) that may be those of {model!r}{named}: say which are "
+            f"{model!r}'s, in the order in which configure_optimizers() returns them, by optimizer_keys= "
+            "(--optimizer-key, once for each)"
+        )
+    return model, tuple(fitting)
+
+
+def _trained(nest: Mapping[str, Any], optimizer: str) -> set[str]:
+    """The names of the parameters that an optimizer holds."""
+    return {name for group in nest[optimizer]["param_groups"] for name in group["params"]}
+
+
+def _keys(files: StoredFiles, kind: str) -> list[str]:
+    """The keys that Fabric's user has given models, or optimizers."""
+    return ["/".join(split_path(path)) for path, found in files.manifest.kinds.items() if found == kind]
+
+
+def _shown(keys: Sequence[str]) -> str:
+    return ", ".join(map(repr, keys)) or "none"
+
+
+def _others(files: StoredFiles, model: str, optimizers: Sequence[str]) -> list[str]:
+    return [one for kind in ("model", "optimizer") for one in _keys(files, kind) if one not in (model, *optimizers)]
+
+
+def _lightning_version() -> str:
+    """The version whose layout is written: the installed one's, or else the first that has had it."""
+    for package in ("lightning", "pytorch-lightning"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return "2.0.0"
+
+
+def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
+    """The state, with a place in a file where each tensor was."""
+    reader, manifest = TensorBytes(files), files.manifest
+    models = tuple(f"{path}/" for path, kind in manifest.kinds.items() if kind == "model")
+
+    small = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
+
+    def on_tensor(tag: str, name: Any) -> TensorToWrite:
+        if tag == "$saved" and isinstance(name, str) and (key := manifest.aliases.get(name, name)) in manifest.tensors:
+            converted = key.startswith(models) and manifest.tensors[key].dtype_name in FLOATING
+            return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if converted else None))
+        if tag == "$tensor" and isinstance(name, str) and name in small:
+            small.discard(name)  # once, or a small file could ask for any amount of memory
+            return ArrayToWrite(name=f"${name}", source=reader.small_source(name))
+        where = files.folder.path(manifest.state_file)
+        raise CheckpointFormatError(f"{where} points to a tensor {name!r} that isn't there, or points to it twice")
+
+    nest = decode(read_plain(files), on_tensor)
+    if not isinstance(nest, Mapping):
+        raise CheckpointFormatError(f"{files.folder.path(manifest.state_file)} holds no state: {type(nest).__name__}")
+    return dict(nest)

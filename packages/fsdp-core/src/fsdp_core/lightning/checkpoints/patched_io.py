@@ -1,0 +1,211 @@
+"""Lets Lightning open a sharded folder wherever it opens a file, with no strategy of ours.
+
+Checked on Lightning 2.6.6, which reads every checkpoint file by one function and writes it by another, each imported by
+name into the modules below. Both are wrapped in every place: a folder with a manifest of ours is read as what the file
+of the same run holds, and anything else goes to Lightning's own function as it came. Lightning's own sharded strategies
+read by other ways, made for their own layouts; they refuse our folder with what to write instead. A fit that goes on
+from within an epoch is told that its data begin anew. What makes a module of a checkpoint's hyper-parameters gets none
+that name code, unless the user said that the checkpoint may run some.
+
+``ckpt_path="last"`` takes the last of whatever lies there by that name, but for what an interrupted save has left.
+
+A version of Lightning that has one of these no longer is left as it is there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fsdp_core.errors import CheckpointExistsError, UnsupportedCapabilityError
+from fsdp_core.lightning.patching import marked, replace_function
+
+__all__ = ["checkpoint_at", "install_opening", "install_search"]
+
+_READERS = (("fabric.utilities.cloud_io", "_load"), ("fabric.plugins.io.torch_io", "pl_load"))
+_MAKERS = (("pytorch.core.saving", "pl_load"),)
+_WRITERS = (("fabric.utilities.cloud_io", "_atomic_save"), ("fabric.plugins.io.torch_io", "_atomic_save"))
+_OTHER_LAYOUTS = ("FSDPStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
+
+#: Where the modules above are: in the package that holds both front ends, or in the stand-alone ones.
+_PACKAGES = (
+    {"fabric": "lightning.fabric", "pytorch": "lightning.pytorch"},
+    {"fabric": "lightning_fabric", "pytorch": "pytorch_lightning"},
+)
+
+
+def install_opening(strategies: ModuleType) -> None:
+    """Wrap what is imported of Lightning by now. Idempotent; never undone.
+
+    Args:
+        strategies: A module with Lightning's strategy classes, such as ``lightning.pytorch.strategies``. When it has
+            run, so have the modules that are to be wrapped, or they will import from wrapped ones.
+    """
+    for package in _PACKAGES:
+        for places, wrap in ((_MAKERS, _makes_modules), (_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
+            for place, name in places:
+                front_end, _, rest = place.partition(".")
+                replace_function(sys.modules.get(f"{package[front_end]}.{rest}"), name, wrap)
+    for name in _OTHER_LAYOUTS:
+        replace_function(vars(strategies).get(name), "load_checkpoint", _refuses_folders)
+    replace_function(vars(strategies).get("Strategy"), "load_checkpoint", _warns_of_lost_positions)
+
+
+def install_search() -> None:
+    """Keep Lightning's search for the last checkpoint from half ones. Idempotent; never undone.
+
+    To be called when Lightning has been imported to its end, for callbacks are imported after strategies.
+    """
+    for package in _PACKAGES:
+        module = sys.modules.get(f"{package['pytorch']}.callbacks.model_checkpoint")
+        replace_function(getattr(module, "ModelCheckpoint", None), "_find_last_checkpoints", _finds_whole_ones)
+
+
+def checkpoint_at(path: Any) -> Any:
+    """The checkpoint that a path stands for: its manifest's, which a search in an object store gives, stands for it."""
+    if not isinstance(path, str | Path):
+        return path
+    from fsdp_core.checkpoint.format.manifest import MANIFEST
+
+    given = str(path)
+    return given.removesuffix(f"/{MANIFEST}") if given.endswith(f"/{MANIFEST}") else path
+
+
+@cache  # one wrapper for one function, whatever names it goes by
+def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load)
+    def load_file_or_folder(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_sharded_folder(checkpoint_at(path_or_url)):
+            return load(path_or_url, *args, **kwargs)
+        from fsdp_core.lightning.checkpoints.whole_folder import read_whole
+
+        given = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
+        return read_whole(checkpoint_at(path_or_url), given.get("map_location"))
+
+    return marked(load_file_or_folder, load, _reads_folders)
+
+
+@cache
+def _makes_modules(load: Callable[..., Any]) -> Callable[..., Any]:
+    read = _reads_folders(load)
+
+    @wraps(load)
+    def load_to_make_a_module(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        is_folder = _is_sharded_folder(path_or_url)
+        checkpoint = read(path_or_url, *args, **kwargs)
+        given = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
+        if is_folder and given.get("weights_only") is not False:
+            from fsdp_core.lightning.checkpoints.hyper_parameters import refuse_named_classes
+
+            refuse_named_classes(checkpoint, path_or_url)
+        return checkpoint
+
+    return marked(load_to_make_a_module, load, _makes_modules)
+
+
+@cache
+def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(save)
+    def save_file(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        # fsspec would move the new file into the folder, without a word, and the old checkpoint would stay
+        if not _is_sharded_folder(filepath):
+            return save(checkpoint, filepath, *args, **kwargs)
+        from fsdp_core.checkpoint.format.manifest import MANIFEST
+        from fsdp_core.checkpoint.storage.folder import open_folder
+        from fsdp_core.checkpoint.storage.recognition import is_ours
+        from fsdp_core.lightning.checkpoints.full_file import replace_by
+
+        folder = open_folder(filepath)
+        if folder.local:
+            return replace_by(Path(folder.root), lambda: save(checkpoint, filepath, *args, **kwargs))
+        names = [MANIFEST, *filter(is_ours, folder.files())]
+        try:
+            save(checkpoint, filepath, *args, **kwargs)  # an object store can hold a file beside what is in the folder
+        except IsADirectoryError as error:
+            raise CheckpointExistsError(
+                f"{filepath} is a sharded checkpoint, a folder, where a file is to be saved.\n"
+                "Remove it, or save to another path, such as with another dirpath= in ModelCheckpoint."
+            ) from error
+        for name in names:
+            folder.remove(name)
+
+    return marked(save_file, save, _replaces_folders)
+
+
+@cache
+def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load_checkpoint)
+    def load_own_layout(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(load_checkpoint).bind(self, *args, **kwargs).args
+        path = checkpoint_at(given[1]) if len(given) > 1 else None
+        if _is_sharded_folder(path):
+            raise UnsupportedCapabilityError(
+                f"Lightning's {type(self).__name__} can't open {path}, a sharded checkpoint of fsdp-core's format.\n"
+                "Write strategy='fsdp2', or another name that `fsdp list` shows; one device and strategy='ddp' open it "
+                f"too. For a file to load with {type(self).__name__}, type: "
+                f"fsdp checkpoint consolidate {path} FILE --to lightning"
+            )
+        return load_checkpoint(self, *args, **kwargs)
+
+    return marked(load_own_layout, load_checkpoint, _refuses_folders)
+
+
+@cache
+def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load_checkpoint)
+    def load_and_warn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = load_checkpoint(self, *args, **kwargs)
+        module, given = getattr(self, "lightning_module", None), inspect.signature(load_checkpoint)
+        path = checkpoint_at(given.bind(self, *args, **kwargs).args[1])
+        if module is not None and module.trainer.state.fn == "fit" and _is_sharded_folder(path):
+            from fsdp_core.lightning.loaders.trainer_loaders import warn_of_lost_positions
+
+            warn_of_lost_positions(checkpoint)
+        return checkpoint
+
+    return marked(load_and_warn, load_checkpoint, _warns_of_lost_positions)
+
+
+@cache
+def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(find)
+    def find_last(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = (_as_found(path, self._fs) for path in find(self, *args, **kwargs))
+        return {path for path in found if path is not None}
+
+    return marked(find_last, find, _finds_whole_ones)
+
+
+def _as_found(path: str, fs: Any) -> str | None:
+    """What a search that has found a path is to give: nothing for what an interrupted save has left.
+
+    In an object store the path has lost its protocol, and a folder has no time at which it was changed; so Lightning's
+    search would find no checkpoint of ours there. The manifest has both, and is taken for the checkpoint.
+    """
+    from fsdp_core.checkpoint.format.manifest import MANIFEST
+    from fsdp_core.checkpoint.storage.folder import open_folder
+    from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted
+
+    try:
+        folder = open_folder(fs.unstrip_protocol(path))
+        if is_interrupted(folder):
+            return None
+        return path if folder.local or not holds_manifest(folder) else f"{folder}/{MANIFEST}"
+    except Exception:  # as in _is_sharded_folder
+        return path
+
+
+def _is_sharded_folder(path: Any) -> bool:
+    if not isinstance(path, str | Path) or str(path).startswith("http"):
+        return False
+    from fsdp_core.checkpoint import is_checkpoint
+
+    try:
+        return is_checkpoint(path)
+    except Exception:  # a path that can't be looked at: Lightning says of it what it says without us
+        return False

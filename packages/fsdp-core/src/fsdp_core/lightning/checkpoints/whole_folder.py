@@ -1,0 +1,84 @@
+"""A sharded folder as the one dict that a plain file of the same run holds, for who asks for a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint import SavedTensor, load, read_manifest
+from fsdp_core.checkpoint.format.paths import join_path
+from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.lightning.checkpoints.file_layout import as_trainers_file, numbered
+
+__all__ = ["MapLocation", "read_whole"]
+
+#: As in ``torch.load``.
+MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
+
+
+@begins_anew("path")
+def read_whole(path: StrPath, map_location: MapLocation = None) -> dict[str, Any]:
+    """Read a sharded folder, all of it, in one process.
+
+    Tensors are read one by one, so no more is in memory than what is returned.
+
+    Args:
+        path: A checkpoint of this format: a local path or an fsspec URL.
+        map_location: Where to put the tensors, as ``torch.load`` takes it; they are on the CPU in the folder.
+
+    Returns:
+        What ``torch.load`` gives of the same run's file. Of a Trainer: ``state_dict``, ``optimizer_states`` (numbered,
+        as a plain optimizer loads them), ``loops``, ``hyper_parameters`` and so on. Of Fabric: the user's own keys.
+        Names of a tied parameter share one tensor.
+
+    Raises:
+        CheckpointFormatError: There is no complete checkpoint that this version can read.
+    """
+    nest = load(path)
+    whole = as_trainers_file(nest)
+    if whole is None:
+        kinds = read_manifest(path).kinds
+        whole = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in nest.items()}
+    return _Reader(map_location).read(whole)  # type: ignore[no-any-return]
+
+
+class _Reader:
+    """Replaces handles on saved tensors by the tensors, each read once."""
+
+    def __init__(self, map_location: MapLocation) -> None:
+        self._map_location = map_location
+        self._read: dict[str, Tensor] = {}
+
+    def read(self, value: Any) -> Any:
+        """The same nest with tensors for handles."""
+        if isinstance(value, dict):
+            read = {k: self.read(v) for k, v in value.items()}
+            if type(value) is dict:
+                return read
+            value.update(read)  # an OrderedDict, a defaultdict: decoded for this call alone
+            return value
+        if isinstance(value, list):
+            return [self.read(v) for v in value]
+        if type(value) is tuple:
+            return tuple(self.read(v) for v in value)
+        if isinstance(value, SavedTensor):
+            if value.key not in self._read:
+                self._read[value.key] = self._placed(value.full())
+            return self._read[value.key]
+        return self._placed(value) if isinstance(value, Tensor) else value
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        where = self._map_location
+        if callable(where):
+            storage = where(tensor.untyped_storage(), "cpu")
+            if storage is None:
+                return tensor
+            there = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+            return there.set_(storage, 0, tensor.shape, tensor.stride())
+        if isinstance(where, Mapping):
+            where = where.get("cpu")
+        return tensor if where is None else tensor.to(where)

@@ -1,0 +1,151 @@
+"""Lightning's callbacks over shards: averages and summaries look at them rightly, and what can't is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, ModelSummary, WeightAveraging
+from torch import nn
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.hooks.exporting import whole_state
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.fqn import clean_name
+
+__all__ = ["check_finetuning", "check_pruning", "shard_averages", "show_written_shapes"]
+
+
+def shard_averages(trainer: pl.Trainer, backend: Backend, root: nn.Module, *, full: bool) -> None:
+    """Shard the copies of the module that weight-averaging callbacks keep, and let the callbacks save and load shards.
+
+    The callback takes and restores state by calling ``state_dict`` and ``load_state_dict`` of both modules, which a
+    library that shards may answer with a gathered copy, or not at all. On these instances the backend answers.
+
+    Args:
+        trainer: Whose callbacks to look at; nothing is done without an average.
+        backend: Which has sharded the module.
+        root: The sharded root of the module itself.
+        full: Whether what is saved of an average is whole, on rank 0 alone, as of the module.
+    """
+    for average in _averages(trainer):
+        _retie(average.module, backend.aliases(root))
+        copy = backend.shard(average.module)
+        _take_shards(average, backend, "module.", copy, full=full)
+        _take_shards(average.module, backend, "", copy)
+        _take_shards(backend.written_module(root), backend, "", root)
+
+
+def _averages(trainer: pl.Trainer) -> Iterator[Any]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+        if average is not None:
+            yield average
+
+
+def _retie(copy: nn.Module, tied: Mapping[str, str]) -> None:
+    """Tie what the copy's move to the device has untied, as a move to an XLA device does."""
+    held = dict(copy.named_parameters(remove_duplicate=False))
+    for further, first in tied.items():
+        if further in held and first in held and held[further] is not held[first]:
+            place, _, name = further.rpartition(".")
+            setattr(copy.get_submodule(place), name, held[first])
+
+
+def _take_shards(module: nn.Module, backend: Backend, prefix: str, root: nn.Module, *, full: bool = False) -> None:
+    """Let ``module``, which keeps what ``root`` stands for under ``prefix``, give and take sharded state."""
+
+    def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        own = dict(module.named_buffers(recurse=False)) if prefix else {}
+        state = whole_state(backend, root) if full else backend.model_state(root)
+        return {**own, **{prefix + name: value for name, value in state.items()}}
+
+    def load_state_dict(state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        sharded = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        backend.load_model_state(root, sharded, strict)
+        for name, buffer in module.named_buffers(recurse=False) if prefix else ():
+            if name in state:
+                buffer.copy_(state[name])
+
+    instance: Any = module
+    instance.state_dict, instance.load_state_dict = state_dict, load_state_dict
+
+
+def show_written_shapes(trainer: pl.Trainer, backend: Backend, root: nn.Module) -> None:
+    """Let the summary callbacks of ``trainer`` look at the module as it was written.
+
+    It is sharded already when they do, and they would count shards. An ``example_input_array`` finds sizes only:
+    where the parameters have to be stood for, what goes through the module has no meaning.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelSummary):
+            _look_as_written(callback, backend, root)
+
+
+def _look_as_written(callback: ModelSummary, backend: Backend, root: nn.Module) -> None:
+    look = type(callback).on_fit_start
+
+    @wraps(look)
+    def on_fit_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.strategy.model is not root:  # the callback has moved on to another Trainer
+            return look(callback, trainer, pl_module)
+        with backend.as_written(root):
+            return look(callback, trainer, pl_module)
+
+    instance: Any = callback
+    instance.on_fit_start = on_fit_start
+
+
+def check_finetuning(trainer: pl.Trainer, backend: Backend, root: nn.Module, strategy: str) -> None:
+    """Refuse a callback that would find no parameters to unfreeze.
+
+    It looks for them in the modules that held them when they were written, and for what the optimizer holds among them.
+    A library may keep its shards elsewhere.
+
+    Args:
+        trainer: Whose callbacks to look at.
+        backend: Which has sharded the module.
+        root: The sharded root.
+        strategy: The name that users type.
+
+    Raises:
+        UnsupportedCapabilityError: There is such a callback, and the modules show none of their parameters.
+    """
+    asked = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
+    if not asked:
+        return
+    backend.reshard(root)
+    shown = {clean_name(name): p for name, p in backend.written_module(root).named_parameters(remove_duplicate=False)}
+    held = set(map(id, shown.values()))
+    hidden = [name for name in backend.remembered_names(root) if name not in shown]
+    hidden += [part.name for p, parts in backend.layout(root).items() if id(p) not in held for part in parts]
+    if hidden:
+        raise UnsupportedCapabilityError(
+            f"{type(asked[0]).__name__} can't be used with {strategy!r} as it is: it unfreezes the parameters that it "
+            f"finds in modules, and {hidden[0]!r} is kept elsewhere here.\n"
+            "Give the optimizer all parameters in configure_optimizers(), and freeze and unfreeze them with "
+            "requires_grad_() there and in configure_model(); or take a strategy that keeps parameters in their "
+            "modules, such as strategy='fsdp2'."
+        )
+
+
+def check_pruning(trainer: pl.Trainer, strategy: str) -> None:
+    """Refuse a callback that would prune each rank's shards by themselves, and replace them unseen by the optimizer.
+
+    Args:
+        trainer: Whose callbacks to look at.
+        strategy: The name that users type.
+
+    Raises:
+        UnsupportedCapabilityError: There is such a callback.
+    """
+    asked = [one for one in trainer.callbacks if isinstance(one, ModelPruning)]  # type: ignore[attr-defined]
+    if asked:
+        raise UnsupportedCapabilityError(
+            f"{type(asked[0]).__name__} can't be used with {strategy!r}: it chooses among elements of whole weights, "
+            "and puts masks and parameters of its own in their place, where each rank has a part of a weight.\n"
+            "Leave it out, and prune what was trained: load the checkpoint in one process with "
+            "load_from_checkpoint(), and use torch.nn.utils.prune there. To prune while training, use strategy='ddp'."
+        )

@@ -1,0 +1,141 @@
+"""Whole values of a sharded module, for what reads weights as one process has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_core.errors import MissingKeyError, ShardingError
+from fsdp_core.lightning.hooks.redirection import is_inside_forward, normal_tensors
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.full_tensor import check_not_gathered
+from fsdp_core.torch_private import refuse_unreduced_values
+
+__all__ = ["full_state_dict", "refuse_values_of_parts", "whole_state", "written_of"]
+
+
+@normal_tensors()
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Gather ``state_dict()`` of a module that a strategy has sharded, or of a part of one. All ranks must call it.
+
+    It is gathered tensor by tensor, so that ranks other than 0 need memory for the largest one alone. A module that is
+    not sharded gives what it has, so that the same line runs under any strategy.
+
+    Args:
+        module: A LightningModule, what ``fabric.setup`` has returned, or a module inside one of them.
+
+    Returns:
+        On rank 0 whole tensors in host memory, by the names of ``module.state_dict()`` before it was sharded, without
+        what ``torch.compile`` puts into them; tied parameters under each of theirs and one tensor. Elsewhere an empty
+        dictionary.
+
+    Raises:
+        ShardingError: It was called inside a step, whose forward pass needs what is gathered as it is; or another rank
+            did not call it.
+
+    Example:
+        In a LightningModule, after training::
+
+            def on_train_end(self):
+                weights = fsdp_core.full_state_dict(self.model)  # on every rank
+                if self.trainer.is_global_zero:
+                    self.model.save_pretrained("my-llama", state_dict=weights)
+
+        Where nothing is sharded:
+
+        >>> full_state_dict(nn.Linear(2, 1)).keys()
+        dict_keys(['weight', 'bias'])
+    """
+    found = Backend.root_around(written_of(module))
+    if found is None:
+        if dist.is_initialized() and dist.get_rank():
+            return _OnRankZero()
+        state = written_of(module).state_dict()
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+    root, prefix = found
+    check_not_gathered(root, "full_state_dict()")
+    if is_inside_forward(root):
+        raise ShardingError(
+            "full_state_dict() was called inside a step, whose forward pass holds parameters gathered.\n"
+            "Call it in a hook before or after it, such as on_train_batch_end() or on_train_end()."
+        )
+    backend = Backend.owner_of(root)
+    assert backend is not None
+    return whole_state(backend, root, prefix)
+
+
+def whole_state(backend: Backend, root: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """Gather the state of a sharded root, or of a part of one, on rank 0's CPU. All ranks must call it.
+
+    Args:
+        backend: Which has sharded it.
+        root: The root.
+        prefix: What names of the part begin with, which is left out of them.
+
+    Returns:
+        As :func:`full_state_dict`.
+
+    Raises:
+        ShardingError: Another rank did not call it.
+    """
+    backend.runtime.meet("a gathering of whole weights, of which all ranks hold parts,")
+    first = backend.aliases(root)
+    gathered: dict[str, Any] = {}  # of every rank, for all must gather the same
+    for name, value in backend.model_state(root).items():
+        if name.startswith(prefix):
+            original = first.get(name, name)
+            if original not in gathered:
+                full = backend.full_tensor(value)  # of a tensor that each rank has, this one's own memory
+                gathered[original] = full.clone() if isinstance(full, Tensor) else full
+            gathered[name] = gathered[original]
+    if backend.runtime.rank:
+        return _OnRankZero()
+    return {name.removeprefix(prefix): value for name, value in gathered.items() if name.startswith(prefix)}
+
+
+class _OnRankZero(dict[str, Any]):
+    """What other ranks than 0 have of whole weights: nothing. Who reads a name of it is told where they are.
+
+    Names may be taken out and put in, as hooks do that run on every rank and count on rank 0 alone.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        raise MissingKeyError(
+            f"{name!r} was read of whole weights on a rank that has none: rank 0 holds them, and other ranks an empty "
+            "dictionary.\nWrite `if trainer.is_global_zero:` (under Fabric `if fabric.is_global_zero:`) before it."
+        )
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not None:  # which pop() has given, where rank 0 renames
+            super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self.pop(name)
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        return super().pop(name, default)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def refuse_values_of_parts(on: bool) -> None:
+    """Let reading a value of what hooks have computed of shards raise where ranks have yet to reduce it, or not."""
+    refuse_unreduced_values(_of_parts if on else None)
+
+
+def _of_parts() -> ShardingError:
+    return ShardingError(
+        "a value was read of a DTensor that this rank has computed of its shards alone, such as a norm or a sum.\n"
+        "Write float(value.full_tensor()), on all ranks; or compute it of whole tensors, which "
+        'fsdp_core.full_state_dict(self), called on all ranks, gives to rank 0, and which state_dict_type="full" puts '
+        'into checkpoint["state_dict"] there.'
+    )
+
+
+def written_of(module: nn.Module) -> nn.Module:
+    """The user's module that one stands for which Fabric has returned."""
+    original = getattr(module, "_original_module", None)
+    return original if isinstance(original, nn.Module) else module

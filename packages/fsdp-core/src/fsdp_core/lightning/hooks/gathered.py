@@ -1,0 +1,256 @@
+"""Whole parameters in a sharded module for a while, as one process has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.hooks.exporting import written_of
+from fsdp_core.lightning.hooks.redirection import is_inside_forward, normal_tensors
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.fqn import clean_name
+from fsdp_core.state.full_tensor import each_whole, gathered_modules
+from fsdp_core.torch_private import not_managed
+
+__all__ = ["gathered"]
+
+
+@contextmanager
+def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[None]:
+    """A context in which a sharded module, or a part of one, has whole parameters, and any one rank can call it.
+
+    All ranks must enter and leave it. Inside, each holds all of the module, in the dtype of its shards, and calls of it
+    reach no other rank: one may call it alone, read its parameters, or save its ``state_dict()``. A module that is not
+    sharded stays what it is, so that the same lines run under any strategy.
+
+    Args:
+        module: A LightningModule, what ``fabric.setup`` has returned, or a module inside one of them.
+        modifier_rank: The rank whose parameters, and buffers that it has changed, all ranks have afterwards. ``None``
+            if no parameter is changed inside; buffers are each rank's own then.
+
+    Raises:
+        ShardingError: Inside a step, or in another of these contexts. On leaving it: values were changed and there is
+            no ``modifier_rank``, or a rank changed them otherwise than that one; a parameter was replaced, frozen or
+            unfrozen, or has got a gradient; another rank has raised an exception inside. The shards are then what they
+            were before.
+
+    Example:
+        In a LightningModule, on one rank alone::
+
+            def on_validation_epoch_end(self):
+                with fsdp_core.gathered(self.model):  # on every rank
+                    if self.trainer.is_global_zero:
+                        print(self.model.generate(self.prompt))
+
+        Changing weights, the same under every strategy:
+
+        >>> model = nn.Linear(2, 1)
+        >>> with gathered(model, modifier_rank=0), torch.no_grad():
+        ...     _ = model.weight.fill_(1.0)
+        >>> model.weight.tolist()
+        [[1.0, 1.0]]
+    """
+    found = Backend.root_around(written_of(module))
+    if found is None:
+        yield
+        if modifier_rank is not None and dist.is_initialized():
+            for parameter in written_of(module).parameters():
+                dist.broadcast(parameter.data, modifier_rank)
+        return
+    root, prefix = found
+    _check_at_rest(root)
+    backend = Backend.owner_of(root)
+    assert backend is not None
+    backend.reshard(root)
+    first = backend.aliases(root)
+    tensors = _whole_parameters(backend, root, prefix, first)
+    before = {name: _digest(tensor) for name, tensor in tensors.items()}
+    values: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    raised: BaseException | None = None
+    with backend.unmanaged(root), ExitStack() as cleanup:
+        user = backend.written_module(root)
+        part = next(inner for raw, inner in user.named_modules() if clean_name(raw) == prefix.removesuffix("."))
+        cleanup.enter_context(not_managed(part))
+        places = _put_in_place(part, prefix, tensors, first)
+        cleanup.callback(_take_back, places, {inner: dict(inner._modules) for inner in part.modules()})
+        _refuse_others(user, part, cleanup)
+        known = {root, user, *part.modules()}
+        gathered_modules.update(known)
+        cleanup.callback(gathered_modules.difference_update, known)
+        buffers = {prefix + clean_name(name): buffer for name, buffer in part.named_buffers()}
+        before |= {name: _digest(buffer) for name, buffer in buffers.items()}
+        problems: list[str] = []
+        try:
+            yield
+            problems = _problems(places, part)
+        except Exception as error:  # other ranks are to know, who wait for this one
+            raised, problems = error, [f"{type(error).__name__} was raised: {error}"]
+        values = {place.name: place.shown.detach() for place in places}
+    changed = _agree_on_changes(backend.runtime, values, buffers, before, problems, raised, modifier_rank)
+    if changed:
+        with normal_tensors():
+            backend.load_model_state(root, changed, strict=False)
+
+
+def _check_at_rest(root: nn.Module) -> None:
+    if is_inside_forward(root):
+        raise ShardingError(
+            "gathered() was called inside a step, whose forward pass holds parameters gathered.\n"
+            "Call it in a hook before or after it, such as on_train_batch_end() or on_validation_epoch_end()."
+        )
+    if root in gathered_modules:
+        raise ShardingError(
+            "gathered() was called in another of these contexts, of the same model.\n"
+            "Leave that one before, or give it the module around both."
+        )
+
+
+@normal_tensors()
+def _whole_parameters(backend: Backend, root: nn.Module, prefix: str, first: Mapping[str, str]) -> dict[str, Tensor]:
+    """The parameters of a part of a root, each once, on this rank's device."""
+    state = backend.model_state(root)
+    names = dict.fromkeys(first.get(name, name) for name in backend.remembered_names(root) if name.startswith(prefix))
+    device = backend.runtime.device
+    # what is kept whole has its own memory
+    return {
+        name: full.to(device, copy=True) for name, full in each_whole({n: state[n] for n in names}, backend.runtime)
+    }
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a whole parameter is shown.
+
+    Attributes:
+        owner: The module.
+        attribute: The parameter's name there.
+        name: The user's name for it in the root, the first one where it is tied.
+        held: What was there.
+        shown: What is there in its place.
+    """
+
+    owner: nn.Module
+    attribute: str
+    name: str
+    held: nn.Parameter
+    shown: nn.Parameter
+
+
+def _put_in_place(
+    part: nn.Module, prefix: str, tensors: Mapping[str, Tensor], first: Mapping[str, str]
+) -> list[_Place]:
+    made: dict[str, nn.Parameter] = {}
+    places: list[_Place] = []
+    for raw, owner in part.named_modules():
+        for attribute, held in owner._parameters.items():
+            name = prefix + clean_name(f"{raw}.{attribute}" if raw else attribute)
+            name = first.get(name, name)
+            if held is None or name not in tensors:
+                continue
+            if name not in made:
+                made[name] = nn.Parameter(tensors[name], requires_grad=held.requires_grad)
+            places.append(_Place(owner, attribute, name, held, made[name]))
+    for place in places:
+        place.owner._parameters[place.attribute] = place.shown
+    return places
+
+
+def _take_back(places: list[_Place], children: Mapping[nn.Module, Mapping[str, nn.Module | None]]) -> None:
+    for place in places:
+        place.owner._parameters[place.attribute] = place.held
+    for module, had in children.items():
+        if dict(module._modules) != had:
+            module._modules.clear()
+            module._modules.update(had)
+
+
+def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None:
+    """Let the rest of the module, which has no values meanwhile, raise where it is called."""
+    inside = set(part.modules())
+
+    def refuse(module: nn.Module, args: Any) -> NoReturn:
+        raise ShardingError(
+            f"{type(module).__name__} was called within fsdp_core.gathered(), which was given a part of the model "
+            "that it is not in.\nGive gathered() the module around both."
+        )
+
+    for module in user.modules():
+        if module not in inside and any(p is not None for p in module._parameters.values()):
+            cleanup.callback(module.register_forward_pre_hook(refuse).remove)
+
+
+def _problems(places: list[_Place], part: nn.Module) -> list[str]:
+    """What the user has left of whole parameters that can't be taken over."""
+    problems = []
+    inside = set(part.modules())
+    for place in places:
+        now = place.owner._parameters.get(place.attribute)
+        if place.owner not in inside or now is not place.shown or now.shape != place.held.shape:
+            problems.append(
+                f"{place.name!r} was replaced by something else: do that before sharding, in __init__() or "
+                "configure_model()"
+            )
+        elif now.dtype != place.held.dtype:
+            problems.append(f"{place.name!r} was converted to {now.dtype}: do that before sharding")
+        elif now.grad is not None:
+            problems.append(
+                f"{place.name!r} has got a gradient, which ends with the context: take torch.autograd.grad(), or set "
+                "it to None"
+            )
+        elif now.requires_grad != place.held.requires_grad:
+            problems.append(f"{place.name!r} was {'unfrozen' if now.requires_grad else 'frozen'}: do that outside")
+    return problems
+
+
+def _agree_on_changes(
+    runtime: Runtime,
+    values: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    before: Mapping[str, str],
+    problems: list[str],
+    raised: BaseException | None,
+    modifier_rank: int | None,
+) -> dict[str, Tensor]:
+    """Which parameters all ranks take over, by name; buffers are changed at once. All ranks must call it."""
+    after = {name: _digest(tensor) for name, tensor in {**values, **buffers}.items()}
+    changed = {name: digest for name, digest in after.items() if digest != before[name]}
+    everyones: list[tuple[dict[str, str], list[str]]] = runtime.gather_objects((changed, problems))
+    if raised is not None:
+        raise raised
+    for rank, (_, found) in enumerate(everyones):
+        if found:
+            raise ShardingError(f"within gathered(), on rank {rank}, {found[0]}.\nNothing was changed in the shards.")
+    wanted = {} if modifier_rank is None else everyones[modifier_rank][0]
+    for rank, (digests, _) in enumerate(everyones):
+        for name, digest in digests.items():
+            if name in values and digest != wanted.get(name):  # each rank has buffers of its own
+                told = "no rank was to change" if modifier_rank is None else f"rank {modifier_rank} did not change so"
+                raise ShardingError(
+                    f"within gathered(), rank {rank} changed {name!r}, which {told}. Nothing was changed in the "
+                    f"shards.\nWrite gathered(module, modifier_rank={rank}), and change it on that rank."
+                )
+    handed_out: dict[str, Tensor] = {}
+    for name in wanted:
+        held = values[name] if name in values else buffers[name]
+        handed_out[name] = runtime.broadcast_object(
+            held.cpu() if runtime.rank == modifier_rank else None, modifier_rank or 0
+        )
+    for name in buffers.keys() & handed_out.keys():
+        with torch.no_grad():
+            buffers[name].copy_(handed_out.pop(name))
+    return handed_out
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_128_hexdigest(data.numpy().data)

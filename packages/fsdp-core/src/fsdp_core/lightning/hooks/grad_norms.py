@@ -1,0 +1,71 @@
+"""Lightning's ``grad_norm`` over sharded modules, of which it would see the parts of one rank.
+
+Checked on Lightning 2.6.6: ``lightning.pytorch.utilities`` takes the function from its ``grads`` before there is a
+strategy, and nothing of Lightning's calls it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.patching import marked, replace_function
+
+__all__ = ["install_grad_norm"]
+
+
+def install_grad_norm() -> None:
+    """Wrap the function in what is imported of Lightning by now. Idempotent; never undone."""
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        for place in ("utilities.grads", "utilities"):
+            replace_function(sys.modules.get(f"{package}.{place}"), "grad_norm", _counts_all_ranks)
+
+
+@cache
+def _counts_all_ranks(grad_norm: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(grad_norm)
+    def of_all_ranks(module: Any, norm_type: float | int | str, group_separator: str = "/") -> Any:
+        found = _sharded_around(module)
+        if found is None or not float(norm_type) > 0:
+            return grad_norm(module, norm_type, group_separator)
+        return _grad_norm(module, *found, float(norm_type), group_separator)
+
+    return marked(of_all_ranks, grad_norm, _counts_all_ranks)
+
+
+def _sharded_around(module: Any) -> tuple[Any, str, Any] | None:
+    if "fsdp_core.lightning.strategy" not in sys.modules:
+        return None  # nothing is sharded where it was not imported
+    from fsdp_core.sharding.backend import Backend
+
+    found = Backend.root_around(module)
+    return None if found is None else (*found, Backend.owner_of(found[0]))
+
+
+def _grad_norm(module: Any, root: Any, prefix: str, backend: Any, order: float, separator: str) -> dict[str, Any]:
+    import torch
+
+    from fsdp_core.lightning.hooks.redirection import is_inside_forward
+    from fsdp_core.sharding.gradient_norms import norms_of_gradients
+
+    if is_inside_forward(root):
+        raise ShardingError(
+            f"grad_norm({type(module).__name__}) was called inside of a step, where parameters are gathered and their "
+            "gradients are with the shards.\n"
+            "Call it in on_before_optimizer_step() with automatic optimization; with manual optimization, "
+            "self.trainer.strategy.backend.clip_norm(parameters, float('inf')) returns the norm of what an optimizer "
+            "holds."
+        )
+    backend.runtime.meet("grad_norm, which needs the gradients of all ranks,")
+    norms = norms_of_gradients(backend, root, order)
+    found: dict[str, Any] = {
+        f"grad_{order}_norm{separator}{name.removeprefix(prefix)}": value
+        for name, value in norms.items()
+        if name.startswith(prefix)
+    }
+    if found:
+        found[f"grad_{order}_norm_total"] = torch.tensor(list(found.values())).norm(order)
+    return found

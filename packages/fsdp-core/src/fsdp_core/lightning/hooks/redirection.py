@@ -1,0 +1,337 @@
+"""Running what needs gathered parameters inside the forward pass of a root: step methods, and calls of a part of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from fsdp_core.lightning.precision import compute_context
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.fqn import clean_name
+from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules
+from fsdp_core.torch_private import in_backward
+
+__all__ = [
+    "Parts",
+    "call_inside_forward",
+    "called_as_written",
+    "explain_shards",
+    "follow_calls",
+    "is_inside_forward",
+    "normal_tensors",
+    "parts_of",
+]
+
+#: How many forward passes of a root, and of the module that it stands for, are going on.
+_inside: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+#: By a module that needs parameters of a root's: the root, and what the user calls it there.
+_parts: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
+
+#: By root that is followed: whether all ranks must make its calls.
+_followed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+#: By module of whose call outside of a step is not known yet how it ends: the exception that was handled when it began.
+_watched: WeakKeyDictionary[nn.Module, tuple[BaseException | None]] = WeakKeyDictionary()
+
+#: What a module had as ``forward`` of its own, which is no method of its class, before it had ours.
+_FORWARD = "_fsdp_core_forward"
+
+
+def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], Any]) -> Any:
+    """Make a call where ``root`` would call ``module.forward``.
+
+    Its arguments don't pass through the root's hooks. A sharding library casts what does to the dtype of computation,
+    which a batch must be spared: a target of 100001 is 99840 in bf16.
+
+    Args:
+        root: The module to call, with no arguments.
+        module: The module inside it (it may be the root itself) instead of whose forward the call is made.
+        call: What to call.
+
+    Returns:
+        What that returned, as the root's hooks passed it on.
+
+    Example:
+        >>> class Model(nn.Module):
+        ...     def training_step(self, batch):
+        ...         return 2 * batch
+        >>> model = Model()
+        >>> call_inside_forward(model, model, lambda: model.training_step(21))
+        42
+    """
+    forward: Callable[..., Any] = module.forward
+    own = "forward" in module.__dict__
+
+    def put_back() -> None:
+        if own:
+            module.forward = forward
+        else:
+            module.__dict__.pop("forward", None)
+
+    def step() -> Any:
+        put_back()  # the call may come to it
+        return call()
+
+    module.forward = step
+    with called_as_written(root, module), normal_tensors():
+        try:
+            return root()
+        finally:
+            put_back()
+
+
+def is_inside_forward(module: nn.Module) -> bool:
+    """Whether a forward pass is going on of a root, or of the root that stands for a module."""
+    return module in _inside
+
+
+@contextmanager
+def called_as_written(*modules: nn.Module) -> Iterator[None]:
+    """A context in which the parts of roots are called as the user wrote them, whatever their parameters are.
+
+    Args:
+        *modules: Roots, and the modules that these stand for.
+    """
+    for module in modules:
+        _enter(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            _leave(module)
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """A context in which tensors that are made outlive ``torch.inference_mode()``, if that is on: as in ``no_grad()``.
+
+    Shards, and what libraries gather and keep of them, are used in training later.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What :func:`follow_calls` needs to know of a module from before it was sharded.
+
+    Attributes:
+        outside: By name, those with parameters that are not in a unit, the module itself among them.
+        units: By name, the units.
+        written: All of its modules.
+    """
+
+    outside: dict[str, nn.Module]
+    units: dict[str, nn.Module]
+    written: frozenset[nn.Module]
+
+
+def parts_of(module: nn.Module, units: Collection[nn.Module]) -> Parts:
+    """The parts of a module whose calls need what the root is to own, and its units.
+
+    Args:
+        module: A module that is not sharded yet.
+        units: The submodules that are to be units of their own.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1)))
+        >>> parts = parts_of(model, [model[2]])
+        >>> list(parts.outside), list(parts.units)
+        (['', '0'], ['2'])
+    """
+    chosen, within = set(units), {inner for unit in units for inner in unit.modules()}
+    named = dict(module.named_modules())
+    parts = {name: part for name, part in named.items() if part not in within and any(True for _ in part.parameters())}
+    chosen_by_name = {name: unit for name, unit in named.items() if unit in chosen}
+    return Parts(outside=parts, units=chosen_by_name, written=frozenset(named.values()))
+
+
+def follow_calls(root: nn.Module, parts: Parts, *, meet: bool) -> None:
+    """Let a root, and parts of it, be called where no forward pass of it is going on: in hooks, and after training.
+
+    What the root owns is gathered for the root's forward pass, so a call of a part that may need it becomes one; so
+    does that of a unit around which a library has put something. Roots and units that are the user's own modules are
+    watched. After the call, parameters are shards again, for hooks that look at them. Idempotent.
+
+    Args:
+        root: A sharded root.
+        parts: What :func:`parts_of` gave of the module that it stands for.
+        meet: Whether all ranks must make such a call: not where each has the whole model.
+    """
+    if root in _followed:
+        return
+    _followed[root] = meet
+    wrappers: dict[str, nn.Module] = {}
+    for raw, module in root.named_modules():
+        if module not in parts.written:
+            wrappers.setdefault(clean_name(raw), module)
+    for name, part in parts.outside.items():
+        _parts[part] = ref(root), clean_name(name)
+        _let_forward_ask(part)
+    for name, unit in parts.units.items():
+        called = wrappers.get(clean_name(name), unit)
+        _parts[called] = ref(root), clean_name(name)
+        if called is unit:
+            _watch(unit)
+        else:
+            _let_forward_ask(called)
+    _parts[root] = ref(root), ""
+    _watch(root)
+
+
+def _watch(module: nn.Module) -> None:
+    module.register_forward_pre_hook(_enter_watched, prepend=True)
+    module.register_forward_hook(_leave_watched, always_call=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _enter_watched(module: nn.Module, args: Any) -> None:
+    root = _root_of(module)
+    if root is None or in_backward():
+        return
+    is_outside = root not in _inside and module not in gathered_modules
+    if module is root:
+        _enter(root)
+    if is_outside:
+        _watched[module] = (sys.exc_info()[1],)
+        _begin(root, module)
+    if module is root and root not in gathered_modules:
+        _backend_of(root).mend_interrupted(root)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _leave_watched(module: nn.Module, args: Any, output: Any) -> None:
+    root = _root_of(module)
+    if root is None or in_backward():
+        return
+    if module is root:
+        _leave(root)
+    before = _watched.pop(module, None)
+    if before is not None:
+        _end(root, failed=sys.exc_info()[1] is not before[0])
+
+
+def _enter(module: nn.Module) -> None:
+    _inside[module] = _inside.get(module, 0) + 1
+
+
+def _leave(module: nn.Module) -> None:
+    depth = _inside.pop(module, 0)
+    if depth > 1:
+        _inside[module] = depth - 1
+
+
+def _root_of(module: nn.Module) -> nn.Module | None:
+    """The root that a module is a part of; none of a copy."""
+    found = _parts.get(module)
+    return None if found is None else found[0]()
+
+
+def _backend_of(root: nn.Module) -> Backend:
+    backend = Backend.owner_of(root)
+    assert backend is not None
+    return backend
+
+
+#: What torch says where a shard is used as if it were the parameter: a DTensor, or a rank's piece as a plain tensor.
+_OF_SHARDS = re.compile(
+    "mixed torch.Tensor and DTensor|Contracting dimension sizes|must be a matrix|must be 2-D|size mismatch"
+    "|same shape as normalized_shape|must match the size of tensor|out of bounds for dimension with size 0|setStorage"
+)
+
+
+def explain_shards(exception: BaseException) -> None:
+    """Add to an error of torch's, from outside of a step, what to write if it is about a shard. Shown after it.
+
+    Example:
+        >>> error = RuntimeError("'weight' must be 2-D")
+        >>> explain_shards(error)
+        >>> error.__notes__[0].splitlines()[0]
+        'fsdp-core: outside of a step, parameters are shards, and this may be about one.'
+    """
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__))
+    if any(code is call_inside_forward.__code__ for code in frames) or not _OF_SHARDS.search(str(exception)):
+        return
+    exception.add_note(
+        "fsdp-core: outside of a step, parameters are shards, and this may be about one.\n"
+        "Call the model, or a part of it that is no layer inside of a unit, which gathers what it needs; or write, on "
+        "all ranks,\n    with fsdp_core.gathered(module):\nin which its parameters are whole."
+    )
+
+
+def _let_forward_ask(module: nn.Module) -> None:
+    """Put a method instead of a module's ``forward``, of the same signature, that asks where it is called."""
+    own = module.__dict__.get("forward")
+    if own is None:
+        function = _asking(type(module).forward)
+    else:
+        module.__dict__[_FORWARD] = own
+
+        def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _forward(self, self.__dict__[_FORWARD], args, kwargs)
+
+        signature = inspect.signature(own)
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        function.__dict__["__signature__"] = signature.replace(parameters=[this, *signature.parameters.values()])
+        function.__name__ = "forward"  # by which a pickle finds it
+    module.__dict__["forward"] = function.__get__(module)
+
+
+@functools.cache
+def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, functools.partial(method, self), args, kwargs)
+
+    forward.__name__ = "forward"
+    return forward
+
+
+def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or in_backward():  # which recomputes what a forward pass has called
+        return forward(*args, **kwargs)
+    root = _root_of(module)
+    if root is None or root in _inside or module in gathered_modules:
+        return forward(*args, **kwargs)
+    _begin(root, module)
+    backend, failed = _backend_of(root), True
+    try:
+        with compute_context(backend.precision, backend.runtime.device.type):
+            call = functools.partial(forward, *args, **kwargs)
+            output = call_inside_forward(root, backend.written_module(root), call)
+        failed = False
+    finally:
+        _end(root, failed=failed)
+    return output
+
+
+def _begin(root: nn.Module, module: nn.Module) -> None:
+    """Begin a call outside of a step."""
+    path = _parts[module][1]
+    name = f"{type(module).__name__} ({path!r})" if path else type(module).__name__
+    check_not_gathered(root, f"a call of {name}, which is not gathered,")
+    if _followed.get(root):
+        _backend_of(root).runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
+
+
+def _end(root: nn.Module, *, failed: bool) -> None:
+    """End it: its backward pass, if one follows, gathers again what it needs."""
+    backend = _backend_of(root)
+    if failed:
+        backend.abandon_forward(root)
+    backend.reshard(root)

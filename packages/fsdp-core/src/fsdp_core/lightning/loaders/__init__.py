@@ -1,0 +1,1 @@
+"""Where data loaders are in their epochs, in checkpoints."""

@@ -1,0 +1,152 @@
+"""Data loaders among the objects that Fabric saves and loads."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.lightning.loaders.loader_states import (
+    described,
+    entry,
+    followed,
+    has_state,
+    is_finished,
+    own_state,
+    states_in,
+)
+from fsdp_core.lightning.loaders.position import position_of, sampler_of
+from fsdp_core.runtime import Runtime
+
+__all__ = ["follow_in_fabric", "is_left_out", "is_loader", "load_loader", "loader_state"]
+
+#: Of which it was said that they are left out.
+_told: WeakSet[object] = WeakSet()
+
+
+class FabricEpochs:
+    """The epochs of a sampler under Fabric, which numbers them from 0 in each process.
+
+    Args:
+        sampler: Its ``set_epoch`` is replaced by :meth:`set`.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._set = sampler.set_epoch
+        self._shift = self._next = 0
+        self.current = 0
+        sampler.set_epoch = self.set
+
+    def set(self, epoch: int) -> None:
+        """Set the sampler's epoch to what ``epoch`` is after :meth:`resume`."""
+        self._next, self.current = epoch + 1, epoch + self._shift
+        self._set(self.current)
+
+    def resume(self, epoch: int) -> None:
+        """Let the next epoch be this one."""
+        self._shift = epoch - self._next
+        self._set(epoch)
+
+
+def follow_in_fabric(loader: object) -> None:
+    """Keep track of a loader that Fabric has set up, if it can tell its state."""
+    if not isinstance(loader, DataLoader) or not hasattr(loader, "state_dict"):
+        return
+    followed(loader)
+    sampler = sampler_of(loader)
+    if hasattr(sampler, "set_epoch") and _epochs_of(loader) is None:
+        FabricEpochs(sampler)
+
+
+def _epochs_of(loader: Any) -> FabricEpochs | None:
+    sampler = sampler_of(loader) if isinstance(loader, DataLoader) else None
+    epochs = getattr(getattr(sampler, "set_epoch", None), "__self__", None)
+    return epochs if isinstance(epochs, FabricEpochs) else None
+
+
+def is_loader(obj: object) -> bool:
+    """Whether an object under Fabric is a data loader: its state is each rank's own."""
+    return isinstance(obj, DataLoader) or (
+        has_state(obj) and isinstance(obj, Iterable) and not isinstance(obj, nn.Module)
+    )
+
+
+def is_left_out(key: str, obj: object, runtime: Runtime) -> bool:
+    """Whether an object is a data loader that can't tell its position, of which a checkpoint holds nothing.
+
+    That is warned of once for each loader.
+
+    Args:
+        key: The user's name for it.
+        obj: What the user has put into the state.
+        runtime: The ranks; rank 0 warns.
+    """
+    if not isinstance(obj, DataLoader) or has_state(obj):
+        return False
+    if runtime.rank == 0 and obj not in _told:
+        warnings.warn(
+            f"{key!r} is left out of checkpoints: a {type(obj).__name__} can't tell under Fabric how far it is, so "
+            "a run that goes on begins its epoch anew.\nUse torchdata's StatefulDataLoader; or save the number of "
+            "batches, and pass over as many.",
+            stacklevel=2,
+        )
+        _told.add(obj)
+    return True
+
+
+def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
+    """The position of a loader under Fabric. All ranks must call it.
+
+    Args:
+        key: The user's name for it, for an error.
+        loader: The loader, which is not left out.
+        runtime: The ranks.
+    """
+    states, epochs = together(runtime, f"reading the position of {key!r}", loader.state_dict), _epochs_of(loader)
+    saved = entry(described(loader), states)
+    if epochs is not None:
+        saved["epoch"] = epochs.current
+    return {"world_size": runtime.world_size, "loaders": [saved]}
+
+
+def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool = False) -> None:
+    """Restore the position of a loader under Fabric.
+
+    Args:
+        loader: The loader.
+        saved: What :func:`loader_state` gave, or the state of a loader in one process.
+        runtime: The ranks.
+        check_only: Whether only to raise what would be raised.
+
+    Raises:
+        CheckpointMismatchError: It can't be divided over this number of ranks, or is of another dataset; or the loader
+            can't take a position.
+    """
+    if not has_state(loader):
+        raise CheckpointMismatchError(
+            f"the checkpoint holds how far a loader was, which a {type(loader).__name__} can't take under Fabric.\nUse "
+            "torchdata's StatefulDataLoader; or leave the loader out of what is loaded, and begin its epoch anew."
+        )
+    if not (isinstance(saved, Mapping) and saved.keys() == {"world_size", "loaders"}):
+        saved = {"world_size": 1, "loaders": [{"loader": described(loader), "ranks": [saved]}]}
+    world_size, (one,) = saved["world_size"], saved["loaders"]
+    finished = all(map(is_finished, states_in(one)))
+    fits = "all" in one or world_size == runtime.world_size
+    position, epochs = position_of(loader), _epochs_of(loader)
+    state = None if finished and not fits else own_state(one, world_size, runtime)
+    if position is not None and state is not None and not finished:
+        position.check(state)
+    if check_only:
+        return
+    if epochs is not None and "epoch" in one:
+        epochs.resume(one["epoch"] + finished)
+    if position is not None and finished:
+        position.restart()
+    elif state is not None:  # it is None at the end of an epoch of other ranks; what begins is a whole one
+        loader.load_state_dict(state)

@@ -1,0 +1,116 @@
+"""What a checkpoint holds of a data loader: each rank's own state, or one position for any number of ranks.
+
+::
+
+    {"world_size": 2, "loaders": [{"loader": "…", "all": {"position": {"epoch": 1, "seen": 48, …}}},
+                                  {"loader": "…", "ranks": [state of rank 0, state of rank 1]}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import DataLoader, DistributedSampler
+
+from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.lightning.loaders.position import POSITION, LoaderPosition, follow, sampler_of
+from fsdp_core.lightning.private import wrapped_sampler
+from fsdp_core.runtime import Runtime
+
+__all__ = ["described", "entry", "followed", "has_state", "is_at_end", "is_finished", "own_state", "states_in"]
+
+
+def followed(loader: object) -> LoaderPosition | None:
+    """Keep track of the position of a loader that Lightning has prepared, where its order is known.
+
+    Args:
+        loader: Changed in place; see :func:`fsdp_core.lightning.loaders.position.follow`.
+    """
+    if not isinstance(loader, DataLoader):
+        return None
+    order = sampler_of(loader)
+    if type(order) is DistributedSamplerWrapper and _is_plain_shuffle(wrapped_sampler(order)):
+        # Each rank would shuffle by a seed of its own, drawn anew in each process.
+        order = DistributedSampler(
+            loader.dataset, order.num_replicas, order.rank, seed=order.seed, drop_last=order.drop_last
+        )
+    return follow(loader, order)
+
+
+def _is_plain_shuffle(sampler: Any) -> bool:
+    """Whether it is what torchdata's loader makes of ``shuffle=True``, which Lightning doesn't know."""
+    kind = type(sampler)
+    return (
+        kind.__name__ == "RandomSampler"
+        and kind.__module__.startswith("torchdata.")
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+def has_state(obj: object) -> bool:
+    """Whether it can tell its state and take it."""
+    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+
+
+def described(loader: Any) -> str:
+    """A loader, for messages: ``"StatefulDataLoader over Tokens"``."""
+    dataset = getattr(loader, "dataset", None)
+    return type(loader).__name__ + ("" if dataset is None else f" over {type(dataset).__name__}")
+
+
+def entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
+    """What is saved of a loader.
+
+    Args:
+        name: The loader, as :func:`described`.
+        states: Its states on all ranks.
+    """
+    first = states[0]
+    shared = isinstance(first, Mapping) and first.keys() == {POSITION} and all(state == first for state in states)
+    return {"loader": name, **({"all": first} if shared else {"ranks": list(states)})}
+
+
+def states_in(saved: Mapping[str, Any]) -> Sequence[Any]:
+    """The states in what :func:`entry` gave."""
+    states: Sequence[Any] = saved["ranks"] if "ranks" in saved else [saved["all"]]
+    return states
+
+
+def own_state(saved: Mapping[str, Any], world_size: int, runtime: Runtime) -> Any:
+    """This rank's state of a loader.
+
+    Args:
+        saved: What :func:`entry` gave.
+        world_size: On how many ranks.
+        runtime: The ranks now.
+
+    Raises:
+        CheckpointMismatchError: There is none for this number of ranks.
+    """
+    if "all" in saved:
+        return saved["all"]
+    if world_size == runtime.world_size:
+        return saved["ranks"][runtime.rank]
+    raise CheckpointMismatchError(
+        f"can't divide what is left of an epoch over {runtime.world_size} ranks: the checkpoint was saved within it "
+        f"with the states of {saved['loader']} on {world_size}, and only a loader over a map-style dataset, with no "
+        "sampler or state of its own, can be divided.\n"
+        f"Resume on {world_size}, or from a checkpoint that was saved at the end of an epoch."
+    )
+
+
+def is_finished(state: Any) -> bool:
+    """Whether an epoch's batches have been given to the last, so that the next iteration is of another epoch."""
+    if not isinstance(state, Mapping):
+        return False
+    return bool(state[POSITION]["finished"] if POSITION in state else state.get("_iterator_finished"))
+
+
+def is_at_end(state: Any) -> bool:
+    """Whether there is nothing left of an epoch, though it may not have been noticed yet."""
+    if isinstance(state, Mapping) and POSITION in state:
+        return bool(state[POSITION]["seen"] == state[POSITION]["samples"])
+    return is_finished(state)

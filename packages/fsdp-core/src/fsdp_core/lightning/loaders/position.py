@@ -1,0 +1,272 @@
+"""Where a data loader over a map-style dataset is in its epoch: the same on all ranks, and divisible over any number.
+
+The order of an epoch's samples follows from a seed and the epoch's number, and the ranks take turns in it. So one
+number, how many samples all ranks together have seen, says what is left, whoever goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.torch_private import batches_given, is_exhausted, iterates_as_torch, watch_iterators
+
+__all__ = ["POSITION", "LoaderPosition", "ResumableSampler", "follow", "position_of", "sampler_of"]
+
+#: The key by which a position is known among the states of other loaders.
+POSITION = "position"
+
+
+class ResumableSampler(DistributedSampler[Any]):
+    """Gives each rank the samples that torch's ``DistributedSampler`` gives it, and can begin within an epoch.
+
+    Args:
+        dataset: The dataset; only its length is used.
+        num_replicas: The number of ranks that take turns.
+        rank: Which of them this is.
+        shuffle: Whether the order is random.
+        seed: What a random order follows from, together with the epoch.
+        drop_last: Whether to leave out samples for which the turns don't come out even, rather than to repeat some.
+
+    Example:
+        Two ranks have seen four of eight samples, and three go on with the rest:
+
+        >>> samplers = [ResumableSampler(range(8), 3, rank, shuffle=False) for rank in range(3)]
+        >>> for sampler in samplers:
+        ...     sampler.resume(epoch=0, start=4)
+        >>> [list(sampler) for sampler in samplers]  # four over three: two are repeated, as at any epoch's end
+        [[4, 7], [5, 0], [6, 1]]
+        >>> [list(sampler) for sampler in samplers]
+        [[0, 3, 6], [1, 4, 7], [2, 5, 0]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self._resume: tuple[int, int] | None = None
+        self._began = (0, 0)
+
+    @property
+    def size(self) -> int:
+        """The number of samples in the dataset."""
+        return len(cast(Sized, self.dataset))
+
+    @property
+    def began(self) -> tuple[int, int]:
+        """The epoch of the last iteration that gave a sample, and how many samples had been seen before it."""
+        return self._began
+
+    @property
+    def begins(self) -> tuple[int, int]:
+        """The same of an iteration that has given none yet, or of one whose first samples wait to be used."""
+        for epoch, start in (self._resume or (-1, 0), self._began):
+            if epoch == self.epoch:
+                return epoch, start
+        return self.epoch, 0
+
+    def resume(self, epoch: int, start: int) -> None:
+        """Let the next iteration, if it is of this epoch, begin after ``start`` samples of all ranks."""
+        self._resume, self._began = (epoch, start), (-1, 0)
+
+    def per_rank(self, start: int) -> int:
+        """How many samples each rank gets after ``start`` samples of all ranks."""
+        left = self.size - start
+        return left // self.num_replicas if self.drop_last else math.ceil(left / self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        # A generator: a loader may make iterators that it never draws from, and these must not use up the beginning.
+        start = self._resume[1] if self._resume is not None and self._resume[0] == self.epoch else 0
+        self._resume, self._began = None, (self.epoch, start)
+        if self.shuffle:
+            order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        else:
+            order = torch.arange(self.size)
+        turns = self.per_rank(start) * self.num_replicas
+        left = order[start : start + turns]
+        while len(left) < turns:
+            left = torch.cat([left, order[: turns - len(left)]])
+        yield from left[self.rank :: self.num_replicas].tolist()
+
+
+class LoaderPosition:
+    """The position of a loader, in samples of all ranks. Made by :func:`follow`.
+
+    It is that of the loader's last iterator, for as long as somebody holds that.
+
+    Args:
+        loader: The loader, which draws from ``sampler``.
+        sampler: Its sampler.
+
+    Attributes:
+        restored: How many samples had been seen in the epoch when the position was restored, until the next epoch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
+        batches: Any = loader.batch_sampler
+        self._sampler = sampler
+        self._batch_size = 1 if batches is None else int(batches.batch_size)
+        self._drop_last = False if batches is None else bool(batches.drop_last)
+        self._iterator: weakref.ref[Any] | None = None
+        self._loader = weakref.ref(loader)
+        self.restored: int | None = None
+        watch_iterators(loader, self._note)
+
+    def _note(self, iterator: Any) -> None:
+        self._iterator = weakref.ref(iterator)
+
+    def batches_done(self, seen: int, limit: float) -> int:
+        """How many batches each rank has done, if it were of all ranks' ``seen`` samples and of a whole epoch.
+
+        Args:
+            seen: How many samples all ranks have seen.
+            limit: How many batches of an epoch are used at most.
+        """
+        batches = self._batches(0)
+        if limit >= batches:
+            return batches - self._batches(seen)
+        return min(math.ceil(seen / (self._batch_size * self._sampler.num_replicas)), int(limit))
+
+    def _batches(self, start: int) -> int:
+        """How many batches each rank gets after ``start`` samples of all ranks."""
+        batches = self._sampler.per_rank(start) / self._batch_size
+        return math.floor(batches) if self._drop_last else math.ceil(batches)
+
+    def state_dict(self, unused: int = 0) -> dict[str, Any]:
+        """What :meth:`load_state_dict` takes, on any number of ranks.
+
+        Args:
+            unused: How many of the batches that were given count as not given.
+        """
+        sampler, iterator = self._sampler, self._iterator() if self._iterator is not None else None
+        given = 0 if iterator is None else batches_given(iterator)
+        epoch, start = sampler.began if given else sampler.begins
+        used = max(given - unused, 0) * self._batch_size
+        taken = min(used, sampler.per_rank(start)) * sampler.num_replicas
+        return {
+            POSITION: {
+                "epoch": epoch,
+                "seen": min(start + taken, sampler.size),
+                "samples": sampler.size,
+                "shuffle": sampler.shuffle,
+                "seed": sampler.seed,
+                "finished": iterator is not None and is_exhausted(iterator),
+            }
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise if this state can't be loaded.
+
+        Raises:
+            CheckpointMismatchError: It is of another dataset, or no such state.
+        """
+        if POSITION not in state:
+            raise CheckpointMismatchError(
+                "the checkpoint holds the position of a data loader in a form from which the samples that were seen "
+                "can't be told: another kind of loader or strategy has saved it.\n"
+                "Resume from a checkpoint that was saved at the end of an epoch."
+            )
+        samples, size = state[POSITION]["samples"], self._sampler.size
+        if samples != size:
+            raise CheckpointMismatchError(
+                f"the checkpoint was saved within an epoch over {samples} samples, and the dataset now has {size}, so "
+                "what is left of that epoch can't be told.\n"
+                "Resume with the same dataset, or from a checkpoint that was saved at the end of an epoch."
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration give what was not seen yet, if the sampler's epoch is the one that was interrupted.
+
+        Args:
+            state: Of a loader over the same dataset, on any number of ranks and with batches of any size.
+
+        Raises:
+            CheckpointMismatchError: It is of another dataset, or no such state.
+        """
+        if POSITION in state and state[POSITION]["epoch"] != self._sampler.epoch:
+            return
+        self.check(state)
+        saved = state[POSITION]
+        self._sampler.shuffle, self._sampler.seed = saved["shuffle"], saved["seed"]
+        self._sampler.resume(saved["epoch"], saved["seen"])
+        self._iterator, self.restored = None, saved["seen"]
+        loader: Any = self._loader()
+        if hasattr(type(loader), "load_state_dict"):
+            type(loader).load_state_dict(loader, {})  # torchdata's drops an iterator that it made ahead
+
+    def restart(self) -> None:
+        """Forget what was restored: the next iteration is a whole one."""
+        self._sampler.resume(-1, 0)
+        self._iterator = self.restored = None
+
+
+def position_of(loader: object) -> LoaderPosition | None:
+    """The position of a loader that :func:`follow` has followed."""
+    position = getattr(getattr(loader, "state_dict", None), "__self__", None)
+    return position if isinstance(position, LoaderPosition) else None
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """The sampler that a loader draws indices from."""
+    return loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+
+
+def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
+    """Keep track of a loader's position: give it a ``state_dict`` and a ``load_state_dict`` that hold it.
+
+    Args:
+        loader: The loader. Its sampler is replaced by one that gives the samples that ``order`` says.
+        order: The ``DistributedSampler`` that tells which rank gets which samples.
+
+    Returns:
+        The position; ``None`` if it doesn't follow from the batches that were given: for a sampler or a batch sampler
+        of the user's own, an iterable dataset, a dataset or a loader with a state of its own.
+    """
+    known = position_of(loader)
+    if known is not None:
+        known.restart()
+        return known
+    dataset: Any = loader.dataset
+    if (
+        isinstance(dataset, IterableDataset)
+        or not _is(order, (DistributedSampler, ResumableSampler), "StatefulDistributedSampler")
+        or not (loader.batch_sampler is None or _is(loader.batch_sampler, (BatchSampler,), "BatchSampler"))
+    ):
+        return None
+    sampler = ResumableSampler(
+        dataset, order.num_replicas, order.rank, shuffle=order.shuffle, seed=order.seed, drop_last=order.drop_last
+    )
+    sampler.set_epoch(order.epoch)
+    # torch forbids to set it on a loader, since a batch sampler would keep the old one; here both change
+    object.__setattr__(loader, "sampler", sampler)
+    if loader.batch_sampler is not None:
+        loader.batch_sampler.sampler = sampler  # type: ignore[attr-defined]
+    state_of_its_own = getattr(type(loader), "state_dict", None)
+    if (
+        callable(getattr(dataset, "state_dict", None))
+        or not (state_of_its_own is None or state_of_its_own.__module__.startswith("torchdata."))
+        or not iterates_as_torch(loader)
+    ):
+        return None
+    position = LoaderPosition(loader, sampler)
+    instance: Any = loader
+    instance.state_dict, instance.load_state_dict = position.state_dict, position.load_state_dict
+    return position
+
+
+def _is(obj: object, classes: tuple[type, ...], torchdata: str) -> bool:
+    """Whether an object is of exactly one of the classes, or of torchdata's class of that name."""
+    kind = type(obj)
+    return kind in classes or (kind.__name__ == torchdata and kind.__module__.startswith("torchdata."))

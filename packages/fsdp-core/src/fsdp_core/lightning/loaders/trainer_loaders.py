@@ -1,0 +1,272 @@
+"""Where a Trainer's training loaders are, in its checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.lightning.loaders.loader_states import (
+    described,
+    entry,
+    followed,
+    has_state,
+    is_at_end,
+    own_state,
+    states_in,
+)
+from fsdp_core.lightning.loaders.position import position_of
+from fsdp_core.lightning.private import (
+    always_load_loader_states,
+    before_each_fetch,
+    begin_an_epoch,
+    combined_loader,
+    deciding_loader,
+    fetched_ahead,
+    fetcher_of,
+    has_states_to_load,
+    load_loader_states,
+    set_sampler_epoch,
+)
+from fsdp_core.runtime import Runtime
+
+__all__ = ["TrainingLoaders", "warn_of_lost_positions"]
+
+_KEY = "data_loaders"
+
+
+class TrainingLoaders:
+    """Saves and restores the positions of a Trainer's training loaders."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._epoch_is_over = self._last_batch_was_done = False
+        self._interrupted = False
+        self._restored: list[Any] = []
+        self._before_fetch: list[Any] | None = None
+        self._last: list[Any] | None = None
+
+    # -- in the course of a fit ------------------------------------------------------------------------------------
+
+    def prepare(self, loader: object, trainer: pl.Trainer) -> None:
+        """Take a loader that Lightning has prepared for training, before it is iterated over."""
+        followed(loader)
+        # Lightning tells it only when the first iterator has been made, whose order is then that of epoch 0.
+        self._epoch = _epochs_done(trainer) + self._last_batch_was_done
+        set_sampler_epoch(loader, self._epoch)
+        self._last = None
+
+    def progress_restored(self, trainer: pl.Trainer) -> None:
+        """Know that Lightning has restored the progress of its loops."""
+        if self._epoch_is_over:
+            begin_an_epoch(trainer.fit_loop)
+
+    def start(self, trainer: pl.Trainer) -> None:
+        """Make right what Lightning has left, before the first batch of a fit is taken."""
+        loop = trainer.fit_loop
+        combined, fetcher = combined_loader(loop), fetcher_of(loop)
+        if combined is None or fetcher is None:
+            return
+        epoch, late = _epochs_done(trainer), has_states_to_load(loop)
+        if late or epoch != self._epoch:  # they were made early, for trainer.estimated_stepping_batches
+            for loader in combined.flattened:
+                set_sampler_epoch(loader, epoch)
+            load_loader_states(loop)
+            iter(fetcher)
+            self._epoch = epoch
+        if loop.restarting:
+            if loop.epoch_loop.batch_progress.is_last_batch and not self._last_batch_was_done:
+                # Lightning goes through the end of the epoch, and then makes new iterators.
+                load_loader_states(loop, self._restored)
+            _count_batches_anew(loop, combined)
+        if self._interrupted and not self._restored:
+            rank_zero_warn(
+                "The checkpoint was saved within an epoch and does not hold the position of the data loader, so that "
+                "epoch's samples begin anew. Resume from a checkpoint that was saved at the end of an epoch; or give "
+                "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
+            )
+        self._epoch_is_over = self._last_batch_was_done = self._interrupted = False
+        self._restored, self._before_fetch = [], None
+        if fetcher.length is None:
+            # The loaders are then one batch ahead of training.
+            before_each_fetch(loop, lambda: self._note_states(loop))
+
+    def _note_states(self, loop: Any) -> None:
+        states = _states(loop)
+        self._before_fetch = copy.deepcopy(states) if states else states
+
+    def finish(self, trainer: pl.Trainer) -> None:
+        """Note the positions while the loaders have them; a checkpoint may be saved after the fit."""
+        fetcher = fetcher_of(trainer.fit_loop)
+        if trainer.state.fn == TrainerFn.FITTING and fetcher is not None and fetcher.iterator is not None:
+            self._last = self._states(trainer)
+
+    def _states(self, trainer: pl.Trainer) -> list[Any]:
+        loop = trainer.fit_loop
+        if fetcher_of(loop) is None:
+            return self._last or []
+        if self._before_fetch is not None and fetched_ahead(loop):
+            return self._before_fetch
+        return _states(loop)
+
+    # -- in a checkpoint -------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer, runtime: Runtime) -> dict[str, Any]:
+        """Put the positions of all ranks instead of this one's. All ranks must call it.
+
+        Args:
+            checkpoint: What Lightning has put together. It is not changed.
+            trainer: The Trainer.
+            runtime: The ranks.
+        """
+        loop = checkpoint.get("loops", {}).get("fit_loop")
+        combined = combined_loader(trainer.fit_loop)
+        if loop is None or combined is None:
+            return dict(checkpoint)
+        ranks = together(runtime, "reading the positions of the data loaders", lambda: self._states(trainer))
+        names = [described(loader) for loader in combined.flattened if has_state(loader)]
+        loaders = [entry(name, states) for name, *states in zip(names, *ranks, strict=False)]
+        rest = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}
+        return {
+            **_with_loop(checkpoint, {**loop, "state_dict": rest}),
+            _KEY: {"world_size": runtime.world_size, "loaders": loaders},
+        }
+
+    def load(self, checkpoint: dict[str, Any], trainer: pl.Trainer, runtime: Runtime) -> dict[str, Any]:
+        """Put this rank's positions where Lightning looks for them.
+
+        Args:
+            checkpoint: What was saved, by this strategy or by another. It is not changed.
+            trainer: The Trainer.
+            runtime: The ranks.
+
+        Raises:
+            CheckpointMismatchError: A position can't be divided over this number of ranks.
+        """
+        loop = checkpoint.get("loops", {}).get("fit_loop")
+        if loop is None or trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        saved = checkpoint.get(_KEY) or {"world_size": 1, "loaders": _of_other_strategies(loop["state_dict"])}
+        # where no loader has a position, the count of batches alone tells, and Lightning's own is not looked into
+        known = [is_at_end(state) for one in saved["loaders"] for state in states_in(one)]
+        at_end = all(known) and (bool(known) or _KEY not in checkpoint)
+        loop = _with_true_epochs(loop, at_end or _KEY not in checkpoint)
+        batches = loop["epoch_loop.batch_progress"]
+        self._epoch_is_over, self._interrupted = _epoch_is_over(loop), _is_amid_an_epoch(loop)
+        # if so, Lightning will count the epoch as done, after it has made the loaders
+        self._last_batch_was_done = (
+            not self._epoch_is_over
+            and batches["is_last_batch"]
+            and batches["total"]["completed"] < batches["total"]["processed"]
+        )
+        states: list[Any] = []
+        if self._interrupted or (at_end and saved["world_size"] == runtime.world_size):
+            # where an epoch begins, states of other ranks, or of loaders that were left before their end, are of no use
+            states = [own_state(one, saved["world_size"], runtime) for one in saved["loaders"]]
+        if at_end:
+            always_load_loader_states(trainer.fit_loop)
+        self._restored = states
+        return _with_loop(checkpoint, {**loop, "state_dict": {**loop["state_dict"], "combined_loader": states}})
+
+
+def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
+    """Tell that a strategy which reads no positions of ours begins the epoch's samples anew.
+
+    Lightning says so itself of loaders without a state.
+
+    Args:
+        checkpoint: What one of our strategies has saved of a Trainer.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop")
+    if (
+        loop is not None
+        and checkpoint.get(_KEY, {}).get("loaders")
+        and _is_amid_an_epoch(_with_true_epochs(loop, at_end=False))
+    ):
+        rank_zero_warn(
+            "The checkpoint was saved within an epoch, and this strategy does not restore the positions that it holds "
+            "of the data loaders, so that epoch's samples begin anew.\n"
+            "Resume with strategy='fsdp2', or another name that `fsdp list` shows, or from the end of an epoch."
+        )
+
+
+def _epoch_is_over(loop: Mapping[str, Any]) -> bool:
+    epochs = loop["epoch_progress"]["total"]
+    return bool(epochs["ready"] == epochs["started"] == epochs["processed"])
+
+
+def _is_amid_an_epoch(loop: Mapping[str, Any]) -> bool:
+    return not _epoch_is_over(loop) and not loop["epoch_loop.batch_progress"]["is_last_batch"]
+
+
+def _states(loop: Any) -> list[Any]:
+    """The states of the loaders that have one, without the batch that training has not done with yet."""
+    batches = loop.epoch_loop.batch_progress.current
+    unused = batches.ready - batches.processed
+    combined, states = combined_loader(loop), []
+    for loader in combined.flattened if combined is not None else ():
+        position = position_of(loader)
+        if has_state(loader):
+            states.append(loader.state_dict() if position is None else position.state_dict(unused))
+    return states
+
+
+def _epochs_done(trainer: pl.Trainer) -> int:
+    """The epoch that Lightning tells samplers; ``trainer.current_epoch`` is behind it while one ends."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    return int(progress.processed)
+
+
+def _with_loop(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[str, Any]:
+    return {**checkpoint, "loops": {**checkpoint["loops"], "fit_loop": loop}}
+
+
+def _with_true_epochs(loop: Mapping[str, Any], at_end: bool) -> dict[str, Any]:
+    """The progress of a fit, with the epochs that are really done, from which Lightning finds out what is left.
+
+    Args:
+        loop: What Lightning saves.
+        at_end: Whether the loaders have nothing left of their epoch, as far as is known.
+    """
+    epochs = {which: dict(counts) for which, counts in loop["epoch_progress"].items()}
+    batches, now = loop["epoch_loop.batch_progress"], epochs["total"]
+    if now["ready"] == now["started"] + 1:
+        # Saved as an epoch began, but the count of batches is the last one's.
+        for counts in epochs.values():
+            counts["ready"] -= 1
+    elif now["ready"] == now["processed"] and batches["current"]["ready"] and not (batches["is_last_batch"] or at_end):
+        # max_steps or a callback has ended the fit, and Lightning has counted the epoch as done.
+        for counts in epochs.values():
+            counts["processed"] -= 1
+            counts["completed"] = min(counts["completed"], counts["processed"])
+    return {**loop, "epoch_progress": epochs}
+
+
+def _count_batches_anew(loop: Any, combined: Any) -> None:
+    """Let Lightning's count of an epoch's batches, which are each rank's own, be that of this number of ranks."""
+    progress, batches = loop.epoch_loop.batch_progress, loop.max_batches
+    batch_was_done = loop.epoch_loop.restarted_on_train_batch_end
+    counted = done = progress.current.completed + batch_was_done  # what Lightning will go on from
+    position = position_of(deciding_loader(combined))
+    if progress.is_last_batch and batches == math.inf:
+        if batch_was_done:  # without a length Lightning would go on counting
+            for moment in ("ready", "started", "processed", "completed"):
+                setattr(progress.current, moment, getattr(progress.current, moment) - counted)
+    elif progress.is_last_batch:
+        done = batches
+    elif position is not None and position.restored is not None:
+        done = position.batches_done(position.restored, batches)
+    for counts in (progress.total, progress.current):
+        for moment in ("ready", "started", "processed", "completed"):
+            setattr(counts, moment, getattr(counts, moment) + done - counted)
+
+
+def _of_other_strategies(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What Lightning saves: the states of rank 0."""
+    return [{"loader": "the data loader", "ranks": [own]} for own in state.get("combined_loader", [])]

@@ -1,0 +1,212 @@
+"""Enters our strategy names in Lightning's registries: the place that knows those registries.
+
+Checked on Lightning 2.6.6. A registry is a dict from name to factory, filled when Lightning's strategies module runs;
+Trainer and Fabric take a snapshot of the names and call the factory when they are built.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
+from fsdp_core.fault_warnings import warn, warn_of_fault
+from fsdp_core.lightning.checkpoints.patched_io import install_search
+from fsdp_core.lightning.registration.deferred_names import fill_when_read
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.lightning_names import TAKEN_OVER
+from fsdp_core.plugins.strategy_info import FrontEnd
+
+__all__ = ["LazyStrategy", "StrategyNames", "enter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Home:
+    """Where one of Lightning's packages keeps its registry.
+
+    Attributes:
+        attribute: The registry's name in the strategies module.
+        front_end: Whose strategies it holds.
+        instead: For a stand-alone package, whose classes our adapters can't subclass too: the line that users write
+            and the one to write in its place.
+    """
+
+    attribute: str
+    front_end: FrontEnd
+    instead: tuple[str, str] | None = None
+
+
+_HOMES = {
+    "lightning.fabric.strategies": _Home(attribute="STRATEGY_REGISTRY", front_end="fabric"),
+    "lightning.pytorch.strategies": _Home(attribute="StrategyRegistry", front_end="trainer"),
+    "lightning_fabric.strategies": _Home(
+        attribute="STRATEGY_REGISTRY",
+        front_end="fabric",
+        instead=("from lightning_fabric import Fabric", "from lightning.fabric import Fabric"),
+    ),
+    "pytorch_lightning.strategies": _Home(
+        attribute="StrategyRegistry",
+        front_end="trainer",
+        instead=("import pytorch_lightning as pl", "import lightning.pytorch as pl"),
+    ),
+}
+
+# "auto" never reaches a registry; Lightning enters "single_tpu" only after its strategies module has run.
+_RESERVED = frozenset({"auto", "single_tpu"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LazyStrategy:
+    """What a registry holds under one of our names: imports and builds the strategy when Lightning calls it.
+
+    The names that can't be used (ambiguous, broken, not installed, not for this front end) have one too, so that the
+    user reads our error and not Lightning's that the name is invalid.
+    """
+
+    name: str
+    front_end: FrontEnd
+    instead: tuple[str, str] | None = None
+
+    def __call__(self, **options: Any) -> Any:
+        if self.instead is not None:
+            registry.describe(self.name)  # an error about the name itself comes first
+            raise _of_another_package(f"strategy {self.name!r}", self.instead)
+        return registry.resolve(self.name, self.front_end)(**options)
+
+
+def _of_another_package(what: str, instead: tuple[str, str]) -> StrategyUnavailableError:
+    written, right = instead
+    return StrategyUnavailableError(
+        f"{what} works with the package 'lightning' (pip install lightning), "
+        f"but this script imports {written.split()[1]!r}, whose classes are others.\n"
+        f"Write `{right}` in place of `{written}`, everywhere in the script."
+    )
+
+
+def _refuse_elsewhere(strategy: object, module: str) -> None:
+    """Raise for a strategy object of ours that a connector got which is of another front end or another package."""
+    ranks, home = sys.modules.get("fsdp_core.lightning.strategy"), _HOMES.get(module)
+    if ranks is None or home is None or not isinstance(strategy, ranks.RanksOfStrategy):
+        return
+    if isinstance(strategy, sys.modules[module].Strategy):
+        return
+    written = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
+    if home.instead is not None:
+        raise _of_another_package(written, home.instead)
+    name = strategy.strategy_name
+    right = getattr(registry.describe(name), home.front_end)
+    if right is None:
+        registry.resolve(name, home.front_end)  # raises, and says where it works
+    raise UnsupportedCapabilityError(
+        f"{written} can't be given to {registry.FRONT_ENDS[home.front_end]}, which has a class of its own.\n"
+        f"Write `from {' import '.join(right.split(':'))}`, or strategy={name!r}."
+    )
+
+
+def enter(module: ModuleType) -> None:
+    """Have every name that we know entered in the registry of one of Lightning's strategies modules. Idempotent.
+
+    That is when the registry is first looked into, at the latest when a Trainer or Fabric is built: importing Lightning
+    loads no plugin, and so takes as long as without any.
+
+    Lightning's own names stay Lightning's, but for Fabric's ``"xla_fsdp"`` when fsdp-xla is installed; a plugin that
+    claims another of them is passed over with a warning.
+
+    Args:
+        module: ``lightning.pytorch.strategies``, ``lightning.fabric.strategies`` or a stand-alone package's.
+    """
+    names = getattr(module, _HOMES[module.__name__].attribute)
+
+    def find() -> None:
+        with suppress(Exception):  # fill() meets it again
+            registry.known_names()
+
+    def fill() -> None:
+        try:
+            install_search()
+            _enter_now(names, module)
+        except Exception as error:
+            warn_of_fault(module.__name__, error)
+
+    fill_when_read(names, find, fill, never=_RESERVED)
+
+
+def _enter_now(names: Any, module: ModuleType) -> None:
+    home = _HOMES[module.__name__]
+    infos = registry.strategies()
+    passed_over = []
+    for name in registry.known_names():
+        # Not names.get(name), which would build the strategy.
+        is_lightnings = name in names and not isinstance(names[name]["strategy"], LazyStrategy)
+        if name in _RESERVED or (is_lightnings and not _takes_over(name, home)):
+            passed_over.append(name)
+            continue
+        names.register(
+            name,
+            LazyStrategy(name=name, front_end=home.front_end, instead=home.instead),
+            description=infos[name].summary if name in infos else "can't be used as it is: see `fsdp list`",
+            override=True,
+        )
+    names.available_strategies = partial(StrategyNames, names, module.__name__)
+    for name in passed_over:
+        _warn_of_claims(name, module)
+
+
+def _takes_over(name: str, home: _Home) -> bool:
+    return (
+        name == TAKEN_OVER
+        and home.instead is None
+        and any(one.canonical_name == registry.FIRST_PARTY[name] for one in registry.claimants(name))
+    )
+
+
+def _warn_of_claims(name: str, module: ModuleType) -> None:
+    for provider in registry.claimants(name):
+        warn(
+            f"the strategy {name!r} of {provider} is passed over: {module.__name__} has its own of that name.\n"
+            f"To use it, have its authors choose another name; to be rid of this warning, type: "
+            f"pip uninstall {provider.name}"
+        )
+
+
+class StrategyNames(list[str]):
+    """A registry's names, as ``available_strategies()`` lists them; a misspelt one of ours gets our error.
+
+    Lightning's connectors test the user's string against this list, and say of an unknown one only that it is invalid.
+    There is no public way to have a say in that. So the test raises :class:`~fsdp_core.UnknownStrategyError`, a
+    ``ValueError`` like Lightning's own, if a connector asks, Lightning does not know the name either, and the name
+    looks like one of ours. So does an object of ours that is for another front end or another package than theirs.
+    Anybody else's test gets the plain answer. Checked on Lightning 2.6.6.
+
+    Args:
+        names: The names.
+        module: Which of Lightning's modules they are of.
+    """
+
+    def __init__(self, names: Iterable[str] = (), module: str = "") -> None:
+        super().__init__(names)
+        self._module = module
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        if sys._getframe(1).f_code.co_name != "_check_config_and_set_final_flags":
+            return False
+        if not isinstance(name, str):
+            _refuse_elsewhere(name, self._module)
+        elif self._looks_like_ours(name):
+            raise registry.unknown_strategy(name, self._lightnings())
+        return False
+
+    def _looks_like_ours(self, name: str) -> bool:
+        ours, _ = registry.likeness(name, registry.known_names())
+        lightnings, _ = registry.likeness(name, self._lightnings())
+        return "fsdp" in name or (ours >= registry.CUTOFF and ours > lightnings)
+
+    def _lightnings(self) -> Iterable[str]:
+        return sorted(set(self) - set(registry.known_names()))

@@ -1,0 +1,55 @@
+"""Refuses, in Lightning's own strategies, modules that a strategy of ours has sharded earlier in the process.
+
+Checked on Lightning 2.6.6: a Trainer hands a module to its strategy by ``connect``, Fabric by ``module_to_device`` and
+``setup_module``. They are wrapped, for a module outlives its Trainer, and what DDP does with shards ends in an error of
+torch's that names neither.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from types import ModuleType
+from typing import Any
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.patching import marked, replace_function
+
+__all__ = ["install_refusal"]
+
+
+def install_refusal(strategies: ModuleType) -> None:
+    """Wrap the strategies of a module of Lightning's, such as ``lightning.pytorch.strategies``. Idempotent."""
+    for strategy in filter(inspect.isclass, vars(strategies).copy().values()):
+        for name in ("connect", "module_to_device", "setup_module"):
+            if strategy.__module__.startswith(("lightning", "pytorch_lightning")):
+                replace_function(strategy, name, _refuses_shards)
+
+
+@cache
+def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(take)
+    def take_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ranks = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded where it was not imported
+        if ranks is not None and not isinstance(self, ranks.RanksOfStrategy):
+            module: Any = inspect.signature(take).bind(self, *args, **kwargs).args[1]
+            sharded = [part for part in module.modules() if part in ranks.sharded_by]
+            if sharded:
+                from fsdp_core.lightning.private import forget_module
+
+                forget_module(self)  # or its teardown would move shards, and end in torch's error all the same
+                raise _refusal(type(self).__name__, *ranks.sharded_by[sharded[0]])
+        return take(self, *args, **kwargs)
+
+    return marked(take_or_refuse, take, _refuses_shards)
+
+
+def _refusal(strategy: str, ours: str, module: str) -> ShardingError:
+    return ShardingError(
+        f"{module} was sharded by {ours!r} before, in this process: each rank holds parts of its parameters, which "
+        f"Lightning's {strategy} would take for the whole.\n"
+        f"Go on with strategy={ours!r}; or save a checkpoint, build the module anew, and load the checkpoint into "
+        "that, with ckpt_path=, load_from_checkpoint() or Fabric.load()."
+    )

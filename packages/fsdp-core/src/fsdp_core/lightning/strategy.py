@@ -1,0 +1,365 @@
+"""What both adapters have in common: where their ranks run, how these meet, and what no rank can do."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, Literal, Self
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
+from fsdp_core.gradients.zero_grad import when_zeroed
+from fsdp_core.initialization.sharded_init import check_parts
+from fsdp_core.lightning.announcing import announce
+from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
+from fsdp_core.lightning.devices import (
+    check_devices,
+    check_state_dict_type,
+    check_waiting,
+    reduce_op_name,
+    set_rank_zero,
+)
+from fsdp_core.lightning.hooks.redirection import follow_calls, is_inside_forward, normal_tensors, parts_of
+from fsdp_core.lightning.private import reset_seed
+from fsdp_core.plugins.options import refuse_unknown_options
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.late_parameters import refuse_late
+from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
+from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
+from fsdp_core.state.full_tensor import check_not_gathered
+
+__all__ = ["RanksOfStrategy", "sharded_by"]
+
+#: The strategy that has sharded a module of the user's, and the name of its class.
+sharded_by: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
+#: What optimizers held when they were last looked at.
+_held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
+
+_NOT_SHARDED = "not sharded yet"
+
+_log = logging.getLogger(__name__)
+
+
+class RanksOfStrategy:
+    """The half of a strategy that is the same under Trainer and Fabric. Comes before Lightning's class.
+
+    Attributes:
+        backend: How modules are sharded.
+        runtime: Where the ranks meet.
+        strategy_name: The name that users type.
+        state_dict_type: ``"sharded"`` or ``"full"``.
+        timeout: How long a collective may wait for its peers.
+        async_saves: What writes checkpoints in the background; ``None`` where a save returns when all is written.
+        sequential_save: Whether ranks of a host write their part of a sharded checkpoint one after another.
+        make_before: Where users make parameters before they are sharded, as a sentence.
+        log: Where Lightning says what rank 0 has to say, whose level users set.
+    """
+
+    make_before: ClassVar[str]
+
+    launcher_class: ClassVar[Any]
+    log: ClassVar[logging.Logger]
+    __signature__: ClassVar[inspect.Signature]
+
+    backend: Backend
+    runtime: Runtime
+    strategy_name: str
+    state_dict_type: Literal["sharded", "full"]
+    timeout: timedelta | None
+    async_saves: AsyncSaves | None
+    sequential_save: bool = False
+    _unreduced: WeakSet[nn.Module]  # roots with backward passes since the last step that reduced nothing
+
+    # of Lightning's ParallelStrategy
+    cluster_environment: ClusterEnvironment | None
+    parallel_devices: list[torch.device] | None
+    num_nodes: int
+    local_rank: int
+    node_rank: int
+    global_rank: int
+    world_size: int
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # else Sphinx and editors would show the arguments of __new__
+        own = inspect.signature(cls.__init__)
+        cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        # before the constructor, which may have no parameter for what is refused
+        check_options(cls, args, options)
+        return super().__new__(cls)
+
+    def _take(
+        self,
+        backend: Backend,
+        strategy_name: str,
+        runtime: Runtime | None,
+        state_dict_type: Literal["sharded", "full"],
+        timeout: timedelta | None,
+        async_save: bool,
+        unknown: Mapping[str, object],
+    ) -> None:
+        """Note what the constructor was given, before Lightning's constructor looks at it."""
+        refuse_unknown_options(strategy_name, type(self), unknown, {})
+        check_state_dict_type(state_dict_type)
+        check_waiting(timeout, async_save)
+        self.backend = backend
+        self.runtime = runtime or ProcessGroupRuntime()
+        self.strategy_name = strategy_name
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout
+        self.async_saves = AsyncSaves(self.runtime) if async_save else None
+        self._unreduced = WeakSet()
+
+    def require(self, capability: Capability, asked: str) -> None:
+        """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare this."""
+        require(self.strategy_name, capability, asked)
+
+    def _sharded(self, module: nn.Module) -> nn.Module:
+        """The root that a module becomes. All ranks must call it."""
+        if self.runtime.world_size > 1:
+            facts = self._facts(module)
+            check_same(self.runtime, type(module).__name__, facts)
+            if facts["state"] == _NOT_SHARDED:  # else sharding raises on all ranks, or goes on
+                check_parts(module, self.runtime)
+        check_materialization(self.strategy_name, module)
+        goes_on = self.backend.owner_of(module) is not None
+        name = type(module).__name__  # which a library may change
+        units = () if goes_on else self.backend.units(module)
+        parts = None if goes_on else parts_of(module, units)
+        with normal_tensors():
+            root = self.backend.shard(module)
+        if goes_on:
+            self._refuse_late(root)
+        sharded_by.setdefault(self.backend.written_module(root), (self.strategy_name, name))
+        layout = self.backend.layout(root)
+        has_parts = any(isinstance(p, DTensor) or self.backend.holds_part(p) for p in layout)
+        if parts is not None and (has_parts or self.backend.written_module(root) is not root):
+            follow_calls(root, parts, meet=has_parts)
+        refuse_state_dicts(root, self.backend.remembered_names(root), layout, self.strategy_name)
+        refuse_files_of_shards(root, self.strategy_name)
+        if not goes_on:
+            announce(self.log, self.strategy_name, name, len(units), self.backend, root)
+        return root
+
+    def _refuse_late(self, root: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Refuse parameters that the module has got since it was sharded."""
+        with self.backend.as_written(root):
+            written = self.backend.written_module(root)
+            refuse_late(written, self.backend.remembered_names(root), optimizers, self.make_before)
+
+    def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[nn.Module]) -> None:
+        """Let optimizers hold shards, and nothing that came after these."""
+        for root in roots:
+            self._refuse_late(root, optimizers)
+        self.backend.repoint(optimizers, roots)
+        for optimizer in optimizers:
+            self._follow_zero_grad(optimizer, roots)
+            _held[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
+            refuse_files_of_optimizer(optimizer, self.backend.holds_part, self.strategy_name)
+
+    def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
+        """Let ``zero_grad()`` give up too what waits for a reduction, which is elsewhere than at the shards."""
+        held = {id(parameter) for parameter in _parameters_of(optimizer)}
+        trained: list[tuple[ref[nn.Module], set[str]]] = []
+        for root in roots:
+            parts = [part for p, parts in self.backend.layout(root).items() if id(p) in held for part in parts]
+            trained.append((ref(root), {part.name for part in parts}))
+            when_zeroed(
+                self.backend.written_module(root), partial(_give_all_up, ref(root), self._unreduced, self.backend)
+            )
+        backend, unreduced = self.backend, self._unreduced
+
+        def give_up() -> None:
+            for one, names in trained:
+                root = one()
+                if root is not None and root in unreduced:
+                    backend.forget_unreduced(root, names)
+
+        when_zeroed(optimizer, give_up)
+
+    def _look_at(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
+        """Have what an optimizer was given since it was last looked at re-pointed or refused, before it is stepped."""
+        now, known = _parameters_of(optimizer), _held.get(optimizer, [])
+        if len(now) != len(known) or any(one is not other() for one, other in zip(now, known, strict=True)):
+            self._repoint([optimizer], roots)
+
+    def _facts(self, module: nn.Module) -> dict[str, str]:
+        """What this rank is about to do, in words, for comparison with the others."""
+        terms = self.backend.terms()
+        options = {
+            "state_dict_type": self.state_dict_type,
+            "async_save": self.async_saves is not None,
+            "sequential_save": self.sequential_save,
+            **{name: terms[name] for name in terms if name != "precision"},
+        }
+        facts = {
+            **facts_of_packages(module, type(self), type(self.backend)),
+            "strategy": repr(self.strategy_name),
+            "precision": repr(self.shard_precision.name),
+            **facts_of_options(options),
+        }
+        if self.backend.owner_of(module) is not None:
+            return {**facts, "state": "sharded already"}
+        try:
+            self.backend.check_shardable(module)
+        except ShardingError as error:  # sharding raises it, on all ranks where it is the same on all
+            return {**facts, "state": str(error)}
+        return {**facts, "state": _NOT_SHARDED, **facts_of_module(module, self.backend.units)}
+
+    @contextmanager
+    def _no_sync(self, root: nn.Module) -> Iterator[None]:
+        """The backend's ``no_sync``, left as if nothing was raised in it: reduction is on then without ``finally`` too.
+
+        Otherwise every gradient would be ``None`` from an exception on, without a word.
+        """
+        context = self.backend.no_sync(root)
+        context.__enter__()
+        try:
+            yield
+        finally:
+            context.__exit__(None, None, None)
+
+    def _check_empty_init(self, empty_init: bool | None) -> None:
+        if empty_init:
+            self.require(Capability.META_INIT, "empty_init=True")
+
+    def _check_saving(self, roots: Iterable[nn.Module]) -> None:
+        for root in roots:
+            check_not_gathered(root, "a checkpoint")
+            if is_inside_forward(root):
+                raise ShardingError(
+                    "a checkpoint was asked for inside a step, whose forward pass holds parameters gathered.\n"
+                    "Save it in a hook after the step, such as on_train_batch_end()."
+                )
+        kind = self.state_dict_type
+        check_checkpoint(self.strategy_name, kind, f"a checkpoint with state_dict_type={kind!r}")
+
+    def wait_for_saves(self) -> None:
+        """Return when every checkpoint that was asked for is complete, with ``async_save=True`` too. All ranks call it.
+
+        Raises:
+            CheckpointError: One could not be saved.
+        """
+        if self.async_saves is not None:
+            self.async_saves.wait()
+
+    def _let_saves_finish(self, exception: BaseException) -> None:
+        """Wait for what is pending; if it fails, that goes with ``exception``, which is the one to raise."""
+        try:
+            self.wait_for_saves()
+        except CheckpointError as failure:
+            exception.add_note(f"{type(failure).__name__}: {failure}")
+            if not isinstance(exception, Exception):  # an interrupt, whose notes nobody shows
+                _log.error("%s", failure)
+
+    @property
+    def shard_precision(self) -> ShardPrecision:
+        """The dtypes of the shards."""
+        raise NotImplementedError
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks run on this host."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank sees data of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _number_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        set_rank_zero(self.global_rank)
+
+    def _configure_launcher(self) -> None:
+        check_devices(self.strategy_name, self.backend, self.parallel_devices, self.shard_precision)
+        environment = self.cluster_environment
+        assert environment is not None
+        if not environment.creates_processes_externally:
+            self._launcher = self.launcher_class(environment, self.num_processes, self.num_nodes)
+
+    def _join_world(self) -> None:
+        """Meet the other ranks, and give the backend its world."""
+        reset_seed()
+        self._number_ranks()
+        environment = self.cluster_environment
+        assert environment is not None
+        self.runtime.start(
+            rank=self.global_rank,
+            local_rank=self.local_rank,
+            world_size=self.world_size,
+            device=self.root_device,
+            address=environment.main_address,
+            port=environment.main_port,
+            timeout=self.timeout,
+        )
+        self.backend.bind(self.runtime, self.shard_precision)
+
+    def _reduced(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
+        """Reduce a tensor over the ranks; what is not a tensor comes back unchanged."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return self.runtime.all_reduce(tensor, reduce_op_name(reduce_op), group)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the ranks' tensors along a new first axis."""
+        return self.runtime.all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank."""
+        self.runtime.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give every rank the object of rank ``src``."""
+        return self.runtime.broadcast_object(obj, src)
+
+    def _check_checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.state_dict_type == "sharded":
+            raise UnsupportedCapabilityError(
+                f"{type(io).__name__} can't write sharded checkpoints, which every rank writes its own part of.\n"
+                f"Leave it out, or write strategy={type(self).__name__}(state_dict_type='full')."
+            )
+
+    def refuse_storage_options(self, storage_options: Any) -> None:
+        """Raise if options are given for a ``CheckpointIO``, when none writes the checkpoint."""
+        if storage_options is not None:
+            raise UnsupportedCapabilityError(
+                "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
+                f"Leave them out, or write strategy={type(self).__name__}(state_dict_type='full')."
+            )
+
+
+def _give_all_up(of: ref[nn.Module], unreduced: WeakSet[nn.Module], backend: Backend) -> None:
+    root = of()
+    if root is not None and root in unreduced:
+        backend.forget_unreduced(root, set(backend.remembered_names(root)))
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

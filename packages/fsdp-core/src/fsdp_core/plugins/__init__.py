@@ -1,0 +1,23 @@
+"""What plugins provide: strategies by name, how they are found, and what can be said of each without torch."""
+
+from fsdp_core.plugins.contract import CONTRACT_VERSION
+from fsdp_core.plugins.hookspecs import ENTRY_POINT_GROUP, fsdp_strategies, hookimpl
+from fsdp_core.plugins.options import refuse_unknown_options
+from fsdp_core.plugins.registry import describe, resolve, strategies
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd, Option, Plain, StrategyInfo
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "ENTRY_POINT_GROUP",
+    "Capability",
+    "FrontEnd",
+    "Option",
+    "Plain",
+    "StrategyInfo",
+    "describe",
+    "fsdp_strategies",
+    "hookimpl",
+    "refuse_unknown_options",
+    "resolve",
+    "strategies",
+]

@@ -1,0 +1,67 @@
+"""The error for an option that a strategy lacks, instead of Python's ``TypeError``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.plugins import registry
+
+__all__ = ["refuse_unknown_options"]
+
+
+def refuse_unknown_options(
+    strategy: str,
+    made: type,
+    unknown: Mapping[str, object],
+    translations: Mapping[str, str],
+    further: tuple[str, ...] = (),
+    always: Mapping[str, Collection[object]] | None = None,
+) -> None:
+    """Refuse what a strategy's constructor was given beyond its own options, all of it together.
+
+    Args:
+        strategy: The name that users type.
+        made: The strategy's class, whose constructor names its options.
+        unknown: What it was given besides.
+        translations: What to write instead of options that other libraries have.
+        further: Options that it takes beyond those that it names.
+        always: By other libraries' options, the values that say what this strategy does anyway. These are taken.
+
+    Raises:
+        UnsupportedCapabilityError: There is any; the message names the nearest option and the strategies that have it.
+    """
+    info = registry.strategies().get(strategy)
+    foreign = "precision" if hasattr(made, "precision_plugin") else "precision_plugin"  # the other front end's
+    listed = [] if info is None else [option.name for option in info.options if option.name != foreign]
+    named = inspect.signature(made).parameters.values()
+    options = [one.name for one in named if one.kind is not one.VAR_KEYWORD]
+    options = list(dict.fromkeys([*options, *further, *listed]))
+    refused = {
+        name: _instead(name, options, translations)
+        for name, value in unknown.items()
+        if getattr(value, "name", value) not in (always or {}).get(name, ())
+    }
+    if not refused:
+        return
+    names = ", ".join(map(repr, refused))
+    told = f" {names}.{next(iter(refused.values()))}"
+    if len(refused) > 1:
+        told = f"s {names}." + "".join(f"\n{name}:{instead}" for name, instead in refused.items())
+    raise UnsupportedCapabilityError(
+        f"strategy {strategy!r} has no option{told}\n"
+        f"Its options are {', '.join(options)}; `fsdp describe {strategy}` explains them."
+    )
+
+
+def _instead(name: str, options: Sequence[str], translations: Mapping[str, str]) -> str:
+    """What to write instead of an option, with a space before it; nothing if that is not known."""
+    likeness, nearest = registry.likeness(name, options)
+    others = [info.name for info in registry.strategies().values() if name in {one.name for one in info.options}]
+    near = f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF and name not in translations else ""
+    return (
+        near
+        + (f" It is one of: {', '.join(others)}." if others else "")
+        + (f" {translations[name]}" if name in translations else "")
+    )

@@ -1,0 +1,342 @@
+"""From a strategy's name to its description and its class; and where there is none, what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from difflib import SequenceMatcher
+from functools import partial
+from typing import Any, get_args
+
+from fsdp_core.errors import (
+    BrokenStrategyError,
+    DuplicateStrategyError,
+    StrategyNotInstalledError,
+    StrategyUnavailableError,
+    UnknownStrategyError,
+    UnsupportedCapabilityError,
+)
+from fsdp_core.plugins import availability
+from fsdp_core.plugins.availability import import_object, why_unavailable
+from fsdp_core.plugins.discovery import BrokenPlugin, Claim, Provider, discover, error_text
+from fsdp_core.plugins.lightning_names import kept_by_lightning
+from fsdp_core.plugins.strategy_info import FrontEnd, StrategyInfo
+
+__all__ = [
+    "CUTOFF",
+    "FIRST_PARTY",
+    "ambiguity",
+    "ambiguous_strategy",
+    "broken",
+    "check_classes",
+    "claimants",
+    "describe",
+    "duplicates",
+    "is_kept",
+    "kept_names",
+    "known_names",
+    "lightnings_own",
+    "likeness",
+    "not_installed",
+    "passed_over",
+    "provider",
+    "resolve",
+    "strategies",
+    "unavailable",
+    "unknown_strategy",
+]
+
+FIRST_PARTY = {
+    "ddp_fully_sharded": "fsdp-cuda-native",
+    "fsdp2": "fsdp-fsdp2",
+    "fsdp2_cpu_offload": "fsdp-fsdp2",
+    "fsdp_native": "fsdp-cuda-native",
+    "fsdp_native_full_shard_offload": "fsdp-cuda-native",
+    "xla_fsdp": "fsdp-xla",
+    "xla_fsdp_full": "fsdp-xla",
+    "xla_fsdp_spmd": "fsdp-xla",
+}
+"""Names of this project's own packages, for the advice to install them."""
+
+FRONT_ENDS = {"trainer": "lightning.pytorch.Trainer", "fabric": "lightning.fabric.Fabric"}
+CUTOFF = 0.6  # difflib's own for close matches
+
+
+def strategies() -> dict[str, StrategyInfo]:
+    """The installed strategies, by name, in alphabetical order.
+
+    Names that several packages claim are left out (see :func:`duplicates`), as are those of plugins that failed to
+    load (see :func:`broken`). Whether a strategy can run on this machine is another question: :func:`unavailable`.
+    """
+    return {name: claims[0].info for name, claims in discover().claims.items() if len(claims) == 1}
+
+
+def describe(name: str) -> StrategyInfo:
+    """What is known about a strategy, without importing it.
+
+    Args:
+        name: A strategy name, in any case.
+
+    Raises:
+        UnknownStrategyError: If nobody provides it; a :class:`StrategyNotInstalledError` if a package is known to.
+        DuplicateStrategyError: If several packages provide it.
+        BrokenStrategyError: If the plugin that should provide it failed to load.
+    """
+    return _find(name).info
+
+
+def provider(name: str) -> Provider:
+    """The distribution that provides a strategy. Raises as :func:`describe` does."""
+    return _find(name).provider
+
+
+def unavailable(name: str) -> str | None:
+    """Why a strategy can't run on this machine, or ``None`` if it can.
+
+    Raises:
+        BrokenStrategyError: If the plugin fails to answer. Otherwise as :func:`describe`.
+    """
+    return why_unavailable(_find(name))
+
+
+def check_classes(name: str) -> None:
+    """Look whether a strategy's classes are there, without importing anything.
+
+    Raises:
+        BrokenStrategyError: One is not there. Otherwise as :func:`describe`.
+    """
+    availability.check_classes(_find(name))
+
+
+def resolve(name: str, front_end: FrontEnd) -> Callable[..., Any]:
+    """Import a strategy.
+
+    Args:
+        name: A strategy name, in any case.
+        front_end: ``"trainer"`` for ``lightning.pytorch.Trainer``, ``"fabric"`` for ``lightning.fabric.Fabric``.
+
+    Returns:
+        The strategy's class; where the name fixes options, a :func:`functools.partial` of the class with them.
+
+    Raises:
+        StrategyUnavailableError: If the strategy can't run on this machine.
+        UnsupportedCapabilityError: If it has no class for this front end.
+        BrokenStrategyError: If it can't be imported.
+
+    Also raises as :func:`describe` does.
+    """
+    if front_end not in get_args(FrontEnd):
+        raise ValueError(f"no front end called {front_end!r}.\nGive 'trainer' or 'fabric'.")
+    claim = _find(name)
+    info = claim.info
+    target: str | None = getattr(info, front_end)
+    if target is None:
+        raise _no_such_front_end(claim, front_end)
+    reason = why_unavailable(claim)
+    if reason is not None:
+        raise StrategyUnavailableError(
+            f"strategy {info.name!r} ({claim.provider}) can't run here: {reason}\n"
+            "Type `fsdp list` to see which strategies can."
+        )
+    try:
+        strategy: Callable[..., Any] = import_object(target)
+    except Exception as error:
+        raise BrokenStrategyError(
+            f"strategy {info.name!r} ({claim.provider}) can't be imported from {target!r}: {error_text(error)}\n"
+            f"Mend that, or type: pip install --upgrade --force-reinstall {claim.provider.name}"
+        ) from error
+    return partial(strategy, **info.presets) if info.presets else strategy
+
+
+def duplicates() -> dict[str, tuple[Provider, ...]]:
+    """The names that nobody gets because several claim them, with the distributions that do."""
+    return {
+        name: tuple(claim.provider for claim in claims) for name, claims in discover().claims.items() if len(claims) > 1
+    }
+
+
+def broken() -> tuple[BrokenPlugin, ...]:
+    """The plugins that failed to load, with their errors."""
+    return discover().broken
+
+
+def kept_names() -> dict[str, Provider]:
+    """The names that a package claims and Lightning keeps for itself, under a front end at least."""
+    found = {name: claims[0].provider for name, claims in discover().claims.items() if len(claims) == 1}
+    return {name: source for name, source in found.items() if kept_by_lightning(name, source.canonical_name)}
+
+
+def not_installed() -> dict[str, str]:
+    """This project's own names that are not installed, with the package to install for each."""
+    present = _packages()
+    return {
+        name: package
+        for name, package in FIRST_PARTY.items()
+        if package not in present and name not in discover().claims
+    }
+
+
+def known_names() -> list[str]:
+    """Every name that :func:`resolve` has more to say about than that it is unknown."""
+    found = discover()
+    return sorted({*found.claims, *FIRST_PARTY, *(plugin.name for plugin in found.broken)})
+
+
+def claimants(name: str) -> tuple[Provider, ...]:
+    """The installed distributions that claim a name, be it together with others or in a plugin that is broken."""
+    found = discover()
+    return tuple(
+        dict.fromkeys(
+            [claim.provider for claim in found.claims.get(name, ())] + [plugin.provider for plugin in _failed(name)]
+        )
+    )
+
+
+def likeness(name: str, candidates: Iterable[str]) -> tuple[float, str]:
+    """How close the nearest of ``candidates`` is to ``name``, from 0 to 1, and which it is.
+
+    Example:
+        >>> likeness("fsdp3", ["fsdp2", "ddp"])
+        (0.8, 'fsdp2')
+    """
+    return max(((SequenceMatcher(None, one, name).ratio(), one) for one in candidates), default=(0.0, ""))
+
+
+def unknown_strategy(name: str, lightning_names: Iterable[str] = ()) -> UnknownStrategyError:
+    """The error for a name that nobody knows.
+
+    Args:
+        name: What was asked for.
+        lightning_names: Lightning's own names, where the name was given to Lightning.
+    """
+    ours, nearest = likeness(name, known_names())
+    lightnings, lightnings_nearest = likeness(name, lightning_names)
+    guesses = [repr(nearest)] if ours >= CUTOFF else []
+    if lightnings >= max(CUTOFF, ours):
+        guesses.append(f"Lightning's own {lightnings_nearest!r}")
+    question = f" Did you mean {' or '.join(guesses)}?" if guesses else ""
+    return UnknownStrategyError("\n".join([f"no strategy named {name!r}.{question}", *_inventory()]))
+
+
+def lightnings_own(name: str) -> UnknownStrategyError:
+    """The error for a name that is Lightning's own where one of ours was asked for."""
+    ours, nearest = likeness(name, known_names())
+    question = f" Did you mean {nearest!r}?" if ours >= CUTOFF else ""
+    where = " and ".join(FRONT_ENDS[one] for one in kept_by_lightning(name))
+    return UnknownStrategyError(
+        f"{name!r} is Lightning's own strategy, and none of these packages': {where} take it as it is, "
+        f"and Lightning's documentation describes it.{question}\n" + "\n".join(_inventory())
+    )
+
+
+def ambiguous_strategy(name: str) -> DuplicateStrategyError:
+    """The error for a name that several claim, one of :func:`duplicates`."""
+    return DuplicateStrategyError("\n".join(ambiguity(name, duplicates()[name])))
+
+
+def ambiguity(name: str, claimed_by: Iterable[Provider]) -> tuple[str, str]:
+    """What is wrong with a name that several claim, and what to type.
+
+    Example:
+        >>> ambiguity("mine", [Provider(name="a-plugin", version="1.0"), Provider(name="b-plugin", version="2.0")])[1]
+        'Uninstall all but one; type: pip uninstall a-plugin or pip uninstall b-plugin'
+    """
+    providers = list(dict.fromkeys(claimed_by))
+    if len(providers) == 1:
+        return (
+            f"strategy {name!r} is ambiguous: {providers[0]} provides it more than once.",
+            f"Report this to the authors of {providers[0].name}; to get rid of it, type: "
+            f"pip uninstall {providers[0].name}",
+        )
+    return (
+        f"strategy {name!r} is ambiguous: {_and(providers)} provide it.",
+        f"Uninstall all but one; type: {' or '.join(f'pip uninstall {one.name}' for one in providers)}",
+    )
+
+
+def is_kept(info: StrategyInfo, claimed_by: Provider) -> bool:
+    """Whether Lightning keeps a strategy's name under each front end that it has a class for."""
+    kept = kept_by_lightning(info.name, claimed_by.canonical_name)
+    return all(one in kept for one in get_args(FrontEnd) if getattr(info, one) is not None)
+
+
+def passed_over(name: str, claimed_by: Provider) -> tuple[str, str]:
+    """What becomes of a claim to one of Lightning's own names, and what to type.
+
+    Example:
+        >>> passed_over("dp", Provider(name="a-plugin", version="1.0"))[0]
+        "Lightning keeps the name 'dp' for its own strategy under Fabric, and passes over a-plugin 1.0's."
+    """
+    where = " and ".join(one.title() for one in kept_by_lightning(name, claimed_by.canonical_name))
+    return (
+        f"Lightning keeps the name {name!r} for its own strategy under {where}, and passes over {claimed_by}'s.",
+        f"Have its authors choose another name; to be rid of it, type: pip uninstall {claimed_by.name}",
+    )
+
+
+def _inventory(*, missing: bool = True) -> list[str]:
+    """What there is, what there could be (``missing``), and what is wrong, one line each."""
+    by_provider: dict[Provider, list[str]] = {}
+    for name, claims in discover().claims.items():
+        if len(claims) == 1:
+            by_provider.setdefault(claims[0].provider, []).append(name)
+    installed = "; ".join(f"{', '.join(names)} ({source})" for source, names in by_provider.items())
+    lines = [f"Installed: {installed or 'none'}."]
+    by_package: dict[str, list[str]] = {}
+    for name, package in not_installed().items() if missing else ():
+        by_package.setdefault(package, []).append(name)
+    lines += [f"Not installed: {', '.join(names)} → pip install {package}" for package, names in by_package.items()]
+    lines += [f"Claimed twice: {name} ({_and(providers)})" for name, providers in duplicates().items()]
+    return lines + [f"Broken: {plugin}" for plugin in broken()]
+
+
+def _find(name: str) -> Claim:
+    if not isinstance(name, str):
+        raise TypeError(f"a strategy's name is a string, not a {type(name).__name__}.\nType `fsdp list` to see them.")
+    key = name.lower()
+    claims = discover().claims.get(key, ())
+    if len(claims) == 1:
+        return claims[0]
+    if claims:
+        raise ambiguous_strategy(key)
+    for plugin in _failed(key):
+        raise BrokenStrategyError(
+            f"strategy {key!r} can't be used: {plugin}\nMend that, or type: {plugin.remedy}"
+        ) from plugin.error
+    package = FIRST_PARTY.get(key)
+    if package in _packages():
+        raise StrategyNotInstalledError(
+            f"the installed {package} has no strategy {key!r}.\nType: pip install --upgrade {package}"
+        )
+    if package is not None:
+        raise StrategyNotInstalledError(
+            "\n".join([f"strategy {key!r} is not installed. Type: pip install {package}", *_inventory(missing=False)])
+        )
+    raise lightnings_own(key) if kept_by_lightning(key) else unknown_strategy(key)
+
+
+def _failed(name: str) -> list[BrokenPlugin]:
+    """The broken plugins that would have provided a name, as far as one can tell."""
+    package = FIRST_PARTY.get(name)
+    return [plugin for plugin in discover().broken if plugin.name == name or plugin.provider.canonical_name == package]
+
+
+def _packages() -> set[str]:
+    found = discover()
+    sources = [claim.provider for claims in found.claims.values() for claim in claims]
+    return {one.canonical_name for one in sources + [plugin.provider for plugin in found.broken]}
+
+
+def _and(providers: Iterable[Provider]) -> str:
+    return " and ".join(str(one) for one in providers)
+
+
+def _no_such_front_end(claim: Claim, front_end: FrontEnd) -> UnsupportedCapabilityError:
+    other = "fabric" if front_end == "trainer" else "trainer"
+    name = claim.info.name
+    others = [one.name for one in strategies().values() if getattr(one, front_end) is not None]
+    instead = f", or here one of: {', '.join(others)}" if others else ""
+    return UnsupportedCapabilityError(
+        f"strategy {name!r} ({claim.provider}) has no class for {FRONT_ENDS[front_end]}, "
+        f"only one for {FRONT_ENDS[other]}.\n"
+        f"Use {FRONT_ENDS[other]}(strategy={name!r}){instead}."
+    )

@@ -1,0 +1,55 @@
+"""How a module is sharded: the contract of backends, and what each of them needs for it."""
+
+from fsdp_core.gradients.backward import EndOfBackward
+from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor, local_tensor
+from fsdp_core.gradients.replicated import ReplicatedParameters, stays_whole
+from fsdp_core.gradients.step_gradients import StepGradients
+from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepWrites
+from fsdp_core.initialization.marking import marked, options_of, wrap
+from fsdp_core.initialization.materialize import materialize, note_initialisers, place
+from fsdp_core.initialization.sharded_init import KeptPart, is_part, kept_as_built, let_go_of
+from fsdp_core.sharding.backend import Backend, StateTensor
+from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.wrapping import (
+    ActivationCheckpointingPolicy,
+    WrapPolicy,
+    checkpoint_activations,
+    describe_policy,
+    repeated_blocks,
+    select_units,
+)
+from fsdp_core.torch_private import is_flattened
+
+__all__ = [
+    "ActivationCheckpointingPolicy",
+    "Backend",
+    "ComparedShards",
+    "EndOfBackward",
+    "GatheredShard",
+    "KeptPart",
+    "ReplicatedParameters",
+    "ShardPrecision",
+    "StateTensor",
+    "StepGradients",
+    "StepWrites",
+    "WrapPolicy",
+    "checkpoint_activations",
+    "clip_grads_by_norm",
+    "clip_grads_by_value",
+    "describe_policy",
+    "is_flattened",
+    "is_part",
+    "is_sharded_dtensor",
+    "kept_as_built",
+    "let_go_of",
+    "local_tensor",
+    "marked",
+    "materialize",
+    "note_initialisers",
+    "options_of",
+    "place",
+    "repeated_blocks",
+    "select_units",
+    "stays_whole",
+    "wrap",
+]

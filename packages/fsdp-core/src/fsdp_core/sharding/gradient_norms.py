@@ -1,0 +1,68 @@
+"""The norm of each parameter's gradient, whole, where ranks hold parts of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.gradients.clipping import is_sharded_dtensor, local_tensor
+from fsdp_core.gradients.step_gradients import plain
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.chunks import ChunkedTensor
+from fsdp_core.state.layout import Part
+
+__all__ = ["norms_of_gradients"]
+
+
+def norms_of_gradients(backend: Backend, root: nn.Module, order: float) -> dict[str, Tensor]:
+    """The norm of each gradient of a sharded root, the same on every rank. All ranks must call it.
+
+    Args:
+        backend: Which has sharded it.
+        root: What :meth:`~fsdp_core.Backend.shard` has returned. None of its forward passes may be going on.
+        order: The order *p* of the norms, positive; ``inf`` for the largest absolute value.
+
+    Returns:
+        0-dim tensors of at least fp32 on the CPU, by the parameter's name, without those that have no gradient.
+    """
+    runtime = backend.runtime
+    parts = {part.name: (p, part) for p, of_it in backend.layout(root).items() for part in of_it}
+    names = [name for name in dict.fromkeys(backend.remembered_names(root)) if name in parts]
+    # where one rank has nothing of a parameter, it may have no gradient either
+    has, powers, is_nan = (torch.zeros(len(names), dtype=torch.float64) for _ in range(3))
+    for index, name in enumerate(names):
+        parameter, part = parts[name]
+        if parameter.grad is not None:
+            held = _counted_here(parameter.grad, part, runtime.rank)
+            has[index] = 1
+            powers[index] = max(norms) if (norms := _norms(held, order)) and math.isinf(order) else _sum(norms, order)
+            is_nan[index] = any(bool(one.isnan().any()) for one in held)
+    gathered = torch.stack([has, powers, is_nan]).float()
+    found = runtime.all_reduce(gathered.to(runtime.device), "max" if math.isinf(order) else "sum").cpu()
+    values = found[1] if math.isinf(order) else found[1] ** (1 / order)
+    values = values.where(found[2] == 0, torch.nan)  # gloo's maximum leaves a NaN of another rank out
+    return {name: value for name, value, one in zip(names, values, found[0], strict=True) if one}
+
+
+def _counted_here(gradient: Tensor, part: Part, rank: int) -> list[Tensor]:
+    """What this rank counts of a gradient, so that all ranks together count each element once."""
+    whole = plain(gradient)
+    # to XLA a piece of a tensor, and each look at a value, is a program, which all ranks would have to run
+    value = part.of(whole.cpu() if whole.device.type == "xla" else whole)
+    if isinstance(value, ChunkedTensor):
+        return [chunk.data for chunk in value.chunks if isinstance(chunk.data, Tensor)] if not value.replica else []
+    is_part = isinstance(value, DTensor) and is_sharded_dtensor(value)
+    return [local_tensor(value)] if is_part or not rank else []
+
+
+def _norms(tensors: Sequence[Tensor], order: float) -> list[float]:
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
+    return [float(torch.linalg.vector_norm(one.detach(), order, dtype=dtype)) for one in tensors if one.numel()]
+
+
+def _sum(norms: Sequence[float], order: float) -> float:
+    return float(sum(one**order for one in norms))

@@ -1,0 +1,48 @@
+"""Parameters that a module gets after it was sharded: no rank shares them with another, so they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.state.fqn import named_parameters
+
+__all__ = ["refuse_late"]
+
+
+def refuse_late(written: nn.Module, names: Collection[str], optimizers: Iterable[Optimizer], instead: str) -> None:
+    """Refuse parameters that came after sharding, if they are to be trained. Frozen ones that nobody steps may stay.
+
+    Args:
+        written: The user's module, as it was written: see :meth:`fsdp_core.sharding.Backend.as_written`.
+        names: Those of the parameters that it had before it was sharded.
+        optimizers: What steps its parameters.
+        instead: Where to make them instead.
+
+    Raises:
+        ShardingError: There are some. It names them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> names = [name for name, _ in model.named_parameters()]
+        >>> refuse_late(model, names, [], "Make them before fabric.setup().")
+        >>> _ = model.append(nn.Linear(2, 1, bias=False))
+        >>> refuse_late(model, names, [], "Make them before fabric.setup().")
+        Traceback (most recent call last):
+            ...
+        fsdp_core.errors.ShardingError: '1.weight' came into the model after it was sharded, ...
+    """
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    known = set(names)
+    late = {name: p for name, p in named_parameters(written) if name not in known}
+    trained = [name for name, p in late.items() if p.requires_grad or id(p) in held]
+    if trained:
+        told = ", ".join(map(repr, trained[:5])) + (f" and {len(trained) - 5} more" if len(trained) > 5 else "")
+        raise ShardingError(
+            f"{told} came into the model after it was sharded, so nothing divides them or averages their gradients: "
+            f"each rank would train its own.\n{instead} What is not to be trained may come at any time, with "
+            "requires_grad_(False)."
+        )

@@ -1,0 +1,165 @@
+"""A rank's pieces of parameters, which must not be saved as if they were whole.
+
+Where a library shows pieces as plain tensors, or nothing of them, ``state_dict()`` of a module is refused. Where it
+shows DTensors, ``state_dict()`` is right: they say what they are, and torch's own tools rely on them. A file of
+them, by ``torch.save`` or ``safetensors``, is refused, and so is one of the shards in an optimizer's state. What shows
+whole tensors is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from types import MethodType
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.state.fqn import clean_name
+from fsdp_core.state.full_tensor import gathered_modules
+from fsdp_core.state.layout import Layout
+
+__all__ = ["refuse_again", "refuse_files_of_optimizer", "refuse_files_of_shards", "refuse_state_dicts"]
+
+_PIECE = "_fsdp_core_piece"
+#: What a shard belongs to, on an optimizer or a module whose shards are refused to files.
+_SHARDS = "_fsdp_core_shards"
+
+_INSTEAD = (
+    "fsdp_core.full_state_dict(module), which all ranks call, gives whole weights to rank 0. Or save a checkpoint, "
+    'which all ranks call too: trainer.save_checkpoint(path), or fabric.save(path, {"model": model}); `fsdp checkpoint '
+    "consolidate PATH OUT --to huggingface` (or safetensors, or lightning) writes its weights as others read them."
+)
+
+
+def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, strategy: str) -> None:
+    """Let ``state_dict()`` of a module, and of each part of it that shows no whole values, raise. Idempotent.
+
+    What reads shards on purpose calls the class's method, ``type(module).state_dict(module)``, as
+    :class:`~fsdp_core.sharding.Backend` does.
+
+    Args:
+        root: A sharded root.
+        names: Those of the parameters that the module had before it was sharded, tied ones under each of theirs.
+        layout: What each sharded parameter has of the user's.
+        strategy: The name that users type.
+    """
+    flat = {id(held) for held, parts in layout.items() if any(part.range is not None for part in parts)}
+    if not flat:
+        return
+    modules: dict[str, list[nn.Module]] = {}
+    for raw, module in root.named_modules(remove_duplicate=False):
+        modules.setdefault(clean_name(raw), []).append(module)
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        shown = [module._parameters.get(attribute) for module in modules.get(owner, ())]
+        if any(one is not None and id(one) not in flat for one in shown):
+            continue  # whole
+        path = owner.split(".") if owner else []
+        for depth in range(len(path) + 1):
+            for module in modules.get(".".join(path[:depth]), ()):
+                module.__dict__.setdefault(_PIECE, (".".join((*path[depth:], attribute)), strategy))
+                module.__dict__.setdefault("state_dict", MethodType(state_dict, module))
+
+
+def refuse_again(module: nn.Module) -> None:
+    """Let ``state_dict()`` of a module raise as before, after something else replaced it for a while."""
+    if _PIECE in module.__dict__:
+        module.__dict__["state_dict"] = MethodType(state_dict, module)
+
+
+def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Instead of a module's own, by whose name a copy or a pickle of the module finds it.
+
+    Raises:
+        ShardingError: Always, but inside the ``state_dict()`` of a module around this one.
+    """
+    if (args[0] if args else kwargs.get("destination")) is None and self not in gathered_modules:
+        name, strategy = self.__dict__[_PIECE]
+        raise ShardingError(
+            f"state_dict() of {type(self).__name__} can't be read while {strategy!r} has it sharded: of {name!r} it "
+            f"would hold this rank's piece, or nothing.\n{_INSTEAD}"
+        )
+    return type(self).state_dict(self, *args, **kwargs)
+
+
+def refuse_files_of_shards(root: nn.Module, strategy: str) -> None:
+    """Let the DTensors in ``state_dict()`` of a module, and of each part of it, be refused to files. Idempotent.
+
+    Args:
+        root: A sharded root.
+        strategy: The name that users type.
+    """
+    for module in root.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            if _SHARDS not in module.__dict__:
+                module.register_state_dict_post_hook(_mark_state_dict)
+            module.__dict__[_SHARDS] = strategy
+
+
+def refuse_files_of_optimizer(optimizer: Optimizer, holds_piece: Callable[[Tensor], bool], strategy: str) -> None:
+    """Let the shards in ``state_dict()`` of an optimizer be refused to files. Idempotent.
+
+    Args:
+        optimizer: One that holds sharded parameters.
+        holds_piece: Whether a parameter is a rank's piece of the user's, as a plain tensor.
+        strategy: The name that users type.
+    """
+    inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]  # as Lookahead has one
+    for one in (optimizer, *inside):
+        if _SHARDS not in one.__dict__:
+            with suppress(
+                AttributeError
+            ):  # where a class leaves torch's constructor out, and gives the state of another
+                one.register_state_dict_post_hook(_mark_optimizer_state)
+        one.__dict__[_SHARDS] = holds_piece, strategy
+
+
+def _mark_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # a parameter, if keep_vars
+            _refuse_files_of(value, f"{prefix + name!r} in state_dict() of a module", module.__dict__[_SHARDS])
+
+
+def _mark_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    holds_piece, strategy = optimizer.__dict__[_SHARDS]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    marked = {}
+    for number, values in state["state"].items():
+        held = parameters[number] if isinstance(number, int) and number < len(parameters) else number
+        is_piece = isinstance(held, Tensor) and holds_piece(held)
+        if isinstance(values, dict):
+            values = {  # others than the optimizer's own tensors, and the same memory
+                name: _refuse_files_of(
+                    value.detach(), f"{name!r} in state_dict() of {type(optimizer).__name__}", strategy
+                )
+                if isinstance(value, DTensor) or (is_piece and isinstance(value, Tensor) and value.ndim)
+                else value
+                for name, value in values.items()
+            }
+        marked[number] = values
+    return {**state, "state": marked}
+
+
+def _refuse_files_of(shard: Tensor, name: str, strategy: str) -> Tensor:
+    """Let pickling a shard raise, and the reading of its memory, which no library can where it is a DTensor."""
+    methods = ["__reduce_ex__", *(["untyped_storage", "storage", "numpy"] if isinstance(shard, DTensor) else [])]
+    shard.__dict__.update(dict.fromkeys(methods, partial(_refuse_file, name, strategy)))
+    return shard
+
+
+def _refuse_file(name: str, strategy: str, *_: Any) -> NoReturn:
+    """Instead of a shard's own methods that give its bytes.
+
+    Raises:
+        ShardingError: Always.
+    """
+    raise ShardingError(
+        f"{name} can't be written to a file, or an array: {strategy!r} has it sharded, and the file would hold the "
+        f"shard of the rank that writes it.\n{_INSTEAD}"
+    )

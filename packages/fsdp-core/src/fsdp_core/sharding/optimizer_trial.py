@@ -1,0 +1,392 @@
+"""A trial on small tensors: whether an optimizer does to shards what it does to whole parameters."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.state.layout import Layout
+
+__all__ = ["check_steps"]
+
+#: How many steps are taken, and how many values of a parameter are compared; some optimizers evaluate often in a step.
+_STEPS = 6
+_COMPARED = 7
+
+#: The least learning rate of a trial: where it begins at 0, nothing would be seen.
+_RATE = 1e-2
+
+#: The shape of a small tensor, by the dimensions of a parameter. Some optimizers look at matrices from a size on only.
+_SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (150,), 2: (136, 132), 3: (20, 18, 7), 4: (20, 18, 3, 3)}
+
+#: Lets one thread at a time keep torch from compiling a step that is taken once.
+_ALONE = threading.Lock()
+
+#: Of a step's largest change: an optimizer that computes with bf16 inside rounds no further than that.
+_TOLERANCE = 0.05
+
+#: Of a value, in either of the two between which a step lies: fp32 rounds by a half of that.
+_ROUNDED = 2.0**-22
+
+#: Optimizers that need gradients which shards don't have, by the name of a class.
+_REFUSED = {
+    "SparseAdam": "takes sparse gradients alone, and shards have dense ones. Use torch.optim.Adam, with "
+    "nn.Embedding(sparse=False).",
+    "Adahessian": "differentiates gradients once more, and those of shards know nothing of how they were computed. Use "
+    "another optimizer, such as AdamW.",
+}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters that an optimizer can't tell apart but by their values.
+
+    Attributes:
+        shape: Of the small tensor that stands for them.
+        mesh: That of a DTensor, and ``placements`` its placements.
+        is_flat: Whether each rank holds a run of its elements.
+        trained: Whether it gets gradients.
+    """
+
+    shape: tuple[int, ...]
+    is_flat: bool
+    trained: bool
+    mesh: DeviceMesh | None = None
+    placements: tuple[Any, ...] = ()
+
+
+def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+    """Refuse an optimizer whose steps over shards are not its steps over whole parameters. All ranks must call it.
+
+    A copy of it steps over small tensors: over whole ones, and over what this strategy would show of them. What can't
+    be copied, or doesn't step over whole ones either, is let go with a warning.
+
+    Args:
+        optimizer: It holds the parameters that it is to train. Is left as it was.
+        layout: What each of them has of the user's.
+
+    Raises:
+        OptimizerMismatchError: Its step fails over shards, or does something else.
+    """
+    name = type(optimizer).__name__
+    if name in _REFUSED:
+        raise OptimizerMismatchError(f"{name} {_REFUSED[name]}")
+    kinds = {p: _kind(p, layout) for group in optimizer.param_groups for p in group["params"] if p in layout}
+    is_flat = any(kind.is_flat for kind in kinds.values())
+    if not is_flat and all(kind.mesh is None for kind in kinds.values()):
+        return
+    settings = _settings(optimizer, kinds)
+    if settings is not None and settings in _right:
+        return
+    try:
+        whole = _course(optimizer, kinds, _as_it_is)
+    except Exception as raised:
+        warnings.warn(
+            f"{name} could not be tried over small tensors{_told(raised)}, so it is not known whether its steps over "
+            "shards are right. Compare some losses with those of devices=1.",
+            stacklevel=2,
+        )
+        return
+    failure: Exception | None = None
+    if is_flat:
+        try:
+            first, last = (_course(optimizer, kinds, run) for run in (_first_run, _last_run))
+            if _alike(whole, _joined(first, last)):
+                _right.add(settings)
+                return
+        except _OtherShape as odd:
+            raise _not_saved(name, odd) from None
+        except Exception as raised:
+            failure = raised
+        raise OptimizerMismatchError(
+            f"{name} looks at more of a parameter than single elements, such as its shape or a norm, and this strategy "
+            f"shows each rank a 1-D piece: it would train something else without a word{_told(failure)}.\n"
+            "Use an optimizer whose update is elementwise, such as AdamW; or a strategy that shows whole shapes, "
+            "such as strategy='fsdp2': the table of optimizers in the documentation says for which that is enough."
+        )
+    try:
+        alike = _alike(_of_this_rank(whole), _course(optimizer, kinds, _as_dtensor))
+    except _OtherShape as odd:  # on every rank
+        raise _not_saved(name, odd) from None
+    except Exception as raised:
+        alike, failure = False, raised
+    if _on_all_ranks(alike, next(kind.mesh for kind in kinds.values() if kind.mesh is not None)):
+        _right.add(settings)
+        return
+    fused = [word for word in ("fused", "foreach") if any(group.get(word) for group in optimizer.param_groups)]
+    instead = f"Leave {fused[0]}=True out, or use" if fused else "Use"
+    what = "fails over" if failure is not None else "trains something else without a word over"
+    raise OptimizerMismatchError(
+        f"a step of {name} {what} DTensors, which this strategy shows as parameters{_told(failure)}.\n"
+        f"{instead} another optimizer, such as AdamW; or, if its update is elementwise, a strategy that shows plain "
+        "pieces, such as strategy='fsdp_native'."
+    )
+
+
+def _not_saved(name: str, odd: _OtherShape) -> OptimizerMismatchError:
+    return OptimizerMismatchError(
+        f"{name} keeps {odd}, of which this strategy could not tell what each rank holds: a checkpoint would hold that "
+        "of one rank.\nUse an optimizer whose state is of the parameters' shapes, such as AdamW."
+    )
+
+
+#: What was found right in this process: the same on every rank, since all ranks try the same, one after the other.
+_right: set[object] = set()
+
+
+def _settings(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind]) -> object:
+    """All that a trial depends on, if it is known: of torch's optimizers, which keep it in their groups."""
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
+        return None
+    return type(optimizer), tuple(
+        (
+            repr({key: value for key, value in group.items() if key != "params"}),
+            tuple(dict.fromkeys((p.device.type, _described(kinds[p])) for p in group["params"] if p in kinds)),
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def _described(kind: _Kind) -> tuple[object, ...]:
+    """A kind without its mesh, whose process groups are to end with the run."""
+    mesh = kind.mesh and (kind.mesh.device_type, tuple(kind.mesh.mesh.flatten().tolist()))
+    return kind.shape, kind.is_flat, kind.trained, kind.placements, mesh
+
+
+def _told(failure: object) -> str:
+    words = str(failure).strip().splitlines() if failure is not None else []
+    return f" ({type(failure).__name__}: {words[0][:200]})" if words else ""
+
+
+def _kind(parameter: nn.Parameter, layout: Layout) -> _Kind:
+    part, *others = layout[parameter]
+    written = (prod(part.shape),) if others else part.shape
+    shape = _SHAPES.get(len(written), (6, 5, 4, *(3 for _ in written[3:])))
+    is_flat = part.range is not None and bool(shape)
+    if not isinstance(parameter, DTensor):
+        return _Kind(shape, is_flat, parameter.requires_grad)
+    ranks = parameter.device_mesh.size()
+    rows, uneven = parameter.shape[0], parameter.shape[0] % ranks
+    first = 1 if rows < ranks else shape[0] // ranks * ranks + (1 if uneven else 0)
+    return _Kind((first, *shape[1:]), False, parameter.requires_grad, parameter.device_mesh, parameter.placements)
+
+
+#: By param group and kind, of the small tensor that stands for it, flat: its values, each time that the gradient is
+#: computed. Of shape ``(times, elements)``.
+_Course = dict[tuple[int, _Kind], Tensor]
+
+#: What is shown of a small tensor.
+_Shown = Callable[[Tensor, _Kind], Tensor]
+
+
+def _as_it_is(tensor: Tensor, kind: _Kind) -> Tensor:
+    return tensor
+
+
+def _first_run(tensor: Tensor, kind: _Kind) -> Tensor:
+    return tensor.reshape(-1)[: _cut(tensor)] if kind.is_flat else tensor
+
+
+def _last_run(tensor: Tensor, kind: _Kind) -> Tensor:
+    return tensor.reshape(-1)[_cut(tensor) :] if kind.is_flat else tensor
+
+
+def _cut(tensor: Tensor) -> int:
+    return tensor.numel() * 5 // 26 * 2  # even, see _gradient
+
+
+def _as_dtensor(tensor: Tensor, kind: _Kind) -> Tensor:
+    return tensor if kind.mesh is None else distribute_tensor(tensor, kind.mesh, kind.placements, src_data_rank=None)
+
+
+def _joined(first: _Course, last: _Course) -> _Course:
+    """What two ranks have of each small tensor, together. One may have evaluated more often than the other."""
+    return {
+        key: torch.cat([a[: len(last[key])], last[key][: len(a)]], 1) if key[1].is_flat else a
+        for key, a in first.items()
+    }
+
+
+def _of_this_rank(whole: _Course) -> _Course:
+    """What a rank is to have of each small tensor, if it is a DTensor."""
+    shown = ((key, _as_dtensor(course.new_zeros(key[1].shape), key[1])) for key, course in whole.items())
+    return {
+        key: torch.stack([local_tensor(_as_dtensor(now.view(shard.shape), key[1])).reshape(-1) for now in whole[key]])
+        for key, shard in shown
+    }
+
+
+def _on_all_ranks(fine: bool, mesh: DeviceMesh) -> bool:
+    flag = torch.tensor(float(fine), device=mesh.device_type)
+    return bool(DTensor.from_local(flag, mesh, [Partial("min")] * mesh.ndim, run_check=False).full_tensor().item())
+
+
+@dataclass(kw_only=True)
+class _Small:
+    """A small tensor instead of a parameter.
+
+    Attributes:
+        held: What the optimizer steps over.
+        target: Where the gradient leads to, as this rank's part of ``held``.
+        signs: What turns some elements of the gradient round, as ``target``.
+        spikes: What makes some elements of the gradient large, as ``target``.
+        is_matrix: Whether what it stands for has several dimensions.
+    """
+
+    held: nn.Parameter
+    target: Tensor
+    signs: Tensor
+    spikes: Tensor
+    is_matrix: bool
+
+    def set_gradient(self, step: int) -> None:
+        """Give it the gradient of a step, without a word to other ranks."""
+        now = local_tensor(self.held.detach())
+        grad = 3.0 * (now - self.target)
+        if step in (1, 2):
+            grad *= self.signs  # some optimizers compare them with those of the momentum
+        elif step == 3 and self.is_matrix:  # some ask whether the gradient of a row is orthogonal to it
+            pairs = now.reshape(-1, 2)
+            grad = torch.stack([pairs[:, 1], -pairs[:, 0]], 1).view(now.shape)
+        elif step == 4:  # some compare its size with that of earlier ones
+            grad *= self.spikes
+        if isinstance(self.held, DTensor):
+            self.held.grad = torch.zeros_like(self.held.detach())
+            local_tensor(self.held.grad).copy_(grad)
+        else:
+            self.held.grad = grad
+
+
+def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind], shown: _Shown) -> _Course:
+    """Let a copy of the optimizer step over small tensors, of which it is shown something."""
+    generator = torch.Generator().manual_seed(0)
+    smalls: dict[tuple[int, _Kind], _Small] = {}
+    memo: dict[int, Any] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            kind = kinds[parameter]
+            if (index, kind) not in smalls:
+                smalls[index, kind] = _small(kind, parameter.device, shown, generator)
+            memo[id(parameter)] = smalls[index, kind].held
+    seen: list[list[Tensor]] = []
+    copied, step = _copied(optimizer, memo)
+
+    def evaluate(number: int) -> Tensor:
+        if len(seen) <= _COMPARED:
+            seen.append([local_tensor(small.held.detach()).reshape(-1).clone() for small in smalls.values()])
+        for small in smalls.values():
+            if small.held.requires_grad:
+                small.set_gradient(number)
+        return torch.ones(())
+
+    # ranks that are threads share the stance; ranks that wait for each other in a step are none
+    with nullcontext() if shown is _as_dtensor else _ALONE, torch.compiler.set_stance("force_eager"):
+        for number in range(_STEPS):
+            evaluate(number)
+            step(partial(evaluate, number))
+    evaluate(_STEPS)
+    if shown is not _as_it_is:
+        _check_state(copied, [small.held for small in smalls.values()])
+    return dict(zip(smalls, (torch.stack(values) for values in zip(*seen, strict=True)), strict=True))
+
+
+class _OtherShape(Exception):
+    """State that can't be saved."""
+
+
+def _check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Refuse state of a parameter that is neither a number nor of its shape: nobody knows what a rank has of it."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return  # which is known
+    for parameter in parameters:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                raise _OtherShape(f"{key!r} of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
+
+
+def _small(kind: _Kind, device: torch.device, shown: _Shown, generator: torch.Generator) -> _Small:
+    start, target, signs = (torch.randn(kind.shape, generator=generator) for _ in range(3))
+    spikes = torch.ones(kind.shape)
+    spikes.reshape(-1)[_cut(spikes) :] = 30.0
+    target.reshape(-1)[: _cut(target)] *= 4.0  # so that norms of pieces differ, and how they relate to the parameter's
+    signs.reshape(-1)[: _cut(signs)] -= 1.5  # so that most turn round in one piece, and few in the other
+    signs.reshape(-1)[_cut(signs) :] += 1.5
+    where = device.type if device.type == "cuda" else "cpu"
+    start, target, signs, spikes = (one.to(where) for one in (start, target, signs, spikes))
+    return _Small(
+        held=nn.Parameter(shown(start, kind).detach().clone(), requires_grad=kind.trained),
+        target=local_tensor(shown(target, kind)),
+        signs=local_tensor(shown(signs.sign(), kind)),
+        spikes=local_tensor(shown(spikes, kind)),
+        is_matrix=len(kind.shape) > 1,
+    )
+
+
+def _alike(want: _Course, got: _Course) -> bool:
+    """Whether each step has changed the same by as much."""
+    for key, values in want.items():
+        if values.shape != got[key].shape:
+            return False
+        expected, found = values.diff(dim=0), got[key].diff(dim=0)
+        largest = expected.abs().amax(1, keepdim=True) if expected.numel() else expected
+        rounded = _ROUNDED * values.abs().amax() if values.numel() else 0.0
+        if not bool(((expected - found).abs() <= _TOLERANCE * largest + rounded).all()):
+            return False
+    return True
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer, memo: dict[int, Any]
+) -> tuple[torch.optim.Optimizer, Callable[[Callable[[], Tensor]], Any]]:
+    """A copy of an optimizer that holds other parameters, wherever it holds any; and its step.
+
+    Args:
+        optimizer: The optimizer.
+        memo: By the id of a parameter, what takes its place.
+    """
+    copied: Any = object.__new__(type(optimizer))
+    state = {
+        memo[id(p)]: {key: _small_state(value, p, memo[id(p)]) for key, value in values.items()}
+        for p, values in optimizer.state.items()
+        if id(p) in memo
+    }
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("step", "state")}
+    kept = {name: type(value)() if name.endswith("_hooks") else value for name, value in kept.items()}
+    vars(copied).update(copy.deepcopy(kept, {**memo, id(optimizer): copied}))
+    if "state" in vars(optimizer):  # else it is that of an optimizer inside
+        copied.state = type(optimizer.state)(dict, state)  # a defaultdict
+    for group in copied.param_groups:
+        group["params"][:] = dict.fromkeys(group["params"])  # in place, for others may hold the list
+        if isinstance(group.get("lr"), float):
+            group["lr"] = max(group["lr"], _RATE)
+    train = getattr(copied, "train", None)
+    if callable(train):
+        train()  # of schedule-free optimizers
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return copied, lambda evaluate: copied.step(evaluate)
+    return copied, lambda evaluate: copied.step()
+
+
+def _small_state(value: Any, parameter: Tensor, stand_in: Tensor) -> Any:
+    """A value of the state that an optimizer makes before its first step, for a small tensor."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        fill = local.reshape(-1)[0].item() if local.numel() else 0.0
+        return torch.full_like(stand_in.detach(), fill, dtype=value.dtype)
+    return copy.deepcopy(value)

@@ -1,0 +1,158 @@
+"""Whether all ranks are about to shard the same model, in the same way: compared once, before any of them begins."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import fields, is_dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.initialization.sharded_init import is_part
+from fsdp_core.runtime import Runtime
+from fsdp_core.state.fqn import clean_name
+
+__all__ = ["check_same", "facts_of_module", "facts_of_options", "facts_of_packages"]
+
+
+def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
+    """Raise on every rank if one is about to do otherwise than another. All ranks must call it.
+
+    A digest is all that they tell each other where they agree.
+
+    Args:
+        runtime: The ranks.
+        what: What they have in common, for the error: the module's class.
+        facts: What a rank is about to do, in words, by what it is about; the same words on every rank.
+
+    Raises:
+        ShardingError: Two ranks differ. It names the rank, and the first difference.
+
+    Example:
+        >>> from fsdp_core.runtime import ProcessGroupRuntime
+        >>> check_same(ProcessGroupRuntime(), "Linear", facts_of_options({"cpu_offload": True}))
+    """
+    told = list(facts.items())
+    digests = runtime.gather_objects(hashlib.sha256(repr(told).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    differences = runtime.gather_objects(_difference(runtime.broadcast_object(told), told))
+    others = [rank for rank, difference in enumerate(differences) if difference]
+    further = f" Rank {', '.join(map(str, others[1:]))} differs from it too." if len(others) > 1 else ""
+    raise ShardingError(
+        f"rank {others[0]} has not set up the same {what} as rank 0: {differences[others[0]]}.{further}\n"
+        "Build the same model on every rank, with the same options and packages. Only the values of parameters and "
+        "buffers may differ, of which rank 0's are taken."
+    )
+
+
+def facts_of_module(module: nn.Module, units: Callable[[nn.Module], Iterable[nn.Module]]) -> dict[str, str]:
+    """A module's parameters, buffers and units of sharding, in the order that it has them.
+
+    Where a tensor is says nothing: rank 0 may have read the weights, and others be on the meta device. Unless ranks
+    keep parts of it already: then rank 0 has no values for the others any more.
+
+    Args:
+        module: The module.
+        units: Gives the submodules that are to be units. What it raises is a fact too.
+
+    Example:
+        >>> facts_of_module(nn.Linear(2, 1, bias=False), lambda module: [])
+        {"parameter 'weight'": '(1, 2) in torch.float32, trained', 'units of sharding': 'the whole alone'}
+    """
+    facts: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        trained = "trained" if parameter.requires_grad else "frozen"
+        built = ", sharded as it was built" if is_part(parameter) else ""
+        told = f"{_shape(parameter)}, {trained}{built}"
+        facts[f"parameter {name!r}"] = f"tied to {known!r}" if known != name else told
+    for name, buffer in module.named_buffers():
+        facts[f"buffer {name!r}"] = _shape(buffer)
+    names = {one: name for name, one in module.named_modules()}
+    try:
+        chosen = ", ".join(clean_name(names[unit]) for unit in units(module)) or "the whole alone"
+    except Exception as error:  # which sharding meets again, and raises
+        chosen = f"{type(error).__name__}: {error}"
+    facts["units of sharding"] = chosen
+    return facts
+
+
+def facts_of_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """Options, by name.
+
+    Example:
+        >>> facts_of_options({"cpu_offload": True, "auto_wrap_policy": {nn.Linear}})
+        {"option 'cpu_offload'": 'True', "option 'auto_wrap_policy'": '{Linear}'}
+    """
+    return {f"option {name!r}": _plain(value) for name, value in options.items()}
+
+
+def facts_of_packages(module: nn.Module, *others: type) -> dict[str, str]:
+    """The versions of the packages that a module's classes are from, and further classes; and of torch.
+
+    Args:
+        module: The module; the classes of all its submodules count.
+        *others: Other classes.
+    """
+    classes = {*others, *(type(one) for one in module.modules())}
+    names = {"torch", "fsdp_core"} | {base.__module__.partition(".")[0] for one in classes for base in one.__mro__}
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in sorted(names)}
+    return {f"version of {name}": version for name, version in versions.items() if isinstance(version, str)}
+
+
+def _difference(of_rank_0: list[tuple[str, str]], own: list[tuple[str, str]]) -> str:
+    """What is the first that this rank has otherwise than rank 0; empty if nothing is."""
+    theirs, ours = dict(of_rank_0), dict(own)
+    for (key, value), (own_key, own_value) in zip(of_rank_0, own, strict=False):
+        if own_key != key:
+            break
+        if own_value != value:
+            return f"its {key} is {own_value}, and rank 0's is {value}"
+    extra = next((f"it has a {key}, {value}, and rank 0 has none" for key, value in own if key not in theirs), "")
+    lacking = next((f"rank 0 has a {key}, {value}, and it has none" for key, value in of_rank_0 if key not in ours), "")
+    order = "it has the same parts in another order" if of_rank_0 != own else ""
+    return extra or lacking or order
+
+
+def _shape(tensor: Tensor) -> str:
+    return "not known yet" if is_lazy(tensor) else f"{tuple(tensor.shape)} in {tensor.dtype}"
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def _plain(value: object) -> str:
+    """A value in words that are the same on every rank that was given the same: no addresses, no order of a set."""
+    if isinstance(value, str):
+        return " ".join(sorted(_words(value))) if _ADDRESS.search(value) else repr(value)
+    if value is None or isinstance(value, bool | int | float | Enum | torch.dtype | timedelta):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_plain(key)}: {_plain(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, Set):
+        return "{" + ", ".join(sorted(map(_plain, value))) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    if isinstance(value, functools.partial):
+        return f"partial({_plain(value.func)}, {_plain(value.args)}, {_plain(value.keywords)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        given = ", ".join(f"{field.name}={_plain(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__name__}({given})"
+    named = getattr(value, "__qualname__", None)
+    return named if isinstance(named, str) else f"a {type(value).__name__}"
+
+
+def _words(text: str) -> Iterator[str]:
+    """The names in what a library has written of a policy, without the packages before them."""
+    return (word.rpartition(".")[2] for word in re.findall(r"[\w.]+", _ADDRESS.sub("", text)))

@@ -1,0 +1,169 @@
+"""Letting an optimizer that was built over unsharded parameters hold the sharded ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.sharding.optimizer_trial import check_steps
+from fsdp_core.state.layout import Layout, Part
+
+__all__ = ["repoint"]
+
+
+def repoint(
+    optimizer: torch.optim.Optimizer, sharded: Callable[[nn.Parameter], nn.Parameter | None], layout: Layout
+) -> torch.optim.Optimizer:
+    """Let an optimizer that was built over the unsharded parameters hold the sharded ones, in place.
+
+    Wherever it holds any: some keep lists of parameters besides their groups, or another optimizer. State that it has
+    made before its first step, all elements of which are alike, is made anew for the shards. All ranks must call it.
+
+    Args:
+        optimizer: The optimizer; it must not have stepped yet if it has to be changed.
+        sharded: The sharded parameter for a parameter, which may be that itself; ``None`` for a foreign one.
+        layout: What each sharded parameter has of the user's.
+
+    Raises:
+        OptimizerMismatchError: A parameter is foreign, or the optimizer has stepped over unsharded parameters, or
+            parameters that share a sharded one are not all in the same group, or it keeps what can't follow them, or
+            its steps over shards would not be those over whole parameters.
+    """
+    groups: list[list[nn.Parameter]] = []
+    held: dict[Tensor, nn.Parameter] = {}
+    counts: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        now: dict[nn.Parameter, None] = {}
+        for parameter in group["params"]:
+            target = sharded(parameter)
+            if target is None:
+                raise OptimizerMismatchError(
+                    f"param group {index} of {type(optimizer).__name__} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that is none of the sharded model's, so training would leave it stale."
+                    "\nBuild the optimizer from the parameters of the model that is set up: in Fabric "
+                    "`model, optimizer = fabric.setup(model, optimizer)` over `model.parameters()`, in a "
+                    "LightningModule `configure_optimizers` over `self.parameters()`."
+                )
+            if target is not parameter:
+                if target in counts and target not in now:
+                    raise _divided(optimizer, layout[target])
+                counts[target] = counts.get(target, 0) + 1
+            held[parameter] = target
+            now[target] = None
+        groups.append(list(now))
+    for target, count in counts.items():
+        if len(layout.get(target, ())) > 1 and count < len(layout[target]):
+            raise _divided(optimizer, layout[target])
+    if counts:
+        state = _moved_state(optimizer, held)
+        for inner in _optimizers_in(vars(optimizer), [optimizer]):
+            repoint(inner, sharded, layout)
+        for name, value in list(vars(optimizer).items()):
+            if name != "state":
+                vars(optimizer)[name] = _follow(value, held, optimizer)
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"][:] = params  # in place: LBFGS, for one, holds this very list
+        optimizer.state.clear()
+        optimizer.state.update(state)
+    check_steps(optimizer, layout)
+    return optimizer
+
+
+def _moved_state(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, nn.Parameter]) -> dict[Any, dict[str, Any]]:
+    """The state for shards that an optimizer has made for whole parameters before its first step."""
+    on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+    made: dict[Any, dict[str, Any]] = {}
+    for parameter, values in optimizer.state.items():
+        target = held.get(parameter, cast("nn.Parameter", parameter))
+        remade = {}
+        for key, value in values.items():
+            if not _is_first(key, value):
+                raise OptimizerMismatchError(
+                    f"{type(optimizer).__name__} has stepped over the unsharded parameters already, or has copied "
+                    f"them, and its state ({key!r}) can't follow them into shards.\n"
+                    "Set the model and the optimizer up before the first step."
+                )
+            if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                device = local_tensor(target).device
+                to_move = isinstance(value, Tensor) and (key != "step" or parameter in on_device)
+                remade[key] = value.to(device) if to_move else copy.deepcopy(value)
+            else:
+                fill = value.reshape(-1)[0].item() if value.numel() else 0.0
+                remade[key] = torch.full_like(target.detach(), fill, dtype=value.dtype)
+        made[target] = remade
+    return made
+
+
+def _is_first(key: str, value: Any) -> bool:
+    """Whether a value of the state may be from before the first step, and holds nothing of a parameter."""
+    if isinstance(value, Tensor):
+        same = not value.numel() or bool((value == value.reshape(-1)[0]).all())
+        return same and not (key == "step" and value.any())
+    return value is None or (isinstance(value, bool | int | float | str) and not (key == "step" and value))
+
+
+def _optimizers_in(value: Any, known: list[Any]) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that an optimizer keeps, such as the one that it averages the steps of."""
+    if isinstance(value, torch.optim.Optimizer):
+        if not any(value is one for one in known):
+            known.append(value)
+            yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _optimizers_in(inner, known)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _optimizers_in(inner, known)
+
+
+def _follow(value: Any, held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> Any:
+    """What to keep instead of a value that an optimizer keeps: containers are changed in place."""
+    if isinstance(value, Tensor):
+        known = value in held or any(value is target for target in held.values())
+        shapes = (parameter.shape for parameter, target in held.items() if target is not parameter)
+        if not known and value.numel() > 1 and value.shape in shapes:
+            raise OptimizerMismatchError(
+                f"{type(optimizer).__name__} keeps tensors of its parameters' shapes outside of its state, which can't "
+                "follow them into shards.\nUse another optimizer; or one that makes them at its first step, in "
+                "self.state[parameter]."
+            )
+        return held.get(value, value)
+    if isinstance(value, dict):
+        items = [(_follow(key, held, optimizer), _follow(kept, held, optimizer)) for key, kept in value.items()]
+        value.clear()
+        value.update(items)
+    elif isinstance(value, list):
+        value[:] = _each(value, held, optimizer)
+    elif isinstance(value, set):
+        members = _each(value, held, optimizer)
+        value.clear()
+        value.update(members)
+    elif type(value) is tuple:
+        return tuple(_each(value, held, optimizer))
+    return value
+
+
+def _each(values: Iterable[Any], held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The members of a container; one flat parameter comes once, where several came that it is made of."""
+    members: list[Any] = []
+    for value in values:
+        now = _follow(value, held, optimizer)
+        if now is value or not isinstance(value, Tensor) or not any(now is one for one in members):
+            members.append(now)
+    return members
+
+
+def _divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:
+    told = ", ".join(repr(part.name) for part in parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
+    return OptimizerMismatchError(
+        f"{told} are one flat parameter here, and {type(optimizer).__name__} has them in "
+        "different param groups, or has not all of them.\n"
+        "Give the optimizer all of them, in one group; or take a strategy that keeps every parameter its own, as "
+        "'fsdp_native' does with use_orig_params=True."
+    )

@@ -1,0 +1,80 @@
+"""What no backend can shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.initialization.sharded_init import is_part
+from fsdp_core.torch_private import hooks_on
+
+__all__ = ["check_shardable"]
+
+
+def check_shardable(module: nn.Module, owner_of: Callable[[nn.Module], Any]) -> None:
+    """Refuse a module that no backend can shard.
+
+    Args:
+        module: The root, before it is sharded.
+        owner_of: What has sharded a module, or ``None``.
+
+    Raises:
+        ShardingError: It has no parameters, a part of it is sharded already, it writes to parameters in its forward
+            pass, or a parameter has a gradient hook, or is quantised or of another class of tensors.
+
+    Example:
+        >>> check_shardable(nn.Linear(2, 1), lambda module: None)
+        >>> check_shardable(nn.ReLU(), lambda module: None)
+        Traceback (most recent call last):
+            ...
+        fsdp_core.errors.ShardingError: ReLU has no parameters, so there is nothing to shard.
+        Build its layers in __init__ or configure_model, or use strategy='ddp'.
+    """
+    name = type(module).__name__
+    if not any(True for _ in module.parameters()):
+        raise ShardingError(
+            f"{name} has no parameters, so there is nothing to shard.\n"
+            "Build its layers in __init__ or configure_model, or use strategy='ddp'."
+        )
+    for fqn, submodule in module.named_modules():
+        if submodule is not module and owner_of(submodule) is not None:
+            raise ShardingError(
+                f"{fqn!r} inside {name} was set up and sharded before, by itself.\n"
+                "Set up the whole model, and not its parts."
+            )
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.max_norm is not None:
+            raise ShardingError(
+                f"{fqn!r} is an {type(submodule).__name__} with max_norm={submodule.max_norm:g}, so that its forward() "
+                "writes to its weight: a gathered copy, which is freed.\n"
+                "Leave max_norm out, and scale what it returns, as with torch.renorm(output, 2, -1, "
+                f"{submodule.max_norm:g}); or use strategy='ddp'."
+            )
+    for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_quantized or not (type(tensor) in _PLAIN or is_part(tensor)):
+            _refuse_class(fqn, tensor)
+    for fqn, parameter in module.named_parameters():
+        if hooks_on(parameter):
+            raise ShardingError(
+                f"parameter {fqn!r} has a gradient hook, which would never run: sharding replaces the parameter.\n"
+                "Register it after the set-up with register_post_accumulate_grad_hook, on the sharded gradient."
+            )
+
+
+#: What sharding keeps: DTensors and flat parameters are told of by the backend that meets them.
+_PLAIN = (nn.Parameter, nn.Buffer, Tensor, UninitializedParameter, UninitializedBuffer, DTensor, FlatParameter)
+
+
+def _refuse_class(fqn: str, tensor: Tensor) -> None:
+    kind = "quantised" if tensor.is_quantized else f"of the class {type(tensor).__name__}"
+    raise ShardingError(
+        f"{fqn!r} is {kind}, which sharding would cut, or send to other ranks, as if it were a plain tensor.\n"
+        "Shard the model as it was before it was quantised or converted, in bf16 where it is large "
+        "(precision='bf16-true'), and convert what was trained, from fsdp_core.full_state_dict(module) or a "
+        "checkpoint; or train on one device (devices=1, strategy='auto'), where nothing is sharded."
+    )

@@ -1,0 +1,282 @@
+"""Which parts of a module are sharded as units of their own, and which recompute their activations.
+
+The words are the same for every backend: a set of classes, a callable, or ``"auto"``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal, cast
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.initialization.marking import marked
+from fsdp_core.state.fqn import unwrap_compiled
+
+__all__ = [
+    "ActivationCheckpointingPolicy",
+    "WrapPolicy",
+    "checkpoint_activations",
+    "describe_policy",
+    "repeated_blocks",
+    "select_units",
+]
+
+#: Classes, a predicate on modules, one of torch's FSDP policies (called with module, recurse, nonwrapped_numel), or
+#: ``"auto"`` for :func:`repeated_blocks`.
+WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | Literal["auto"]
+#: Classes, or a predicate on modules.
+ActivationCheckpointingPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+log = logging.getLogger(__name__)
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Find the blocks that a model repeats: members of one ``ModuleList`` or ``Sequential`` that share a class.
+
+    Only the outermost ones count. In a ``Sequential``, which also chains single layers, a block is what has submodules.
+
+    Example:
+        >>> blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        >>> model = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(2, 1)})
+        >>> repeated_blocks(model) == list(blocks)
+        True
+    """
+    blocks: list[nn.Module] = []
+
+    def visit(parent: nn.Module) -> None:
+        for child in parent.children():
+            if isinstance(child, nn.ModuleList | nn.Sequential):
+                members = [unwrap_compiled(m) for m in child]
+                count = Counter(type(m) for m in members)
+                for member in members:
+                    is_layer = isinstance(child, nn.Sequential) and not any(True for _ in member.children())
+                    if count[type(member)] > 1 and not is_layer and not isinstance(member, _CONTAINERS):
+                        blocks.append(member)
+                    else:
+                        visit(member)
+            else:
+                visit(child)
+
+    # a root that is itself a Sequential is looked at as well
+    visit(nn.ModuleList([module]) if isinstance(module, nn.ModuleList | nn.Sequential) else module)
+    return list(dict.fromkeys(blocks))
+
+
+def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
+    """Choose the submodules of ``module`` to shard as units of their own, innermost first; the root is not among them.
+
+    Modules marked by :func:`fsdp_core.wrap` are units too, and the only ones under ``"auto"`` and ``None``.
+
+    A policy may match the root and nothing in it, which is one unit then, as with ``None``.
+
+    A submodule that shares a parameter with the outside of it is left to the unit around it, so that tied parameters
+    stay in one unit. One that owns no parameters is left out.
+
+    Args:
+        module: The root.
+        policy: See :data:`WrapPolicy`; ``None`` for the root alone.
+
+    Raises:
+        ShardingError: The policy is not one, matches nothing, or matches a container that is never called.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> len(select_units(model, {nn.Linear})), len(select_units(model, "auto"))
+        (2, 0)
+    """
+    by_hand = marked(module)
+    if policy is None:
+        chosen = by_hand
+    elif isinstance(policy, str):
+        if policy != "auto":
+            raise ShardingError(f"auto_wrap_policy={policy!r} is no policy.\n{_HOW_TO['auto_wrap_policy']}")
+        chosen = by_hand or repeated_blocks(module)
+    else:
+        chosen = [*_matching(module, policy), *by_hand]
+        if not chosen and not _matches_root(module, policy):
+            raise ShardingError(
+                f"auto_wrap_policy={describe_policy(policy)} matches no submodule of {type(module).__name__}, "
+                "so nothing but the whole model would be a unit.\n"
+                f"Its submodules are of: {_classes_in(module)}.\n{_HOW_TO['auto_wrap_policy']}"
+            )
+    _refuse_containers(chosen, policy, "auto_wrap_policy")
+    chosen_set = set(chosen)
+    depth_first = [m for m in _post_order(module) if m in chosen_set]
+    owners = _owners(module)
+    return [unit for unit in depth_first if any(True for _ in unit.parameters()) and not _shares_outside(unit, owners)]
+
+
+def checkpoint_activations(
+    module: nn.Module,
+    policy: ActivationCheckpointingPolicy | None,
+    recompute: Callable[..., Any] | None = None,
+) -> int:
+    """Let the matching submodules recompute their activations in the backward pass, in place.
+
+    The random state is kept, so that dropout repeats itself in the recomputation. Names and classes of modules don't
+    change. Idempotent.
+
+    Args:
+        module: The root.
+        policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none.
+        recompute: Calls its first argument with the others, and again in the backward pass; torch's own when ``None``.
+
+    Returns:
+        How many submodules recompute.
+
+    Raises:
+        ShardingError: The policy is no policy, or matches nothing.
+    """
+    if policy is None:
+        return 0
+    chosen = list(_matching(module, policy, option="activation_checkpointing_policy"))
+    if not chosen:
+        raise ShardingError(
+            f"activation_checkpointing_policy={describe_policy(policy)} matches no submodule of "
+            f"{type(module).__name__}.\n"
+            f"Its submodules are of: {_classes_in(module)}.\n{_HOW_TO['activation_checkpointing_policy']}"
+        )
+    _refuse_containers(chosen, policy, "activation_checkpointing_policy")
+    recompute = recompute or functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
+    for submodule in chosen:
+        if "_fsdp_core_checkpointed" not in submodule.__dict__:
+            submodule.__dict__["_fsdp_core_checkpointed"] = True
+            submodule.forward = functools.partial(recompute, submodule.forward)
+    return len(chosen)
+
+
+_HOW_TO = {
+    "auto_wrap_policy": "Write auto_wrap_policy={MyBlock} with the class of the repeated block, a function "
+    "module -> bool, 'auto', or None for the root alone.",
+    "activation_checkpointing_policy": "Write activation_checkpointing_policy={MyBlock} with the class of the repeated "
+    "block, a function module -> bool, or None.",
+}
+
+
+def describe_policy(policy: object) -> str:
+    """Name a policy, the same for policies that are written the same.
+
+    Example:
+        >>> describe_policy({nn.Linear, nn.LayerNorm}), describe_policy("auto")
+        ('{LayerNorm, Linear}', "'auto'")
+    """
+    if isinstance(policy, Collection) and not isinstance(policy, str):
+        return "{" + ", ".join(sorted(getattr(c, "__name__", repr(c)) for c in policy)) + "}"
+    return getattr(policy, "__qualname__", repr(policy))
+
+
+def _refuse_containers(chosen: list[nn.Module], policy: object, option: str) -> None:
+    for unit in chosen:
+        if isinstance(unit, nn.ModuleList | nn.ModuleDict) and type(unit).forward is nn.Module.forward:
+            raise ShardingError(
+                f"{option}={describe_policy(policy)} matches a {type(unit).__name__}, which is never called itself.\n"
+                "Name the class of its members instead."
+            )
+
+
+def _matching(
+    module: nn.Module, policy: Collection[type[nn.Module]] | Callable[..., bool] | str, option: str = "auto_wrap_policy"
+) -> Iterator[nn.Module]:
+    predicate = _predicate(policy, option)
+    if _is_torch_policy(predicate):
+        yield from _torch_policy_matches(module, predicate)
+        return
+    for submodule in module.modules():
+        if submodule is not module and predicate(submodule):
+            yield submodule
+
+
+def _matches_root(root: nn.Module, policy: Collection[type[nn.Module]] | Callable[..., bool]) -> bool:
+    predicate = _predicate(policy, "auto_wrap_policy")
+    if not _is_torch_policy(predicate):
+        return bool(predicate(root))
+    size = sum(p.numel() for p in root.parameters())
+    return bool(predicate(module=root, recurse=False, nonwrapped_numel=size))
+
+
+def _predicate(policy: Collection[type[nn.Module]] | Callable[..., bool] | str, option: str) -> Callable[..., bool]:
+    """What a policy asks of a module."""
+    if isinstance(policy, str):
+        raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO[option]}")
+    if isinstance(policy, Collection):
+        classes = tuple(policy)
+        wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, nn.Module))]
+        if wrong:
+            raise ShardingError(f"{option} holds {wrong[0]!r}, which is no class of modules.\n{_HOW_TO[option]}")
+        return lambda m: isinstance(m, classes)
+    if isinstance(policy, type) and issubclass(policy, nn.Module):
+        raise ShardingError(f"{option}={policy.__name__} is a class.\nWrite a set of classes: {{{policy.__name__}}}.")
+    if not callable(policy):
+        raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO[option]}")
+    return cast("Callable[..., bool]", policy)
+
+
+def _is_torch_policy(policy: Callable[..., Any]) -> bool:
+    """Whether ``policy`` takes (module, recurse, nonwrapped_numel), as those of torch.distributed.fsdp.wrap do."""
+    return "recurse" in inspect.signature(policy).parameters
+
+
+def _torch_policy_matches(root: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
+    """Apply one of torch's policies as its FSDP1 does: children first, each seeing what they left over."""
+    matched: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Return how many elements below ``module`` are in units."""
+        size = sum(p.numel() for p in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=size):
+            return 0
+        wrapped = sum(visit(child) for child in module.children())
+        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=size - wrapped):
+            matched.append(module)
+            return size
+        return wrapped
+
+    visit(root)
+    return matched
+
+
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+
+    def visit(parent: nn.Module) -> Iterator[nn.Module]:
+        for child in parent.children():
+            if child not in seen:
+                seen.add(child)
+                yield from visit(child)
+                yield child
+
+    yield from visit(module)
+
+
+def _owners(root: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that hold a parameter directly, by the parameter's id."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    return owners
+
+
+def _shares_outside(unit: nn.Module, owners: dict[int, list[nn.Module]]) -> bool:
+    """Whether a parameter of ``unit`` is also a parameter of a module outside it."""
+    inside = set(unit.modules())
+    outside = next((o for p in unit.parameters() for o in owners[id(p)] if o not in inside), None)
+    if outside is not None:
+        log.info(
+            "%s shares a parameter with %s, so it is no unit of its own", type(unit).__name__, type(outside).__name__
+        )
+    return outside is not None
+
+
+def _classes_in(module: nn.Module) -> str:
+    names = dict.fromkeys(type(m).__name__ for m in module.modules() if m is not module)
+    return ", ".join(list(names)[:20]) or "none, it has no submodules"

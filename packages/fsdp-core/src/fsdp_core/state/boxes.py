@@ -1,0 +1,119 @@
+"""Boxes of a tensor as row-major bytes: cutting a tensor into them, and copying one into another. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fsdp_core.state.coverage import Box
+
+__all__ = ["copy_into", "cut", "overlap"]
+
+
+def cut(shape: Sequence[int], item_bytes: int, most_bytes: int) -> Iterator[Box]:
+    """Cut a tensor into boxes that follow one another in its row-major order.
+
+    Args:
+        shape: The tensor's shape.
+        item_bytes: The size of one element.
+        most_bytes: How large a box may be, if it has more than one element.
+
+    Yields:
+        Offsets and lengths of each box; none where the tensor has no element.
+
+    Example:
+        >>> list(cut((3, 2), 4, 16))
+        [((0, 0), (2, 2)), ((2, 0), (1, 2))]
+    """
+    if 0 not in shape:
+        yield from _cut((0,) * len(shape), tuple(shape), item_bytes, most_bytes)
+
+
+def _cut(offsets: tuple[int, ...], lengths: tuple[int, ...], item_bytes: int, most_bytes: int) -> Iterator[Box]:
+    axis = next((i for i, length in enumerate(lengths) if length > 1), None)
+    total = item_bytes * math.prod(lengths)
+    if axis is None or total <= most_bytes:
+        yield offsets, lengths
+        return
+    rows = max(1, most_bytes // (total // lengths[axis]))
+    for row in range(0, lengths[axis], rows):
+        begin = (*offsets[:axis], offsets[axis] + row, *offsets[axis + 1 :])
+        size = (*lengths[:axis], min(rows, lengths[axis] - row), *lengths[axis + 1 :])
+        yield from _cut(begin, size, item_bytes, most_bytes)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common.
+
+    Example:
+        >>> overlap(((0, 0), (2, 2)), ((1, 0), (4, 1)))
+        ((1, 0), (1, 1))
+        >>> overlap(((0,), (2,)), ((2,), (2,))) is None
+        True
+    """
+    low = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    high = tuple(min(x + m, y + n) for x, m, y, n in zip(*a, *b, strict=True))
+    lengths = tuple(y - x for x, y in zip(low, high, strict=True))
+    return (low, lengths) if all(length > 0 for length in lengths) else None
+
+
+def copy_into(target: memoryview, shape: Sequence[int], offsets: Sequence[int], box: memoryview, item_bytes: int,
+              lengths: Sequence[int]) -> None:  # fmt: skip
+    """Copy the bytes of a box to where it belongs in a larger one.
+
+    Args:
+        target: The bytes of the larger box.
+        shape: Its shape.
+        offsets: Where the smaller box begins in it.
+        box: The bytes of the smaller box.
+        item_bytes: The size of one element.
+        lengths: The shape of the smaller box.
+    """
+    # Trailing axes that are whole are one run of bytes.
+    axis = len(shape)
+    while axis > 0 and shape[axis - 1] == lengths[axis - 1]:
+        axis -= 1
+    inner = math.prod(shape[axis:]) * item_bytes
+    if axis == 0:
+        target[:] = box
+        return
+    run = lengths[axis - 1] * inner
+    pitch = shape[axis - 1] * inner
+    first = offsets[axis - 1] * inner
+    if axis == 1:
+        target[first : first + run] = box
+        return
+    _copy_runs(target, shape[: axis - 1], offsets[: axis - 1], lengths[: axis - 1], box, (first, run, pitch))
+
+
+def _copy_runs(
+    target: memoryview,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    box: memoryview,
+    piece: tuple[int, int, int],
+) -> None:
+    first, run, pitch = piece
+    if len(shape) > 1:
+        size, part = math.prod(shape[1:]) * pitch, math.prod(lengths[1:]) * run
+        for row in range(lengths[0]):
+            begin = (offsets[0] + row) * size
+            inner = target[begin : begin + size], shape[1:], offsets[1:], lengths[1:]
+            _copy_runs(*inner, box[row * part : (row + 1) * part], piece)
+        return
+    begin, rows = offsets[0] * pitch + first, lengths[0]
+    unit = math.gcd(run, pitch, begin, 8)
+    if rows <= run // unit:
+        for row in range(rows):
+            at = begin + row * pitch
+            target[at : at + run] = box[row * run : (row + 1) * run]
+        return
+    # Many short runs: column by column, each of them one strided copy.
+    code: Any = {8: "Q", 4: "I", 2: "H", 1: "B"}[unit]
+    wide, narrow = target.cast(code), box.cast(code)
+    step, count = pitch // unit, run // unit
+    for column in range(count):
+        start = begin // unit + column
+        wide[start : start + (rows - 1) * step + 1 : step] = narrow[column::count]

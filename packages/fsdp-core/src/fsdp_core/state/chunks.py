@@ -1,0 +1,260 @@
+"""What a rank holds of a tensor: boxes of it, at their offsets. The only form in which state crosses a boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.state.sources import TensorSource
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+__all__ = ["CONVERSIONS", "Chunk", "ChunkedTensor", "chunked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A box of a larger tensor.
+
+    Attributes:
+        offsets: Where the box begins in the larger tensor, one number per dimension; ``()`` for a 0-dim tensor.
+        data: The box itself, at its own shape; for saving it may be a source, which is read when it is written. On
+            loading, it is a tensor that is written in place.
+    """
+
+    offsets: tuple[int, ...]
+    data: Tensor | TensorSource
+
+
+class ChunkedTensor:
+    """This rank's part of a tensor: zero or more boxes that don't overlap.
+
+    The boxes of all ranks with ``replica == 0`` cover the tensor exactly. A rank that holds nothing of the tensor (more
+    ranks than rows) has no chunks.
+
+    It is no tensor: what a user's hook does to it is done to the boxes where that is the same as doing it to the whole
+    (:data:`CONVERSIONS`), and refused elsewhere.
+
+    Args:
+        shape: The shape of the whole tensor.
+        dtype: Its dtype.
+        chunks: The boxes that this rank holds.
+        replica: Which copy of the tensor these boxes belong to. Only copy 0 is written; every copy is read into.
+
+    Raises:
+        ValueError: A chunk does not lie inside the tensor.
+    """
+
+    # Not a dataclass, for Lightning looks into those for tensors to replace.
+    __slots__ = ("chunks", "dtype", "replica", "shape")
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+    replica: int
+
+    def __init__(
+        self, *, shape: tuple[int, ...], dtype: torch.dtype, chunks: tuple[Chunk, ...], replica: int = 0
+    ) -> None:
+        self.shape, self.dtype, self.chunks, self.replica = shape, dtype, chunks, replica
+        for chunk in chunks:
+            if not _lies_inside(chunk, shape):
+                raise ValueError(
+                    f"a chunk of shape {tuple(chunk.data.shape)} at {chunk.offsets} does not lie inside a tensor of "
+                    f"shape {shape}"
+                )
+
+    def copied(self, copies: Mapping[int, Tensor]) -> ChunkedTensor:
+        """The same boxes over copies of what they hold, with none of them if this is not copy 0.
+
+        Args:
+            copies: By the id of the tensor, each of the same shape. What it doesn't name stays as it is.
+        """
+        made = object.__new__(ChunkedTensor)  # the boxes have been checked
+        made.shape, made.dtype, made.replica = self.shape, self.dtype, self.replica
+        made.chunks = (
+            tuple([Chunk(offsets=one.offsets, data=copies.get(id(one.data), one.data)) for one in self.chunks])
+            if self.replica == 0
+            else ()
+        )
+        return made
+
+    def numel(self) -> int:
+        """How many elements the whole tensor has."""
+        return prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        """Whether its dtype is one of floating point."""
+        return self.dtype.is_floating_point
+
+    if not TYPE_CHECKING:  # which shall know what it has
+
+        def __getattr__(self, name: str) -> Any:
+            if name in CONVERSIONS:
+                return partial(self._converted, name)
+            if name.startswith("__"):  # which copy and the like ask for
+                raise AttributeError(name)
+            raise _refused(f".{name}")
+
+    def _converted(self, method: str, *args: Any, **kwargs: Any) -> ChunkedTensor:
+        dtype = getattr(torch.empty(0, dtype=self.dtype), method)(*args, **kwargs).dtype
+        chunks = tuple(
+            Chunk(
+                offsets=chunk.offsets,
+                data=getattr(chunk.data, method)(*args, **kwargs)
+                if isinstance(chunk.data, Tensor)
+                else _Converted(chunk.data, dtype),
+            )
+            for chunk in self.chunks
+        )
+        return ChunkedTensor(shape=self.shape, dtype=dtype, chunks=chunks, replica=self.replica)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise _refused(f"torch's {getattr(function, '__name__', function)}()")
+
+    def _refuse_arithmetic(self, *_: Any) -> NoReturn:
+        raise _refused("arithmetic")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
+    __pow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __getitem__ = __float__ = _refuse_arithmetic
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
+        chunks = tuple(Chunk(offsets=chunk.offsets, data=deepcopy(chunk.data, memo)) for chunk in self.chunks)
+        return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=chunks, replica=self.replica)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _refused("a file")
+
+    def __repr__(self) -> str:
+        return f"ChunkedTensor(shape={self.shape}, dtype={self.dtype}, chunks={self.chunks}, replica={self.replica})"
+
+
+#: Methods of a tensor that a :class:`ChunkedTensor` has too: they do to each element the same, wherever it is.
+CONVERSIONS = frozenset({"to", "half", "bfloat16", "float", "double", "clone", "detach", "cpu", "contiguous"})
+
+
+class _Converted:
+    """A source whose elements are converted as they are read."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
+        self._source, self.dtype = source, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._source.shape
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        return self._source.read(offsets, lengths).to(self.dtype)
+
+
+class _NotWholeError(ShardingError, AttributeError, TypeError):
+    """A part of a tensor was used as if it were the tensor."""
+
+
+def _refused(what: str) -> _NotWholeError:
+    return _NotWholeError(
+        f"{what} was asked of a ChunkedTensor, which holds this rank's part of a tensor. It can only be renamed, taken "
+        f"out, copied or converted ({', '.join(f'.{name}()' for name in sorted(CONVERSIONS))}).\nIn a hook such as "
+        "on_save_checkpoint(), fsdp_core.full_state_dict(self), which all ranks call, gives whole tensors to rank 0; "
+        'or give the strategy state_dict_type="full", with which checkpoint["state_dict"] is whole on rank 0 and empty '
+        "elsewhere."
+    )
+
+
+def _lies_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    box = chunk.data.shape
+    if not len(box) == len(chunk.offsets) == len(shape):
+        return False
+    for offset, length, size in zip(chunk.offsets, box, shape, strict=True):  # a save does this for every tensor
+        if offset < 0 or offset + length > size:
+            return False
+    return True
+
+
+def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> ChunkedTensor:
+    """Describe what this rank holds of ``tensor``.
+
+    Args:
+        tensor: A :class:`~torch.distributed.tensor.DTensor` (its own mesh and placements say which box is here; its
+            local tensor may live on another device than the mesh, as under CPU offload), a plain tensor or a source
+            (taken to be the same on every rank), or what is chunked already.
+        rank: This rank. A plain tensor on rank *n* is its *n*-th copy.
+
+    Returns:
+        The boxes, sharing memory with ``tensor``.
+
+    Raises:
+        ValueError: ``tensor`` is a DTensor with a pending (partial) reduction or with a strided placement, which has
+            no box form.
+
+    Example:
+        >>> whole = chunked(torch.zeros(4, 2), rank=1)
+        >>> whole.shape, whole.replica, whole.chunks[0].offsets
+        ((4, 2), 1, (0, 0))
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, ChunkedTensor):
+        return tensor
+    if isinstance(tensor, DTensor):
+        return _of_dtensor(tensor)
+    shape = tuple(tensor.shape)
+    chunk = Chunk(offsets=(0,) * len(shape), data=tensor.detach() if isinstance(tensor, Tensor) else tensor)
+    return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=() if 0 in shape else (chunk,), replica=rank)
+
+
+def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
+    if torch.is_grad_enabled():  # then the local tensor would be made anew, with a way back for gradients
+        with torch.no_grad():
+            return _of_dtensor(tensor)
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is not part of the tensor's mesh
+        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=())
+    offsets, lengths, replica = _box(shape, tensor.placements, tuple(mesh.shape), tuple(coordinate))
+    local = tensor.to_local().detach()
+    if not all(lengths):
+        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(), replica=replica)
+    if tuple(local.shape) != lengths:
+        raise ValueError(
+            f"this rank's part of a DTensor of shape {shape} placed as {tensor.placements} should have shape "
+            f"{lengths}, but it has {tuple(local.shape)}: build the DTensor with its true shape and stride"
+        )
+    chunk = Chunk(offsets=offsets, data=local)
+    return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(chunk,), replica=replica)
+
+
+@lru_cache(maxsize=1024)  # a model repeats its shapes, and a save asks for each of them three times
+def _box(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The box at a coordinate of a mesh: its offsets, its lengths, and which copy of the tensor it belongs to."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    offsets, lengths, replica = [0] * len(shape), list(shape), 0
+    for placement, index, ranks in zip(placements, coordinate, mesh, strict=True):
+        # By exact type: torch's strided shard has been a subclass of Shard, and holds rows that are no box.
+        if type(placement) is Shard:
+            dim = placement.dim % len(shape)
+            # As torch.chunk cuts: equal pieces, then a smaller one, then empty ones.
+            piece = -(-lengths[dim] // ranks)
+            start = min(index * piece, lengths[dim])
+            offsets[dim], lengths[dim] = offsets[dim] + start, min(piece, lengths[dim] - start)
+        elif type(placement) is Replicate:
+            replica = replica * ranks + index
+        else:
+            raise ValueError(
+                f"a DTensor placed as {placements} is not made of boxes, so it can't be saved or loaded as it "
+                "is: redistribute it to Shard(dim) and Replicate() first"
+            )
+    return tuple(offsets), tuple(lengths), replica

@@ -1,0 +1,131 @@
+"""Filling what a rank holds from what a checkpoint holds: first everything is compared, then it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.state.chunks import ChunkedTensor, chunked
+from fsdp_core.state.dtypes import dtype_name
+from fsdp_core.state.saved_tensor import SavedTensor
+
+__all__ = ["KeyDifferences", "fill", "fill_all"]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyDifferences:
+    """Which names only one side has.
+
+    Attributes:
+        missing: Names to fill that the checkpoint lacks.
+        unexpected: Names in the checkpoint that nothing was to be filled from.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def fill(target: ChunkedTensor | Tensor, source: SavedTensor | Tensor, *, cast: bool = False) -> None:
+    """Write into what this rank holds of a tensor, in place, its part of ``source``.
+
+    Args:
+        target: Chunks, a DTensor, or a plain tensor.
+        source: The whole tensor: in a checkpoint, of which only the part that is needed is read, or in memory.
+        cast: Whether the dtypes may differ.
+
+    Raises:
+        CheckpointMismatchError: The shapes differ, or the dtypes without ``cast``; nothing was written.
+
+    Example:
+        >>> weight = torch.zeros(3)
+        >>> fill(weight, torch.tensor([1.0, 2.0, 3.0]))
+        >>> weight.tolist()
+        [1.0, 2.0, 3.0]
+    """
+    name = source.key if isinstance(source, SavedTensor) else "the tensor"
+    if (fault := _difference(target, source, cast=cast)) is not None:
+        raise CheckpointMismatchError(f"can't fill {name!r}: {fault}")
+    with torch.no_grad():
+        for chunk in chunked(target).chunks:
+            if isinstance(source, SavedTensor):
+                source.read_into(chunk)
+            else:
+                assert isinstance(chunk.data, Tensor)
+                box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
+                chunk.data.copy_(source.detach()[box])
+
+
+def fill_all(
+    targets: Mapping[str, ChunkedTensor | Tensor],
+    sources: Mapping[str, SavedTensor | Tensor],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    what: str = "the checkpoint",
+    check_only: bool = False,
+) -> KeyDifferences:
+    """Fill tensors by name, after all of them have been compared: either all fit, or none is changed.
+
+    Args:
+        targets: What this rank holds, by name.
+        sources: What the checkpoint holds, by name.
+        strict: Whether both must have the same names.
+        cast: Whether dtypes may differ.
+        what: What to call the source in an error.
+        check_only: Whether to write nothing even if all fits.
+
+    Returns:
+        The names that only one side has; none when ``strict``.
+
+    Raises:
+        CheckpointMismatchError: Names (if ``strict``), shapes or dtypes (without ``cast``) differ. The message groups
+            them, and shows at most 20 of each; nothing was written.
+    """
+    differences = KeyDifferences(
+        missing=tuple(name for name in targets if name not in sources),
+        unexpected=tuple(name for name in sources if name not in targets),
+    )
+    both = [name for name in targets if name in sources]
+    found = {name: _difference(targets[name], sources[name], cast=cast) for name in both}
+    unlike = [f"{name}: {fault}" for name, fault in found.items() if fault is not None]
+    groups: list[tuple[str, list[str]]] = [("differ", unlike)]
+    if strict:
+        groups += [("are missing in it", list(differences.missing)), ("are in it alone", list(differences.unexpected))]
+    if any(names for _, names in groups):
+        lines = [f"{what} does not fit, so nothing was loaded from it:"]
+        for title, names in groups:
+            if names:
+                lines.append(f"  {len(names)} {title}:")
+                lines += [f"    {name}" for name in names[:_SHOWN]]
+                lines += [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+        if unlike:
+            lines.append("Load it into the model that it was saved from, at its precision.")
+            if all(" dtype " in fault for fault in unlike):
+                lines.append(
+                    "To convert it, pass strict=False, or in a LightningModule write self.strict_loading = False; "
+                    "names that don't agree are then left alone."
+                )
+        else:
+            lines.append(
+                "Load it into the model that it was saved from; or load what both have: pass strict=False, or in a "
+                "LightningModule write self.strict_loading = False."
+            )
+        raise CheckpointMismatchError("\n".join(lines))
+    for name in () if check_only else both:
+        fill(targets[name], sources[name], cast=cast)
+    return differences
+
+
+def _difference(target: ChunkedTensor | Tensor, source: SavedTensor | Tensor, *, cast: bool) -> str | None:
+    here, there = tuple(target.shape), tuple(source.shape)
+    if here != there:
+        return f"its shape is {there} in the checkpoint, and {here} here"
+    if target.dtype != source.dtype and not cast:
+        return f"its dtype is {dtype_name(source.dtype)} in the checkpoint, and {dtype_name(target.dtype)} here"
+    return None

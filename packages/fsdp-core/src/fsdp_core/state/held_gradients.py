@@ -1,0 +1,185 @@
+"""Gradients of an accumulation that waits for its step: what a rank holds of them, to a checkpoint and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.errors import CheckpointMismatchError, ShardingError
+from fsdp_core.runtime import Runtime
+from fsdp_core.state.chunks import Chunk, ChunkedTensor
+from fsdp_core.state.filling import fill
+from fsdp_core.state.layout import Layout
+from fsdp_core.state.saved_tensor import SavedTensor
+
+__all__ = [
+    "HeldGradients",
+    "described",
+    "held_at_parameters",
+    "of_this_rank",
+    "refuse_half_gradients",
+    "restore_at_parameters",
+]
+
+
+def refuse_half_gradients(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse to go on from gradients of which an exception has left a part.
+
+    Args:
+        module: What the exception has interrupted.
+        parameters: What an optimizer may hold of it.
+
+    Raises:
+        ShardingError: One has a gradient.
+    """
+    if any(parameter.grad is not None for parameter in parameters):
+        raise ShardingError(
+            f"an exception has interrupted a backward pass of {type(module).__name__}, and there are gradients, some "
+            "of which may be a part of what they were to be.\n"
+            "Call optimizer.zero_grad() before the next forward pass."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldGradients:
+    """What a rank holds of gradients, by the parameter's name.
+
+    Attributes:
+        own: What this rank alone has computed, and no reduction has seen yet; at the parameter's shape. Before the step
+            the mean over the ranks is taken of it.
+        reduced: What is the mean over the ranks already; laid out as the shards are.
+    """
+
+    own: dict[str, Tensor] = field(default_factory=dict)
+    reduced: dict[str, Tensor | ChunkedTensor] = field(default_factory=dict)
+
+
+def held_at_parameters(layout: Layout) -> HeldGradients:
+    """The gradients that are kept at the parameters of a layout, sharing memory with them."""
+    held = HeldGradients()
+    for parameter, parts in layout.items():
+        grad = parameter.grad
+        if grad is None:
+            continue
+        for part in parts:
+            if part.range is not None or isinstance(grad, DTensor):
+                held.reduced[part.name] = part.of(grad)
+            else:
+                held.own[part.name] = grad
+    return held
+
+
+def restore_at_parameters(
+    layout: Layout,
+    module: str,
+    own: Mapping[str, Callable[[], Tensor]],
+    reduced: Mapping[str, Tensor | SavedTensor],
+) -> None:
+    """Put gradients at the parameters of a layout, instead of those that are there.
+
+    Args:
+        layout: The parameters.
+        module: The name of their module's class, for the error.
+        own: Functions that read what this rank has yet to have reduced, by parameter name.
+        reduced: What is reduced already, by parameter name.
+
+    Raises:
+        CheckpointMismatchError: A gradient is of no parameter that can take it, or has another shape.
+    """
+    held = {part.name: (p, part) for p, parts in layout.items() for part in parts}
+    for name in [name for name in (*own, *reduced) if name not in held]:
+        raise _no_such_gradient(name, module)
+    for parameter in layout:
+        parameter.grad = None
+    for name, read in own.items():
+        parameter, part = held[name]
+        if isinstance(parameter, DTensor) or part.range is not None:
+            raise _no_such_gradient(name, module)
+        parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        fill(parameter.grad, read(), cast=True)
+    for name, grad in reduced.items():
+        parameter, part = held[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        added = torch.zeros_like(parameter.grad)
+        fill(part.of(added), grad, cast=True)
+        parameter.grad += added
+
+
+def _no_such_gradient(name: str, module: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"the checkpoint holds an accumulated gradient of {name!r}, which is no parameter of {module} that could take "
+        "it.\nLoad it into the model that it was saved from, or load the weights alone."
+    )
+
+
+def described(held: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:
+    """Gradients as a part of a state to save, the same names on every rank. All ranks must call it.
+
+    Args:
+        held: This rank's.
+        runtime: The ranks.
+
+    Returns:
+        ``{"own": {rank: {name: tensor}}, "reduced": {name: tensor}}``, sharing memory with the gradients; ``None`` if
+        no rank holds any.
+    """
+    by_rank = runtime.gather_objects({name: (tuple(grad.shape), grad.dtype) for name, grad in held.own.items()})
+    if not any(by_rank) and not held.reduced:
+        return None
+    return {
+        "own": {
+            str(rank): {
+                name: _of_rank(held.own[name] if rank == runtime.rank else None, shape, dtype)
+                for name, (shape, dtype) in kinds.items()
+            }
+            for rank, kinds in enumerate(by_rank)
+        },
+        "reduced": dict(held.reduced),
+    }
+
+
+def _of_rank(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> ChunkedTensor:
+    """A tensor that one rank holds as a whole, and the others nothing of."""
+    chunks = () if grad is None or 0 in shape else (Chunk(offsets=(0,) * len(shape), data=grad.detach()),)
+    return ChunkedTensor(shape=shape, dtype=dtype, chunks=chunks)
+
+
+def of_this_rank(saved: Mapping[str, Any], runtime: Runtime) -> dict[str, Callable[[], Tensor]]:
+    """What this rank is to go on with of the ranks' own gradients.
+
+    Args:
+        saved: As :func:`described`.
+        runtime: The ranks.
+
+    Returns:
+        Functions that read a gradient, by name: this rank's own if there were as many ranks, and otherwise the mean
+        over the ranks that there were, from which the mean over any number of ranks is the same.
+    """
+    own: Mapping[str, Mapping[str, Any]] = saved["own"]
+    if len(own) == runtime.world_size:
+        return {name: partial(_whole, grad) for name, grad in own[str(runtime.rank)].items()}
+    names = dict.fromkeys(name for grads in own.values() for name in grads)
+    return {name: partial(_mean, [grads.get(name) for grads in own.values()]) for name in names}
+
+
+def _whole(grad: Tensor | SavedTensor) -> Tensor:
+    return grad.full() if isinstance(grad, SavedTensor) else grad
+
+
+def _mean(grads: list[Tensor | SavedTensor | None]) -> Tensor:
+    total: Tensor | None = None
+    dtype = torch.float32
+    for grad in grads:
+        if grad is not None:
+            dtype = grad.dtype
+            wide = _whole(grad).to(torch.promote_types(dtype, torch.float32))
+            total = wide if total is None else total + wide
+    assert total is not None  # a name is there because some rank has it
+    return (total / len(grads)).to(dtype)

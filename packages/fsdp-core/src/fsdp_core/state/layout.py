@@ -1,0 +1,164 @@
+"""What a parameter that an optimizer holds has of the user's: all of one, or a run of elements of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.state.chunks import Chunk, ChunkedTensor
+
+__all__ = ["FlatRange", "Layout", "Part", "boxes", "bytes_held", "bytes_of_wholes", "stand_in", "whole_parts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatRange:
+    """Consecutive elements of a parameter, in C order, that lie in a rank's 1-D tensor.
+
+    Attributes:
+        offset: Where they begin in the rank's tensor.
+        start: The index of the first of them in the parameter.
+        length: How many there are; 0 where the rank holds nothing of the parameter.
+        replica: Which copy of the parameter they belong to.
+    """
+
+    offset: int
+    start: int
+    length: int
+    replica: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a held parameter has of one parameter of the user's.
+
+    Attributes:
+        name: The user's parameter.
+        shape: Its shape as written.
+        range: Which elements the held one has; ``None`` where the held one is the parameter itself, whole or a DTensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    range: FlatRange | None = None
+
+    def of(self, tensor: Tensor) -> Tensor | ChunkedTensor:
+        """What ``tensor``, laid out as the held parameter, has of the user's, sharing memory with it."""
+        if self.range is None:
+            return tensor
+        run = tensor.detach()[self.range.offset : self.range.offset + self.range.length]
+        chunks = tuple(
+            Chunk(offsets=offsets, data=run[position : position + prod(lengths)].view(lengths))
+            for offsets, lengths, position in _boxes(self.shape, self.range.start, self.range.length)
+        )
+        return ChunkedTensor(shape=self.shape, dtype=tensor.dtype, chunks=chunks, replica=self.range.replica)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank holds nothing of the parameter."""
+        return self.range is not None and not self.range.length
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the parameter's first element, and so answers for what belongs to it as a whole."""
+        return self.range is None or (self.range.length > 0 and self.range.start == 0 and self.range.replica == 0)
+
+
+#: The parts of each parameter that an optimizer may hold.
+Layout = Mapping[nn.Parameter, tuple[Part, ...]]
+
+
+def whole_parts(named: Iterator[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, tuple[Part, ...]]:
+    """The layout of parameters that are held as what they are."""
+    return {p: (Part(name=name, shape=tuple(p.shape)),) for name, p in named}
+
+
+def bytes_held(layout: Layout) -> int:
+    """How many bytes of the user's parameters this rank holds, without padding.
+
+    Example:
+        >>> bytes_held(whole_parts(iter([("weight", nn.Parameter(torch.zeros(2, 3)))])))
+        24
+    """
+    return sum(
+        (part.range.length if part.range is not None else _local(held).numel()) * held.element_size()
+        for held, parts in layout.items()
+        for part in parts
+    )
+
+
+def bytes_of_wholes(layout: Layout) -> int:
+    """How many bytes these parameters have on all ranks together, each counted once."""
+    return sum(prod(part.shape) * held.element_size() for held, parts in layout.items() for part in parts)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
+    """A parameter of a shape that takes no memory, to stand for one that is sharded.
+
+    Its elements are NaN, so that what is computed from them is not taken for a result.
+
+    Args:
+        shape: The shape as written.
+        like: Whose dtype and device it has, and whether it requires gradients.
+
+    Example:
+        >>> stand_in((2, 3), torch.ones(4)).shape
+        torch.Size([2, 3])
+    """
+    element = torch.zeros((), dtype=like.dtype, device=like.device)
+    if element.is_floating_point():
+        element.fill_(torch.nan)
+    return nn.Parameter(element.expand(shape), requires_grad=like.requires_grad)
+
+
+def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Cut a run of consecutive elements into boxes: the rest of a row, whole rows, the beginning of a row, and so on.
+
+    Args:
+        shape: The shape of the whole tensor.
+        start: The index of the run's first element, in C order.
+        length: How many elements it has.
+
+    Yields:
+        A box's offsets, its lengths, and where it begins in the run; at most ``2 * len(shape) - 1`` of them.
+
+    Example:
+        >>> list(boxes((3, 4), 2, 8))
+        [((0, 2), (1, 2), 0), ((1, 0), (1, 4), 2), ((2, 0), (1, 2), 6)]
+        >>> list(boxes((), 0, 1))
+        [((), (), 0)]
+    """
+    if not length:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (length,), 0) if shape else ((), (), 0)
+        return
+    row = prod(shape[1:])
+    first, within = divmod(start, row)
+    done = 0
+    if within or length < row:
+        done = min(length, row - within)
+        for offsets, lengths, position in boxes(shape[1:], within, done):
+            yield (first, *offsets), (1, *lengths), position
+        first += 1
+    rows, rest = divmod(length - done, row)
+    if rows:
+        yield (first, *(0 for _ in shape[1:])), (rows, *shape[1:]), done
+        first, done = first + rows, done + rows * row
+    if rest:
+        for offsets, lengths, position in boxes(shape[1:], 0, rest):
+            yield (first, *offsets), (1, *lengths), done + position
+
+
+@lru_cache(maxsize=4096)  # a save asks for those of a parameter, and of each of its moments
+def _boxes(shape: tuple[int, ...], start: int, length: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+    return tuple(boxes(shape, start, length))

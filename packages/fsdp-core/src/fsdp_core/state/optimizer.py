@@ -1,0 +1,343 @@
+"""Optimizer state by parameter name: out of an optimizer and into one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
+from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.runtime import Runtime
+from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
+from fsdp_core.state.filling import fill
+from fsdp_core.state.layout import Layout, Part
+from fsdp_core.state.saved_tensor import SavedTensor
+
+__all__ = ["load_optimizer_state", "optimizer_state", "state_by_name"]
+
+NamedState = dict[str, Any]
+#: Called with a parameter, its parts, its param group, a key of its state, and the parts' values under that key.
+RestoreValue = Callable[[nn.Parameter, Sequence[Part], Mapping[str, Any], str, Sequence[Any]], Any]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Runtime) -> NamedState:
+    """Describe an optimizer's state by parameter name. All ranks must call it.
+
+    Args:
+        optimizer: The optimizer; a step may not have been taken yet.
+        layout: What each of its parameters has of the user's.
+        runtime: The ranks.
+
+    Returns:
+        ``{"state": {name: {key: state tensor or plain}}, "param_groups": [{..., "params": [name, ...]}]}``, sharing
+        memory with the optimizer; the same names and keys on every rank.
+
+    Raises:
+        OptimizerMismatchError: The optimizer holds a parameter without a name.
+    """
+    state = {
+        part.name: {key: _described(part, p, value) for key, value in values.items()}
+        for p, values in optimizer.state.items()
+        for part in _parts(layout, p)
+        if not part.is_empty
+    }
+    if any(part.range is not None for held in layout.values() for part in held):
+        state = _completed(state, {part.name: part for held in layout.values() for part in held}, runtime)
+    return {
+        "state": state,
+        "param_groups": [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": _names(layout, group["params"])}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    layout: Layout,
+    saved: Mapping[str, Any],
+    *,
+    check_only: bool = False,
+    restore: RestoreValue | None = None,
+) -> None:
+    """Restore what :func:`optimizer_state` described, whatever order or grouping the parameters have now.
+
+    Everything is checked before anything is changed.
+
+    Args:
+        optimizer: The optimizer to restore.
+        layout: What each of its parameters has of the user's.
+        saved: As from :func:`optimizer_state`, its tensors plain or :class:`~fsdp_core.checkpoint.SavedTensor`; or a
+            plain torch optimizer's ``state_dict()``, whose parameters are numbered.
+        check_only: Whether to change nothing even if all fits.
+        restore: Lays a value out as the optimizer keeps it; by default as DTensors, flat shards and whole tensors need.
+
+    Raises:
+        CheckpointMismatchError: A parameter is not in the saved groups, a shape differs, parameters of one group were
+            saved in groups of different settings, or parameters of one saved group are in several now, each of which
+            would lose its own settings.
+    """
+    saved = state_by_name(optimizer, layout, saved)
+    saved = {**saved, "param_groups": [_plain(group) for group in saved["param_groups"]]}
+    held = {name for group in optimizer.param_groups for name in _names(layout, group["params"])}
+    dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in held]
+    if dropped:
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer holds {_some(dropped)} too, and this {type(optimizer).__name__} doesn't.\n"
+            "Build the optimizer over the parameters that it was saved with, or load the weights alone."
+        )
+    group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
+    settings: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        of_group = _names(layout, group["params"])
+        missing = [name for name in of_group if name not in group_of]
+        if missing:
+            raise CheckpointMismatchError(
+                f"the checkpoint's optimizer state lacks {_some(missing)}, which param group {index} holds.\n"
+                "Load it into the model and the optimizer that it was saved from, or load the weights alone."
+            )
+        found = [{k: v for k, v in group_of[name].items() if k not in ("params", "param_names")} for name in of_group]
+        if any(f != found[0] for f in found[1:]):
+            raise CheckpointMismatchError(
+                f"the parameters of param group {index} were saved in groups of different settings.\n"
+                "Build the optimizer with the param groups that it was saved with."
+            )
+        settings.append(found[0] if found else {})
+    _check_divided(optimizer, layout, saved["param_groups"])
+    _check_state(optimizer, layout, saved["state"])
+    if check_only:
+        return
+    for group, restored in zip(optimizer.param_groups, settings, strict=True):
+        group.update(restored)
+    optimizer.state.clear()
+    restore = restore or _restored
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parts = [part for part in _parts(layout, parameter) if not part.is_empty]
+            values = saved["state"].get(parts[0].name) if parts else None
+            if values:
+                optimizer.state[parameter] = {
+                    key: restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
+                    for key in values
+                }
+
+
+_SAVED_GROUPS = (
+    "Build the optimizer with the param groups that it was saved with. To go on with others on purpose, change them "
+    "when the state is loaded, in a LightningModule's on_train_start or after fabric.load: take parameters out of a "
+    "group's 'params', and give them to optimizer.add_param_group({'params': [...], 'lr': ...}); or load the weights "
+    "alone."
+)
+
+
+def _check_divided(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to give several groups the settings of the one that their parameters were saved in."""
+    saved_in = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    divided: dict[int, dict[int, list[str]]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for name in _names(layout, group["params"]):
+            divided.setdefault(saved_in[name], {}).setdefault(index, []).append(name)
+    for theirs, mine in divided.items():
+        if len(mine) > 1:
+            told = [
+                f"    param group {index}, of {_some(names)}{_lost(optimizer.param_groups[index], saved[theirs])}\n"
+                for index, names in mine.items()
+            ]
+            raise CheckpointMismatchError(
+                f"param groups {' and '.join(map(str, mine))} of the optimizer were saved as one, param group {theirs} "
+                f"of {len(saved)}, whose settings all of them would get:\n{''.join(told)}{_SAVED_GROUPS}"
+            )
+
+
+def _lost(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """What of a group's settings the saved ones would replace."""
+    differing = [key for key in group if key != "params" and key in saved and str(group[key]) != str(saved[key])]
+    return ": " * bool(differing) + ", ".join(f"{key} {saved[key]} instead of {group[key]}" for key in differing)
+
+
+def _described(part: Part, held: Tensor, value: Any) -> Any:
+    """A value of the optimizer's state as what it is of the user's parameter."""
+    if part.range is None or not isinstance(value, Tensor):
+        return value
+    if value.shape == held.shape:
+        return part.of(value)
+    # about the parameter as a whole, such as a step count; who has the first element answers for it
+    chunk = Chunk(offsets=(0,) * value.ndim, data=value.detach())
+    return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=int(not part.is_first))
+
+
+def _completed(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -> NamedState:
+    """Add what other ranks hold state of and this one doesn't, so that all ranks describe the same."""
+    own = {name: {key: _Kind.of(value) for key, value in values.items()} for name, values in state.items()}
+    kinds: dict[str, dict[str, _Kind]] = {}
+    ranks = runtime.gather_objects((own, {name for name in own if parts[name].is_first}))
+    for of_rank, first in ranks:  # plain values are those of the rank with the first element
+        kinds.update((name, of_rank[name]) for name in first if name not in kinds)
+    for of_rank, _ in ranks:
+        kinds = {**of_rank, **kinds}
+    order = {name: index for index, name in enumerate(parts)}
+    return {
+        name: {key: state.get(name, {}).get(key, kind.absent()) for key, kind in kinds[name].items()}
+        for name in sorted(kinds, key=order.__getitem__)
+    }
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a value of an optimizer's state is, for a rank that does not have it."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    plain: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Kind:
+        if isinstance(value, ChunkedTensor | Tensor):
+            return _kind(tuple(value.shape), value.dtype)
+        return cls(None, None, value)
+
+    def absent(self) -> Any:
+        if self.shape is None or self.dtype is None:
+            return self.plain
+        return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=(), replica=1)
+
+
+@lru_cache(maxsize=1024)  # pickle writes an object once, however often it comes
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> _Kind:
+    return _Kind(shape, dtype, None)
+
+
+def _parts(layout: Layout, parameter: Tensor) -> tuple[Part, ...]:
+    try:
+        return layout[cast("nn.Parameter", parameter)]
+    except KeyError:
+        raise OptimizerMismatchError(
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, "
+            "so its state has no name to be saved or loaded under.\n"
+            "Pass the model that the optimizer trains along with it."
+        ) from None
+
+
+def _names(layout: Layout, parameters: Iterable[Tensor]) -> list[str]:
+    return [part.name for p in parameters for part in _parts(layout, p)]
+
+
+def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Turn the numbers of a plain torch ``state_dict()`` into names, by the groups' order as torch itself does.
+
+    Args:
+        optimizer: Whose groups tell the order, where the saved ones tell no names.
+        layout: What each of its parameters has of the user's.
+        saved: As for :func:`load_optimizer_state`; where its parameters are named already it is returned as it is.
+
+    Raises:
+        CheckpointMismatchError: The groups have other numbers of parameters.
+    """
+    numbered = any(isinstance(p, int) for group in saved["param_groups"] for p in group["params"])
+    if not numbered:
+        return saved
+    numbers = [group["params"] for group in saved["param_groups"]]
+    if all("param_names" in group for group in saved["param_groups"]):
+        in_order = [group["param_names"] for group in saved["param_groups"]]
+    else:
+        in_order = [_names(layout, group["params"]) for group in optimizer.param_groups]
+    if [len(g) for g in numbers] != [len(g) for g in in_order]:
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has param groups of {[len(g) for g in numbers]} parameters, this one of "
+            f"{[len(g) for g in in_order]}.\n{_SAVED_GROUPS}"
+        )
+    name_of = dict(zip(chain.from_iterable(numbers), chain.from_iterable(in_order), strict=True))
+    return {
+        "state": {name_of[number]: values for number, values in saved["state"].items()},
+        "param_groups": [{**group, "params": [name_of[n] for n in group["params"]]} for group in saved["param_groups"]],
+    }
+
+
+def _check_state(optimizer: torch.optim.Optimizer, layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parts = _parts(layout, parameter)
+            for part in parts:
+                for key, value in state.get(part.name, {}).items():
+                    shape = tuple(getattr(value, "shape", ()))
+                    # factored moments have a 1 where the parameter has more
+                    fits = len(shape) != len(part.shape) or all(
+                        s in (1, p) for s, p in zip(shape, part.shape, strict=True)
+                    )
+                    if not fits:
+                        raise CheckpointMismatchError(
+                            f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "
+                            f"{part.shape}.\nLoad the checkpoint into the model that it was saved from."
+                        )
+            _check_alike(parts, state)
+
+
+def _check_alike(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) -> None:
+    """One flat parameter has one step count, and one of whatever else is no tensor of its shape."""
+    first = _about_whole(parts[0], state.get(parts[0].name, {}))
+    for part in parts[1:]:
+        if _about_whole(part, state.get(part.name, {})) != first:
+            raise CheckpointMismatchError(
+                f"{parts[0].name!r} and {part.name!r} are one flat parameter here, but were saved with different "
+                "optimizer state, such as step counts.\nLoad it under a strategy that keeps every parameter its own, "
+                "as 'fsdp_native' does with use_orig_params=True."
+            )
+
+
+def _about_whole(part: Part, values: Mapping[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for key, value in values.items():
+        of_shape = tuple(getattr(value, "shape", ())) == part.shape
+        value = value.full() if isinstance(value, SavedTensor) and not of_shape else value
+        told[key] = "shaped" if of_shape else value.tolist() if isinstance(value, Tensor) else value
+    return told
+
+
+def _restored(
+    parameter: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, values: Sequence[Any]
+) -> Any:
+    """A state value as the optimizer keeps it: laid out as its parameter if it has that shape, else whole."""
+    value = values[0]
+    if isinstance(value, list):  # LBFGS keeps lists of vectors
+        return [_restored(parameter, parts, group, key, members) for members in zip(*values, strict=True)]
+    if not isinstance(value, SavedTensor | Tensor):
+        return value
+    shape = tuple(value.shape)
+    # of a 0-dim parameter, whatever is not a step count may be of its shape
+    is_shaped = shape == parts[0].shape and (bool(shape) or (parts[0].range is not None and key != "step"))
+    if is_shaped and parts[0].range is not None:
+        flat = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+        for part, of_part in zip(parts, values, strict=True):
+            fill(part.of(flat), of_part)
+        return flat
+    if is_shaped and isinstance(parameter, DTensor):
+        made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        fill(chunked(made), value)
+        return made
+    # torch keeps the step count on the CPU unless the optimizer is told to run without one
+    on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
+    whole = torch.empty(shape, dtype=value.dtype, device="cpu" if on_cpu else local_tensor(parameter).device)
+    fill(chunked(whole), value)
+    if isinstance(parameter, DTensor) and shape:
+        # factored moments and the like: kept whole, on the parameter's mesh, so that they mix with its shards
+        return DTensor.from_local(
+            whole, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
+        )
+    return whole
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with their tensors read, such as a learning rate that is one."""
+    return {key: value.full() if isinstance(value, SavedTensor) else value for key, value in group.items()}
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(n) for n in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

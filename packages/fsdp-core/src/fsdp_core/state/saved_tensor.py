@@ -1,0 +1,87 @@
+"""A tensor that is still in a checkpoint, as loading gives it to whoever fills shards from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.state.chunks import Chunk
+
+__all__ = ["SavedTensor", "StoredBoxes"]
+
+
+class StoredBoxes(Protocol):
+    """Where the boxes of one saved tensor lie."""
+
+    def read_into(self, chunk: Chunk) -> None:
+        """Read into a box, in place, which lies inside the tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor in a checkpoint. Its bytes stay there until they are asked for.
+
+    Attributes:
+        key: Its key in the manifest, such as ``model/wte.weight``.
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    _boxes: StoredBoxes = field(repr=False)
+
+    if not TYPE_CHECKING:  # which shall know what it has
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):  # which copy and the like ask for
+                raise AttributeError(name)
+            raise AttributeError(
+                f".{name} was asked of a SavedTensor, whose values are still in the checkpoint.\nWrite value.full() "
+                "for the whole tensor, in a hook such as on_load_checkpoint() too, and put back what you make of it."
+            )
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box.
+
+        Args:
+            offsets: Where the box begins, one number per dimension.
+            lengths: Its shape.
+
+        Returns:
+            A new CPU tensor of shape ``lengths``.
+        """
+        out = torch.empty(tuple(lengths), dtype=self.dtype)
+        self.read_into(Chunk(offsets=tuple(offsets), data=out))
+        return out
+
+    def full(self) -> Tensor:
+        """Read the whole tensor into a new CPU tensor."""
+        return self.read((0,) * len(self.shape), self.shape)
+
+    def read_into(self, chunk: Chunk) -> None:
+        """Read into a box, in place; its dtype and device may be others, and values are converted.
+
+        Args:
+            chunk: The box: where it begins in this tensor, and the memory to fill.
+
+        Raises:
+            CheckpointMismatchError: The box does not lie inside this tensor.
+            CheckpointFormatError: The file is not what it was when the load began.
+        """
+        assert isinstance(chunk.data, Tensor)
+        box = tuple(chunk.data.shape)
+        if not len(box) == len(chunk.offsets) == len(self.shape) or any(
+            offset < 0 or offset + length > size
+            for offset, length, size in zip(chunk.offsets, box, self.shape, strict=True)
+        ):
+            raise CheckpointMismatchError(
+                f"{self.key!r} has shape {self.shape}, so it has no box of shape {box} at {tuple(chunk.offsets)}"
+            )
+        self._boxes.read_into(chunk)

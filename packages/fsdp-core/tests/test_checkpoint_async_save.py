@@ -1,0 +1,362 @@
+"""Saves that go on in the background: what they copy, what waits for them, and how a failure is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import async_save_ranks
+from checkpoint_ranks import ThreadRuntime, bits
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, is_checkpoint, load, read_manifest, save
+from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.planning import Plan, plan_save
+from fsdp_core.checkpoint.staging import Staging
+from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.state.dtypes import SAFETENSORS_NAMES
+from fsdp_core.testing.disks import disk
+from fsdp_core.testing.processes import interruptible
+from fsdp_core.testing.ranks import RankError, RankPool
+
+pytestmark = pytest.mark.timeout(100)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool() as ranks:
+        yield ranks
+
+
+class TestStaging:
+    def test_tensors_of_every_kind_are_copied(self) -> None:
+        originals = {
+            "scalar": torch.tensor(3.0),
+            "empty": torch.empty(0, 3),
+            "strided": torch.arange(24.0).reshape(4, 6)[::2, 1::2],
+            "transposed": torch.arange(6).reshape(2, 3).T,
+            "expanded": torch.ones(1, 3).expand(4, 3),
+            "negated": torch.imag(torch.tensor([1 + 2j, 3j]).conj()),
+            **{str(dtype): torch.zeros(3).to(dtype) for dtype in SAFETENSORS_NAMES},
+        }
+        copies = Staging().copy(Plan(tensors=dict(originals)), rank=0).tensors
+        assert copies.keys() == originals.keys()
+        for name, original in originals.items():
+            assert copies[name].shape == original.shape
+            assert copies[name].dtype == original.dtype
+            assert copies[name].is_contiguous()
+            assert bits(copies[name]) == bits(original.resolve_neg().contiguous()), name
+            assert original.numel() == 0 or copies[name].data_ptr() != original.data_ptr()
+
+    def test_one_memory_is_copied_once(self) -> None:
+        weight = torch.ones(4, 3)
+        state = {"model": {"in": weight, "out": weight.detach(), "rows": weight[:2]}}
+        plan = Staging().copy(plan_save(state, {"model": "model"}, {}, rank=0), rank=0)
+        places = [tensor.chunks[0].data for tensor in plan.stored.values()]
+        assert all(isinstance(place, torch.Tensor) for place in places)
+        first, second, rows = [place.data_ptr() for place in places if isinstance(place, torch.Tensor)]
+        assert first == second != rows
+
+    def test_memory_is_used_again(self) -> None:
+        staging = Staging()
+
+        def pointers(*sizes: int) -> list[int]:
+            plan = Plan(tensors={str(i): torch.ones(size) for i, size in enumerate(sizes)})
+            return [tensor.data_ptr() for tensor in staging.copy(plan, rank=0).tensors.values()]
+
+        first = pointers(1000, 50)
+        assert pointers(1000, 50) == first
+        assert pointers(10, 5)[0] == first[0]
+        assert pointers(1000, 50) == first
+
+    def test_a_save_of_other_tensors_than_the_last_gets_places_of_its_own(self) -> None:
+        staging = Staging()
+        states = [
+            {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4)},
+            {"a": torch.arange(6.0).reshape(3, 2), "b": torch.arange(4)},
+            {"a": torch.arange(6).reshape(3, 2), "b": torch.arange(4)},
+            {"b": torch.arange(4), "a": torch.arange(6).reshape(3, 2)},
+        ]
+        for state in [*states, *reversed(states)]:
+            for _ in range(2):
+                copies = staging.copy(Plan(tensors=dict(state)), rank=0).tensors
+                assert all(copies[name].dtype == state[name].dtype for name in state)
+                assert all(torch.equal(copies[name], state[name]) for name in state)
+        staging.free()
+        assert staging._blocks == staging._places == []
+
+    def test_large_parts_lie_in_several_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("fsdp_core.checkpoint.staging._BLOCK_BYTES", 1024)
+        tensors = {str(i): torch.full((100 + i,), float(i)) for i in range(7)}
+        tensors["large"] = torch.arange(2000.0)
+        staging = Staging()
+        copies = staging.copy(Plan(tensors=dict(tensors)), rank=0).tensors
+        assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+        blocks = [block.numel() for block in staging._blocks]
+        assert max(blocks) < 8192 + 64
+        assert sum(blocks) < sum(tensor.nbytes for tensor in tensors.values()) + 64 * len(tensors)
+
+    def test_only_what_this_rank_writes_is_copied(self) -> None:
+        whole, replica = torch.ones(2), torch.ones(2)
+        state = {
+            "model": {
+                "first": ChunkedTensor(shape=(2,), dtype=whole.dtype, chunks=(Chunk(offsets=(0,), data=whole),)),
+                "second": ChunkedTensor(
+                    shape=(2,), dtype=whole.dtype, chunks=(Chunk(offsets=(0,), data=replica),), replica=1
+                ),
+            },
+            "small": torch.ones(3),
+        }
+        staging = Staging()
+        plan = staging.copy(plan_save(state, {"model": "model"}, {}, rank=1), rank=1)
+        assert plan.tensors == {}
+        assert plan.stored["model/second"].chunks == ()
+        assert sum(block.numel() for block in staging._blocks) == 64
+
+    def test_what_is_read_when_it_is_written_is_not_copied(self, tmp_path: Path) -> None:
+        first = {"model": {"w": torch.arange(12.0).reshape(4, 3)}}
+        options: dict[str, Any] = {"strategy": "test", "kinds": {"model": "model"}}
+        save(tmp_path / "one", first, runtime=ProcessGroupRuntime(), **options)
+        source = load(tmp_path / "one")["model"]["w"]
+        assert isinstance(source, SavedTensor)
+        saves = AsyncSaves(ProcessGroupRuntime())
+        saves.save(tmp_path / "two", {"model": {"w": source}}, **options)
+        assert saves._staging._blocks == []
+        saves.close()
+        assert torch.equal(load(tmp_path / "two")["model"]["w"].full(), first["model"]["w"])
+
+
+class TestHeadStart:
+    def test_who_goes_on_is_left_alone_at_first_and_who_waits_is_not_kept_waiting(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("fsdp_core.checkpoint.async_save._HEAD_START", 300)  # more than a test may take
+        saves, begun = AsyncSaves(ProcessGroupRuntime()), threading.Event()
+        for _ in range(2):
+            begun.clear()
+            saves.run("beginning", lambda _: begun.set())
+            assert not begun.wait(0.2)
+            saves.wait()
+            assert begun.is_set()
+        saves.run("beginning", lambda _: begun.clear())
+        saves.close()
+        assert not begun.is_set()
+
+
+class TestRanks:
+    def test_later_changes_are_not_in_it(self, pool: RankPool, tmp_path: Path) -> None:
+        pool.run(2, async_save_ranks.changed_while_written, tmp_path / "it", timeout=60)
+
+    def test_the_second_save_waits_for_the_first(self, pool: RankPool, tmp_path: Path) -> None:
+        pool.run(2, async_save_ranks.second_waits, tmp_path, timeout=60)
+
+    def test_steps_go_on_while_a_slow_disk_writes(self, pool: RankPool, tmp_path: Path) -> None:
+        pool.run(2, async_save_ranks.goes_on_while_written, tmp_path / "it", timeout=60)
+
+    @pytest.mark.parametrize("bad_rank", [0, 1])
+    def test_a_failure_is_raised_by_all_ranks_at_one_step_and_once(
+        self, pool: RankPool, tmp_path: Path, bad_rank: int
+    ) -> None:
+        for i in range(3):
+            first, second = pool.run(2, async_save_ranks.fails_on_one_rank, tmp_path / str(i), bad_rank, timeout=60)
+            assert first == second
+            assert first["told"].startswith(
+                f"CheckpointError: saving {tmp_path / str(i)} in the background has failed:"
+            )
+            assert "No space left on device" in first["told"]
+            assert f"on rank {bad_rank} of 2" in first["told"]
+
+    @pytest.mark.parametrize("call", ["save", "wait", "close"])
+    def test_whatever_comes_next_raises_it(self, pool: RankPool, tmp_path: Path, call: str) -> None:
+        for told in pool.run(2, async_save_ranks.told_by, tmp_path / "it", call, timeout=60):
+            assert "No space left on device" in told
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_a_removal_comes_after_the_save_before_it_and_not_without_it(
+        self, pool: RankPool, tmp_path: Path, fails: bool
+    ) -> None:
+        left = pool.run(2, async_save_ranks.removed_in_order, tmp_path, fails, timeout=60)
+        assert left[0] == (["old"] if fails else ["new"])
+
+    def test_what_fails_on_rank_0_alone_is_raised_on_all(self, pool: RankPool, tmp_path: Path) -> None:
+        first, second = pool.run(2, async_save_ranks.fails_in_a_job, tmp_path / "it", timeout=60)
+        assert first == second
+        assert first.startswith("CheckpointExistsError: removing it in the background has failed")
+
+    def test_a_refusal_does_not_wait(self, pool: RankPool, tmp_path: Path) -> None:
+        for told in pool.run(2, async_save_ranks.refused, tmp_path / "it", timeout=60):
+            assert "'hook'" in told
+            assert "in the background" not in told
+        assert not (tmp_path / "it").exists()
+
+    def test_nothing_is_left_of_it(self, pool: RankPool, tmp_path: Path) -> None:
+        for before, during, after, threads in pool.run(
+            2, async_save_ranks.leaves_no_trace, tmp_path / "it", timeout=60
+        ):
+            assert (during, after, threads) == (before + 1, before, [])
+
+    def test_a_rank_that_dies_is_a_failure(self, pool: RankPool, tmp_path: Path) -> None:
+        path = tmp_path / "it.ckpt"
+        with pytest.raises(RankError, match="the process died with exit code 3"):
+            pool.run(2, async_save_ranks.a_rank_dies, path, timeout=30)
+        assert "in the background has failed" in path.with_suffix(".txt").read_text()
+        assert not is_checkpoint(path)
+
+
+class WithSideChannel(ThreadRuntime):
+    """Ranks that are threads, and can talk in pairs of threads."""
+
+    meetings: tuple[threading.Barrier, list[Any]]
+
+    def side_channel(self) -> Runtime:
+        return ThreadRuntime(self.rank, self.world_size, *self.meetings)
+
+
+def test_ranks_may_be_threads(tmp_path: Path) -> None:
+    main = (threading.Barrier(3), [None] * 3)
+    WithSideChannel.meetings = (threading.Barrier(3), [None] * 3)
+    rows = torch.arange(9.0).reshape(3, 3)
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            saves = AsyncSaves(WithSideChannel(rank, 3, *main))
+            row = Chunk(offsets=(rank, 0), data=rows[rank : rank + 1].clone())
+            state = {"model": {"w": ChunkedTensor(shape=(3, 3), dtype=rows.dtype, chunks=(row,))}}
+            saves.save(tmp_path / "it", state, strategy="test", kinds={"model": "model"})
+            assert isinstance(row.data, torch.Tensor)
+            row.data.zero_()
+            saves.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not errors
+    assert torch.equal(load(tmp_path / "it")["model"]["w"].full(), rows)
+
+
+def test_ranks_without_a_side_channel_are_refused(tmp_path: Path) -> None:
+    saves = AsyncSaves(ThreadRuntime(0, 1, threading.Barrier(1), [None]))
+    with pytest.raises(UnsupportedCapabilityError, match="ThreadRuntime gives a second thread no way to talk"):
+        saves.save(tmp_path / "it", {"epoch": 1}, strategy="test", kinds={})
+    saves.close()
+
+
+SCRIPT = """
+import multiprocessing, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import torch
+from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.testing.disks import disk
+
+path, how = Path(sys.argv[1]), sys.argv[2]
+runtime = ProcessGroupRuntime()
+runtime.start(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), address="127.0.0.1", port=sys.argv[3])
+saves = AsyncSaves(runtime)
+entered = disk(seconds=30 if how == "interrupted" else 0.5, room=1000 if how == "full" else None)
+entered.__enter__()
+saves.save(path, {"model": {"w": torch.ones(100, 100)}}, strategy="test", kinds={"model": "model"})
+# as remote filesystems do to look up a host; Python closes all executors while it ends
+saves.run("using an executor", lambda ranks: print(ThreadPoolExecutor(1).submit(str, "looked up").result(), flush=True))
+if how == "forked":
+    child = multiprocessing.get_context("fork").Process(target=print, args=("child",))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0, child.exitcode
+if how == "raises":
+    raise ZeroDivisionError("in the script")
+if how == "dropped":
+    del saves
+print("the script ends", flush=True)
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _script(tmp_path: Path, how: str) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with interruptible():
+        return subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "it"), how, str(_free_port())],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+
+class TestEndOfTheInterpreter:
+    @pytest.mark.parametrize(("how", "status"), [("dropped", 0), ("raises", 1), ("forked", 0)])
+    def test_it_waits(self, tmp_path: Path, how: str, status: int) -> None:
+        if how == "forked" and not hasattr(os, "fork"):
+            pytest.skip("this system has no fork")
+        out, err = (process := _script(tmp_path, how)).communicate(timeout=60)
+        assert process.returncode == status, err + out
+        assert is_checkpoint(tmp_path / "it")
+        assert ("ZeroDivisionError" in err) == (how == "raises")
+        assert "looked up" in out
+        assert "terminate called" not in err
+
+    def test_a_failure_that_nobody_was_told_is_told(self, tmp_path: Path) -> None:
+        out, err = (process := _script(tmp_path, "full")).communicate(timeout=60)
+        assert "the script ends" in out
+        assert process.returncode == 1, err
+        assert "in the background has failed" in err
+        assert "No space left on device" in err
+        assert not is_checkpoint(tmp_path / "it")
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send to one process")
+    def test_an_interrupt_ends_the_wait(self, tmp_path: Path) -> None:
+        process = _script(tmp_path, "interrupted")
+        assert process.stdout is not None
+        assert "the script ends" in process.stdout.readline()
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 15
+        assert process.returncode == 130, err
+        assert "interrupted before a checkpoint was complete" in err
+
+
+def test_one_process_without_a_group(tmp_path: Path) -> None:
+    saves = AsyncSaves(ProcessGroupRuntime())
+    weight = torch.ones(3)
+    with disk(opened=False) as slow:
+        saves.save(tmp_path / "it", {"model": {"w": weight}}, strategy="test", kinds={"model": "model"})
+        weight.zero_()
+        slow.opened.set()
+        saves.close()
+    assert load(tmp_path / "it")["model"]["w"].full().tolist() == [1.0, 1.0, 1.0]
+    assert read_manifest(tmp_path / "it").world_size == 1
+
+
+def test_a_disk_that_is_full_names_the_remedy(tmp_path: Path) -> None:
+    saves = AsyncSaves(ProcessGroupRuntime())
+    with disk(room=10):
+        saves.save(tmp_path / "it", {"model": {"w": torch.ones(3)}}, strategy="test", kinds={"model": "model"})
+        with pytest.raises(CheckpointError, match="There is no room left: free some, or use another path"):
+            saves.wait()
+    saves.step()
+    saves.close()

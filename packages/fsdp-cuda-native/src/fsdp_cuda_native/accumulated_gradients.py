@@ -1,0 +1,73 @@
+"""Accumulated gradients of flat parameters, by the user's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_core import Runtime
+from fsdp_core.state import HeldGradients, SavedTensor, fill
+from fsdp_cuda_native.torch_private.flat_parameters import units_of
+from fsdp_cuda_native.torch_private.unit_gradients import (
+    drop_gradients,
+    no_gradient,
+    reduced_gradient,
+    set_reduced_gradient,
+    set_unreduced_gradients,
+    unreduced_gradients,
+)
+from fsdp_cuda_native.unflattened import local_part, named_members
+
+__all__ = ["held_by_units", "restore_to_units"]
+
+
+def held_by_units(root: FullyShardedDataParallel, runtime: Runtime) -> HeldGradients:
+    """What this rank holds of the units' gradients. All ranks must call it; the root must not be gathered."""
+    units = list(units_of(root))
+    unreduced = {unit: unreduced_gradients(unit) for unit in units}
+    shards = [reduced_gradient(unit) for unit in units]
+    somewhere = [any(has) for has in zip(*runtime.gather_objects([shard is not None for shard in shards]), strict=True)]
+    reduced = {
+        unit: no_gradient(unit) if shard is None else shard
+        for unit, shard, has in zip(units, shards, somewhere, strict=True)
+        if has
+    }
+    held = HeldGradients()
+    for name, member in named_members(root):
+        own = unreduced[member.unit].get((member.owner, member.attribute))
+        if own is not None and member.held.requires_grad:
+            held.own[name] = own
+        if member.unit in reduced and member.held.requires_grad:
+            held.reduced[name] = local_part(name, member).of(reduced[member.unit])
+    return held
+
+
+def restore_to_units(
+    root: FullyShardedDataParallel,
+    own: Mapping[str, Callable[[], Tensor]],
+    reduced: Mapping[str, Tensor | SavedTensor],
+) -> None:
+    """Let the units go on from gradients that :func:`held_by_units` has found, or that another backend has.
+
+    Args:
+        root: The root, not gathered.
+        own: Functions that read what is not reduced yet, by the user's names.
+        reduced: What is reduced already. Names that no unit has flattened are left alone here, as in ``own``.
+    """
+    members = dict(named_members(root))
+    for unit in units_of(root):
+        drop_gradients(unit)
+        of_unit = {name: member for name, member in members.items() if member.unit is unit}
+        if any(name in reduced for name in of_unit):
+            shard = no_gradient(unit)
+            for name, member in of_unit.items():
+                if name in reduced:
+                    fill(local_part(name, member).of(shard), reduced[name], cast=True)
+            set_reduced_gradient(unit, shard)
+        unreduced: dict[tuple[nn.Module, str], Callable[[], Tensor]] = {
+            (member.owner, member.attribute): own[name] for name, member in of_unit.items() if name in own
+        }
+        if unreduced:
+            set_unreduced_gradients(unit, unreduced)

@@ -1,0 +1,545 @@
+"""The private names of torch's FSDP1 that this package uses, each with its reason. Checked on torch 2.9.0 and 2.13.0.
+
+FSDP1 shows nothing of its flat parameters, and nothing of the state of a forward pass, through public names.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp._runtime_utils import (
+    _post_backward_hook,
+    _post_forward,
+    _post_forward_reshard,
+    _pre_forward,
+    _pre_forward_unshard,
+    _root_pre_forward,
+)
+from torch.distributed.utils import _cast_forward_inputs
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fsdp_core.sharding import GatheredShard, KeptPart
+
+__all__ = [
+    "FlatMember",
+    "Pending",
+    "abandon_forward",
+    "cast_inputs",
+    "flat_members",
+    "flattening_parts",
+    "follow_requires_grad",
+    "forget_pending",
+    "forget_views",
+    "gathered_parameters",
+    "gathered_shard",
+    "handle_of",
+    "is_interrupted",
+    "leave_gradients",
+    "no_reduction",
+    "reduce_unused",
+    "reset",
+    "reshard",
+    "resume_forward",
+    "shard_group",
+    "suspend_forward",
+    "tied_members",
+    "units_of",
+]
+
+
+@contextmanager
+def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
+    """A context in which units are made of parameters that ranks keep parts of, which have no memory themselves.
+
+    FSDP1 copies parameters into one flat tensor, so that a unit is there twice. Instead of that their parts are
+    put together in the flat tensor itself.
+
+    Args:
+        kept: The parts.
+    """
+    if not kept:
+        yield
+        return
+    handles: Any = FlatParamHandle
+    flatten = handles.flatten_tensors
+
+    def put_together(handle: FlatParamHandle, tensors: list[Tensor], aligned_numel: int) -> Tensor:
+        if aligned_numel:  # of an optimizer's state; FSDP1 has its padding among the parameters
+            flattened: Tensor = flatten(handle, tensors, aligned_numel)
+            return flattened
+        flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+        for tensor, place in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            if isinstance(tensor, nn.Parameter) and tensor in kept:
+                kept[tensor].gather(place)
+            else:
+                place.copy_(tensor.detach().as_strided((tensor.numel(),), (1,)))  # as it lies in memory
+        return flat
+
+    handles.flatten_tensors = put_together
+    try:
+        yield
+    finally:
+        handles.flatten_tensors = flatten
+
+
+_FIRST_CALL = "_fsdp_first_call"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatMember:
+    """A parameter of the user's that is part of a flat one.
+
+    Attributes:
+        unit: The unit that has flattened it.
+        owner: The module that holds it, and ``attribute`` its name there.
+        shape: Its shape as written.
+        held: What an optimizer holds for it: the parameter itself, or the flat one.
+        offset: Where this rank's elements of it begin in ``held``'s 1-D data.
+        start: The index of the first of these in the parameter.
+        length: How many they are.
+        local: This rank's 1-D data that ``held`` is, or is a part of, and where in it the elements begin.
+        replica: Which copy of the parameter this is.
+        is_flat: Whether ``held`` is 1-D; without sharding a parameter keeps its shape.
+    """
+
+    unit: FullyShardedDataParallel
+    owner: nn.Module
+    attribute: str
+    shape: tuple[int, ...]
+    held: nn.Parameter
+    offset: int
+    start: int
+    length: int
+    local: tuple[Tensor, int]
+    replica: int
+    is_flat: bool
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A unit that waits for a backward pass, inside a forward pass of the root that is going on.
+
+    Attributes:
+        unit: The unit.
+        node: What will give its flat parameter a gradient; ``None`` for a frozen unit.
+        hook: What reduces that gradient then. FSDP1 takes its own away after the first backward pass.
+    """
+
+    unit: FullyShardedDataParallel
+    node: Any | None
+    hook: Any | None = None
+
+
+def cast_inputs(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast floating-point tensors, however deep in a module's arguments, as a root of FSDP1's does."""
+    cast: tuple[Any, Any] = _cast_forward_inputs(dtype, *args, **kwargs)
+    return cast
+
+
+def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParallel]:
+    """The units of a root that hold parameters, itself among them."""
+    # as FSDP1's own fsdp_modules() finds them, but that takes several times as long
+    units = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+    return (unit for unit in units if handle_of(unit) is not None)
+
+
+def handle_of(unit: FullyShardedDataParallel) -> Any:
+    """What holds a unit's flat parameter; ``None`` for a unit without parameters."""
+    return unit._handle
+
+
+def shard_group(root: FullyShardedDataParallel) -> Any:
+    """The ranks that together hold the parameters once."""
+    return root.process_group
+
+
+def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
+    """The parameters that a unit has flattened. It must be sharded at the moment, not gathered.
+
+    Yields:
+        Tied parameters once, under the first of their names.
+    """
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    between = getattr(unit, "_inter_node_pg", None)
+    if not handle.uses_sharded_strategy:
+        replica = shard_group(unit).rank()
+    else:
+        replica = between.rank() if between is not None else 0
+    infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+    for index, (place, shape, info) in enumerate(infos):
+        offset, length, start = info.offset_in_shard or 0, info.numel_in_shard or 0, info.intra_param_start_idx or 0
+        yield FlatMember(
+            unit=unit,
+            owner=place.module,
+            attribute=place.param_name,
+            shape=tuple(shape),
+            held=flat._params[index] if handle._use_orig_params else flat,
+            offset=0 if handle._use_orig_params else offset,
+            start=start,
+            length=length,
+            local=(flat._local_shard, offset),
+            replica=replica,
+            is_flat=handle.uses_sharded_strategy or not handle._use_orig_params,
+        )
+
+
+def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor, nn.Parameter, bool]]:
+    """What a unit's modules hold instead of parameters while these are gathered.
+
+    Yields:
+        It, what an optimizer holds, and whether that is this rank's piece of the parameter.
+    """
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    for index, place in enumerate(flat._param_infos):
+        shown = place.module._parameters.get(place.param_name)
+        if handle._use_orig_params and shown is not None and shown is not flat._params[index]:
+            yield shown, flat._params[index], handle.uses_sharded_strategy
+
+
+def gathered_shard(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> GatheredShard:
+    """This rank's part of what a unit's flat parameter is gathered to, and its shard.
+
+    Args:
+        unit: The unit.
+        names: What the user calls modules; of the flattened parameters, the first names them all.
+    """
+    handle = handle_of(unit)
+    place = handle.flat_param._param_infos[0]
+    return GatheredShard(
+        name=f"{names[place.module]}.{place.param_name}".removeprefix("."),
+        shard=lambda: handle.flat_param._local_shard,
+        gathered=partial(_gathered_part, handle),
+    )
+
+
+def _gathered_part(handle: Any) -> Tensor | None:
+    flat = handle.flat_param
+    whole: Tensor = flat.detach()
+    if whole.data_ptr() == flat._local_shard.data_ptr() or whole.numel() < flat._unpadded_unsharded_size.numel():
+        return None  # it is the shard itself
+    if not handle.uses_sharded_strategy:
+        return whole.view_as(flat._local_shard)
+    length = flat._local_shard.numel()
+    part = whole.view(-1)[handle.rank * length : (handle.rank + 1) * length]
+    return part if part.numel() == length else None
+
+
+def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """The further places of tied parameters of a unit: module and name, and those of the first place."""
+    for info in handle_of(unit).flat_param._shared_param_infos:
+        yield info.module, info.param_name, info.prim_module, info.prim_param_name
+
+
+def reshard(unit: FullyShardedDataParallel) -> None:
+    """Free a unit's gathered parameters, if there are any.
+
+    After a forward pass without a backward pass the root keeps them, and would use them again after a step.
+    """
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    place = flat._param_infos[0]
+    at_rest = (
+        # without sharding, what a forward pass uses are other views of the same memory
+        (not handle._use_orig_params or place.module._parameters.get(place.param_name) is flat._params[0])
+        and not handle._skipped_use_sharded_views
+        and flat.data_ptr() == flat._local_shard.data_ptr()
+        and (not handle.uses_sharded_strategy or handle.needs_unshard())
+    )
+    if not at_rest:
+        handle._training_state = HandleTrainingState.IDLE
+        handle.reshard(handle.uses_sharded_strategy)
+        handle.post_reshard()
+        handle._prefetched = False
+
+
+def forget_views(unit: FullyShardedDataParallel) -> None:
+    """Let go of views of the gathered flat parameter, unless a backward pass is still to use them.
+
+    They hold it through autograd, where Python's garbage collector doesn't look: no model would ever be freed.
+    """
+    handle = handle_of(unit)
+    if handle._needs_pre_backward_unshard:
+        return
+    flat = handle.flat_param
+    if flat._tensors is not None:
+        flat._tensors[:] = [None] * len(flat._tensors)
+    if not handle._use_orig_params:
+        places = [(i.module, i.param_name) for i in (*flat._param_infos, *flat._shared_param_infos)]
+        for module, name in places:
+            view = module.__dict__.get(name)
+            if view is not None:
+                module.__dict__[name] = view.data
+
+
+def reduce_unused(unit: FullyShardedDataParallel) -> None:
+    """Let a unit take part in the reduction of its gradients also where this rank has used none of its parameters.
+
+    FSDP1 reduces when the flat parameter gets a gradient. A rank whose backward pass goes through the unit and meets no
+    parameter of it would leave the other ranks waiting, or exchange the next unit's gradients with them.
+
+    Where a unit returns what it was given, as a layer that is skipped does, one tensor would have the hooks of two
+    units, or those that begin and end a unit's backward pass. They run in the order in which they were made, which is
+    that of the forward pass. So what a unit is given is another tensor inside of it, and another one than the unit
+    before it has returned.
+    """
+    if handle_of(unit) is not None:
+        for module in (unit, unit.module):
+            module.register_forward_pre_hook(_tell_apart, with_kwargs=True)
+        unit.register_forward_pre_hook(_note_first_call)
+        unit.module.register_forward_pre_hook(partial(_reduce_after_all_calls, weakref.ref(unit)))
+        unit.register_forward_hook(_reduce_when_passed, with_kwargs=True)
+
+
+def _tell_apart(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if torch.is_grad_enabled():
+        return tree_map_only(Tensor, lambda each: each.view_as(each) if each.requires_grad else each, (args, kwargs))
+    return None
+
+
+def _note_first_call(unit: FullyShardedDataParallel, args: Any) -> None:
+    # to the first call of a forward pass a backward pass comes last; there is a hook at the flat parameter from then on
+    unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
+
+
+def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
+    """Have a unit's gradients reduced when a backward pass has come to all of the unit's calls that it goes through.
+
+    FSDP1 hangs the reduction on the node of autograd's that accumulates the flat parameter's gradient when the unit is
+    first called, and takes it down after a backward pass. Under mixed precision the node is another one each time that
+    the parameter was gathered: a backward pass through a later call alone would reduce nothing, and one through both
+    half of it.
+    """
+    unit = of()
+    if unit is None or not torch.is_grad_enabled():
+        return
+    flat = handle_of(unit).flat_param
+    hooks: tuple[Any, ...] = getattr(flat, "_post_backward_hook_state", ())
+    if len(hooks) != 2 or not flat.requires_grad or unit.__dict__.get(_FIRST_CALL, True):
+        return
+    grad_fn: Any = flat.expand_as(flat).grad_fn
+    node = grad_fn.next_functions[0][0]
+    if node is hooks[0]:
+        return
+    last = hooks[1]
+    if not isinstance(last, _LastOfNodes):
+        hooks[1].remove()
+        last = _LastOfNodes(unit)
+        last.add(hooks[0])
+    last.add(node)
+    flat._post_backward_hook_state = (node, last)
+
+
+class _LastOfNodes:
+    """A hook on several nodes of autograd's, which reduces a unit's gradients once a backward pass.
+
+    Args:
+        unit: The unit. It is not kept alive.
+    """
+
+    def __init__(self, unit: FullyShardedDataParallel) -> None:
+        self._unit = weakref.ref(unit)
+        self._nodes: list[Any] = []
+        self._hooks: list[Any] = []
+        self._reached: set[int] = set()
+
+    def add(self, node: Any) -> None:
+        """Wait for another node too."""
+        self._hooks.append(node.register_hook(partial(self._reach, len(self._nodes))))
+        self._nodes.append(node)
+
+    def remove(self) -> None:
+        """Take the hook down."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _reach(self, index: int, *gradients: Any) -> None:
+        self._reached.add(index)
+        if all(
+            other in self._reached or not torch._C._will_engine_execute_node(node)
+            for other, node in enumerate(self._nodes)
+        ):
+            self._reached.clear()
+            unit = self._unit()
+            if unit is not None:
+                _post_backward_hook(unit, handle_of(unit), *gradients)
+
+
+def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
+    handle = handle_of(unit)
+    if torch.is_grad_enabled() and handle.flat_param.requires_grad and unit.__dict__[_FIRST_CALL]:
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad]
+        if inputs:
+            register_multi_grad_hook(inputs, partial(_reduce_nothing, unit, handle))
+
+
+@torch.no_grad()
+def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None:
+    flat = handle.flat_param
+    # the backward pass has come to what the unit returned, and to none of its parameters
+    if handle._training_state != HandleTrainingState.BACKWARD_PRE or not unit._sync_gradients:
+        return
+    if flat.grad is None:  # or else of the micro-batches before
+        dtype = handle._fwd_bwd_param_dtype
+        flat.grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
+    _post_backward_hook(unit, handle, flat)
+
+
+def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending: list[Pending]) -> None:
+    """End the root's part in a forward pass that goes on, as if the root had returned ``loss``.
+
+    Args:
+        root: The root.
+        loss: What the backward pass starts from, if one is to come.
+        pending: The units that wait for a backward pass; those that do now are added.
+    """
+    for unit in units_of(root):
+        handle = handle_of(unit)
+        handle._reset_flat_param_grad_info_if_needed()
+        _forget_unfit_hooks(handle.flat_param)
+        hooks: tuple[Any, ...] = getattr(handle.flat_param, "_post_backward_hook_state", ())
+        node = hooks[0] if len(hooks) == 2 else None
+        known = any(one.unit is unit and one.node is node for one in pending)
+        if not known and (node is not None or handle._needs_pre_backward_unshard):
+            pending.append(Pending(unit=unit, node=node))
+    if root.training_state == TrainingState.FORWARD_BACKWARD:
+        leave_gradients(root)
+        _post_forward(root, handle_of(root), _post_forward_reshard, root, None, loss)
+
+
+def _forget_unfit_hooks(flat: Any) -> None:
+    """Forget the hooks of a flat parameter that was frozen or unfrozen since its forward pass."""
+    if len(getattr(flat, "_post_backward_hook_state", ())) != 1 + flat.requires_grad:
+        _forget_hooks(flat)
+
+
+def _forget_hooks(flat: Any) -> None:
+    if hasattr(flat, "_post_backward_hook_state"):
+        flat._post_backward_hook_state[-1].remove()
+        del flat._post_backward_hook_state
+
+
+def resume_forward(root: FullyShardedDataParallel, pending: list[Pending]) -> None:
+    """Begin the root's part in a forward pass anew, with the parameters' current values.
+
+    Args:
+        root: The root.
+        pending: The units that another backward pass may still come to.
+    """
+    for unit in units_of(root):
+        reshard(unit)  # a unit gathered ahead of a backward pass that did without it would be taken for changed
+        flat = handle_of(unit).flat_param
+        if not flat.requires_grad and hasattr(flat, "_saved_grad_shard"):
+            # set aside for the backward pass, and not taken back by a unit that was frozen meanwhile
+            flat.grad = flat._saved_grad_shard
+            del flat._saved_grad_shard
+    if handle_of(root) is not None:
+        _forget_hooks(handle_of(root).flat_param)
+    _root_pre_forward(root, root, (), {})
+    _pre_forward(root, handle_of(root), _pre_forward_unshard, root, (), {})
+    for one in pending:
+        if one.unit is not root:
+            handle_of(one.unit)._needs_pre_backward_unshard = True
+        if one.node is not None and one.hook is None:
+            one.hook = one.node.register_hook(partial(_post_backward_hook, one.unit, handle_of(one.unit)))
+
+
+def leave_gradients(root: FullyShardedDataParallel) -> None:
+    """Let the end of a forward pass leave gradients alone, which it would show again after ``zero_grad()`` in it."""
+    if handle_of(root) is not None:
+        handle_of(root)._training_state = HandleTrainingState.IDLE
+
+
+@contextmanager
+def no_reduction(root: FullyShardedDataParallel) -> Iterator[None]:
+    """As ``root.no_sync()``, which refuses a backward pass inside the root's forward pass."""
+    units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+    before = [unit._sync_gradients for unit in units]
+    for unit in units:
+        unit._sync_gradients = False
+    try:
+        yield
+    finally:
+        for unit, synced in zip(units, before, strict=True):
+            unit._sync_gradients = synced
+
+
+def forget_pending(root: FullyShardedDataParallel, pending: list[Pending]) -> None:
+    """Let no unit wait for a backward pass any more.
+
+    The next forward pass would take what they wait at for its own, and under mixed precision it is something else.
+    """
+    for unit in units_of(root):
+        _forget_hooks(handle_of(unit).flat_param)
+        handle_of(unit)._needs_pre_backward_unshard = False
+    for one in pending:
+        if one.hook is not None:
+            one.hook.remove()
+
+
+def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
+    """Let flat parameters require gradients if one of theirs does.
+
+    Returns:
+        Whether the root's gathered parameters, which follow their flat one when they are gathered, have to be again.
+    """
+    for unit in units_of(root):
+        handle_of(unit)._reset_flat_param_grad_info_if_needed()
+        _forget_unfit_hooks(handle_of(unit).flat_param)
+    if handle_of(root) is None:
+        return False
+    flat = handle_of(root).flat_param
+    place = flat._param_infos[0]
+    gathered: bool = getattr(place.module, place.param_name).requires_grad
+    return gathered != bool(flat.requires_grad)
+
+
+def abandon_forward(root: FullyShardedDataParallel) -> None:
+    """Make units idle after an exception in a forward pass, and leave gradients what they are."""
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        unit.training_state = TrainingState.IDLE
+        if handle_of(unit) is not None:
+            handle_of(unit)._training_state = HandleTrainingState.IDLE
+
+
+def is_interrupted(root: FullyShardedDataParallel) -> bool:
+    """Whether a backward pass has begun and not ended."""
+    state: Any = root
+    return bool(getattr(state, "_post_backward_callback_queued", False))
+
+
+def reset(root: FullyShardedDataParallel) -> None:
+    """Make every unit idle and sharded, whatever an exception has interrupted. Gradients must have been dropped."""
+    state: Any = root
+    state._post_backward_callback_queued = False
+    if state._is_root:
+        state._exec_order_data.next_iter()
+    units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+    for unit in units:
+        unit.training_state = TrainingState.IDLE
+        unit._sync_gradients = True
+        handle = handle_of(unit)
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        _forget_hooks(flat)
+        flat._post_backward_called = False
+        handle._ran_pre_backward_hook = False
+        handle._needs_pre_backward_unshard = False
+        handle._post_forward_index = None
+        handle._training_state = HandleTrainingState.IDLE
+        reshard(unit)
+        with torch.no_grad():
+            handle._reset_flat_param_grad_info_if_needed()

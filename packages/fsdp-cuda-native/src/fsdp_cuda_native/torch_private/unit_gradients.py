@@ -1,0 +1,111 @@
+"""A unit's gradients: those that were reduced to its shard, and those that wait for it at the flat parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_cuda_native.torch_private.flat_parameters import handle_of
+
+__all__ = [
+    "drop_gradients",
+    "no_gradient",
+    "reduced_gradient",
+    "set_reduced_gradient",
+    "set_unreduced_gradients",
+    "unreduced_gradients",
+]
+
+
+def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:
+    """The gradients that a unit has accumulated without reducing them, by the module and the name of the parameter.
+
+    Without sharding nothing tells them from reduced ones, and nothing has to: reduced again, those stay what they are.
+    """
+    handle = handle_of(unit)
+    handle._reset_flat_param_grad_info_if_needed()
+    flat = handle.flat_param
+    if flat.grad is None or flat.grad.shape != flat._unpadded_unsharded_size:
+        return {}
+    views = handle._get_unflat_views(flat.grad)
+    return {(info.module, info.param_name): view for info, view in zip(flat._param_infos, views, strict=True)}
+
+
+def set_unreduced_gradients(
+    unit: FullyShardedDataParallel, gradients: Mapping[tuple[nn.Module, str], Callable[[], Tensor]]
+) -> None:
+    """Let a unit go on from gradients that :func:`unreduced_gradients` has found.
+
+    Args:
+        unit: The unit. What :func:`set_reduced_gradient` has set is added to by the next reduction.
+        gradients: Functions that read a gradient, by the module and the name of the parameter; of others it is zero.
+    """
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    dtype = handle._fwd_bwd_param_dtype
+    grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
+    for info, view in zip(flat._param_infos, handle._get_unflat_views(grad), strict=True):
+        read = gradients.get((info.module, info.param_name))
+        if read is not None:
+            view.copy_(read())
+    if not handle.uses_sharded_strategy:
+        if flat.grad is not None:
+            grad += flat.grad
+    elif flat.grad is not None:
+        flat._saved_grad_shard = flat.grad.data
+    data = flat.data
+    flat.data = grad  # the size that a gradient may have
+    flat.grad = grad
+    flat.data = data
+    if handle._use_orig_params:
+        handle._use_unsharded_grad_views()
+
+
+def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
+    """This rank's elements of the gradient that a unit has accumulated by reductions, laid out as its shard.
+
+    Returns:
+        ``None`` if there is none, and on a rank that holds no element of a trainable parameter of the unit.
+    """
+    handle = handle_of(unit)
+    handle._reset_flat_param_grad_info_if_needed()
+    flat = handle.flat_param
+    if not handle.uses_sharded_strategy:
+        return None
+    if hasattr(flat, "_saved_grad_shard"):
+        return flat._saved_grad_shard  # type: ignore[no-any-return]
+    if flat.grad is not None and flat.grad.shape == flat._sharded_size:
+        return flat.grad  # type: ignore[no-any-return]
+    return None
+
+
+def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
+    """Let a unit go on from what :func:`reduced_gradient` has found."""
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    flat.grad = grad
+    if not handle._use_orig_params:
+        return
+    if handle.uses_sharded_strategy:
+        flat._is_grad_none_mask = [False] * len(flat._params)
+        handle._use_sharded_grad_views()
+    else:
+        handle._use_unsharded_grad_views()
+
+
+def no_gradient(unit: FullyShardedDataParallel) -> Tensor:
+    """A gradient of zeros, laid out as a unit's shard."""
+    return torch.zeros_like(handle_of(unit).flat_param._local_shard)
+
+
+def drop_gradients(unit: FullyShardedDataParallel) -> None:
+    """Forget every gradient of a unit."""
+    flat = handle_of(unit).flat_param
+    flat.grad = None
+    if hasattr(flat, "_saved_grad_shard"):
+        del flat._saved_grad_shard
+    for parameter in flat._params or ():
+        parameter.grad = None

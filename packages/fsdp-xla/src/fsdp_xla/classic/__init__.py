@@ -1,0 +1,1 @@
+"""``strategy="xla_fsdp"``: one rank per XLA device, sharded by ``XlaFullyShardedDataParallel``."""

@@ -1,0 +1,114 @@
+"""State of a rank in host memory, for checkpoints, and back to the device.
+
+Slices and copies of state are made on the host: on the device each would be a graph to compile.
+
+So a backend may adopt what a checkpoint was read into (``Backend.adopt_model_state``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.state import Layout, SavedTensor
+from fsdp_xla.torch_xla_private.devices import on_host
+
+__all__ = ["HostOptimizer", "flat_on_host"]
+
+
+def flat_on_host(tensor: Tensor) -> Tensor:
+    """A shard's elements in host memory, in one dimension, as a layout's ranges count them."""
+    return on_host(tensor).reshape(-1)
+
+
+class HostOptimizer:
+    """What of an optimizer a checkpoint holds, with shards in host memory, for core's functions about state.
+
+    Args:
+        optimizer: The optimizer on the device.
+        layout: What its parameters have of the user's.
+        with_state: Whether to hold its state.
+        late: Whether to hold no more than shapes of what is laid out as a shard.
+
+    Attributes:
+        param_groups: As the optimizer's, over parameters that stand in for its own.
+        state: As the optimizer's, by those.
+        layout: What those have of the user's.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, layout: Layout, *, with_state: bool = True, late: bool = False
+    ) -> None:
+        self._optimizer = optimizer
+        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        self.layout: dict[nn.Parameter, Any] = {}
+        for held, parts in layout.items():
+            self.layout[self._of(held)] = parts
+        self.param_groups = [
+            {**group, "params": [self._of(p) for p in group["params"]]} for group in optimizer.param_groups
+        ]
+        self.state: dict[nn.Parameter, dict[str, Any]] = {}
+        if with_state:
+            state: Any = optimizer.state
+            for parameter, values in state.items():
+                self.state[self._of(parameter)] = {
+                    key: _held(value, parameter, late) if isinstance(value, Tensor) else value
+                    for key, value in values.items()
+                }
+
+    def _of(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter not in self._stand_ins:
+            data = torch.zeros((), dtype=parameter.dtype).expand(parameter.numel())
+            self._stand_ins[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        return self._stand_ins[parameter]
+
+    def complete(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give shards that are nothing but padding the state that other ranks' shards have.
+
+        Its values don't matter. But an optimizer makes missing state at its next step, in a graph that the other ranks
+        don't have, and ranks with different graphs wait for each other forever.
+
+        Args:
+            saved: The state to restore, by parameter name and key.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parts = self.layout[parameter]
+                values = saved.get(parts[0].name)
+                if parameter in self.state or not values:
+                    continue
+                self.state[parameter] = {
+                    key: _padding(value, parts[0].shape, parameter, key) for key, value in values.items()
+                }
+
+    def give_back(self) -> None:
+        """Let the optimizer go on from this state."""
+        device_of = {stand_in: parameter for parameter, stand_in in self._stand_ins.items()}
+        for group, mine in zip(self._optimizer.param_groups, self.param_groups, strict=True):
+            group.update({key: value for key, value in mine.items() if key != "params"})
+        self._optimizer.state.clear()
+        for stand_in, values in self.state.items():
+            parameter = device_of[stand_in]
+            self._optimizer.state[parameter] = {
+                key: value.view(parameter.shape).to(parameter.device)
+                if isinstance(value, Tensor) and value.shape == stand_in.shape and value.ndim
+                else value
+                for key, value in values.items()
+            }
+
+
+def _held(value: Tensor, parameter: nn.Parameter, late: bool) -> Tensor:
+    if value.shape != parameter.shape:
+        return on_host(value)
+    return torch.empty(value.numel(), dtype=value.dtype, device="meta") if late else flat_on_host(value)
+
+
+def _padding(value: Any, shape: tuple[int, ...], parameter: nn.Parameter, key: str) -> Any:
+    if not isinstance(value, SavedTensor | Tensor):
+        return value
+    if tuple(value.shape) == shape and (shape or key != "step"):
+        return torch.zeros(parameter.shape, dtype=value.dtype)
+    return value.full() if isinstance(value, SavedTensor) else value

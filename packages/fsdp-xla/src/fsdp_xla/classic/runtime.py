@@ -1,0 +1,155 @@
+"""One rank per XLA device: which one this is, and how it talks to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core import ReduceOp, Runtime
+from fsdp_xla.autograd_engine import check_autograd
+from fsdp_xla.ranks.meeting import Meeting
+from fsdp_xla.seeding import follow_manual_seed, follow_seed_from_before
+from fsdp_xla.torch_xla_private import devices as xla
+
+__all__ = ["XLARuntime"]
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
+
+
+class XLARuntime(Runtime):
+    """Ranks that are XLA devices: processes on a TPU, threads on the CPU.
+
+    Values are reduced and gathered on the host, so that a metric never adds a graph to those that training compiles.
+    What is to happen on the device, inside the graph of a step, goes through :meth:`in_graph`.
+    """
+
+    def __init__(self) -> None:
+        self._meeting: Meeting | None = None
+
+    def start(
+        self,
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        device: torch.device,
+        address: str,
+        port: int,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
+        self.device = xla.start_alone() if world_size == 1 else xla.default_device()
+        check_autograd(
+            self.device,
+            "xla_fsdp",
+            "Take that backward pass in another process, or in a rank: in a hook, or in train().",
+        )
+        if world_size > 1 and self._meeting is None:
+            self._meeting = xla.meeting_of_ranks(rank, world_size, address, port, timeout)
+        if world_size == 1:
+            follow_seed_from_before(self.set_device_random_state)
+        follow_manual_seed(self.set_device_random_state)
+
+    def stop(self) -> None:
+        self._meeting = None
+
+    def described(self) -> str:
+        return f"{super().described()} (XLA)"
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        return [obj] if self._meeting is None else self._meeting.exchange(self.rank, obj)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        if self._meeting is None:
+            return obj
+        on_device = any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in xla.tree_flatten(obj)[0])
+        mine = None if self.rank != src else _RunFirst() if on_device else obj
+        told = self._meeting.exchange(self.rank, mine)[src]
+        if isinstance(told, _RunFirst):
+            xla.sync()  # on all ranks, since what is sent may wait for a collective of all of them
+            told = self._meeting.exchange(self.rank, obj if self.rank == src else None)[src]
+        return told
+
+    def barrier(self) -> None:
+        self.gather_objects(None)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "mean", group: Any | None = None) -> Tensor:
+        if self._meeting is None:
+            return tensor
+        stacked = torch.stack(self.gather_objects(xla.on_host(tensor)))
+        reduced = stacked.sum(0) / len(stacked) if op == "mean" else _REDUCTIONS[str(op)](stacked)
+        with torch.no_grad():  # else a backward pass would end at the values of the others, and give no gradient
+            tensor.copy_(reduced)  # integers keep their dtype by rounding towards zero, as Lightning's reduction
+        return tensor
+
+    def building(self) -> AbstractContextManager[None]:
+        """A context in which this rank builds its model."""
+        return nullcontext() if self._meeting is None else self._meeting.building(self.rank)
+
+    def claim(self, module: nn.Module) -> None:
+        """Note that this rank shards a module.
+
+        Raises:
+            ShardingError: Another rank does, which is a thread of this process.
+        """
+        if self._meeting is not None:
+            self._meeting.claim(self.rank, module)
+
+    def in_graph(self) -> XLARuntime:
+        """The same ranks, reducing inside the graph that is being recorded: nothing is fetched."""
+        return self if self._meeting is None else _InGraph(self)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if self._meeting is None:
+            return tensor.unsqueeze(0)
+        if sync_grads and tensor.requires_grad:
+            gathered: Tensor = _GatherOnDevice.apply(tensor, self.world_size)  # type: ignore[no-untyped-call]
+            return gathered
+        return torch.stack(self.gather_objects(xla.on_host(tensor))).to(tensor.device)
+
+    def side_channel(self) -> Runtime:
+        channel = XLARuntime()
+        channel.rank, channel.local_rank, channel.world_size = self.rank, self.local_rank, self.world_size
+        channel._meeting = None if self._meeting is None else self._meeting.another(self.rank)
+        return channel
+
+    def device_random_state(self) -> Any:
+        return xla.random_state(self.device)
+
+    def set_device_random_state(self, state: Any) -> None:
+        xla.set_random_state(self.device, state)
+
+
+class _RunFirst:
+    """Sent instead of an object that holds tensors of the device: what they wait for is to be run first."""
+
+
+class _InGraph(XLARuntime):
+    def __init__(self, main: XLARuntime) -> None:
+        super().__init__()
+        self.__dict__.update(main.__dict__)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "mean", group: Any | None = None) -> Tensor:
+        return xla.all_reduce(tensor, str(op))
+
+
+class _GatherOnDevice(torch.autograd.Function):
+    """torch_xla's own all-gather narrows the gradient to this rank's, and leaves out what the others have of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world_size: int) -> Tensor:
+        ctx.world_size = world_size
+        return xla.all_gather(tensor.unsqueeze(0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return xla.reduce_scatter(grad.contiguous(), ctx.world_size).squeeze(0), None

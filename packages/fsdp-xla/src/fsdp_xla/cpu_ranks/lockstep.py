@@ -1,0 +1,263 @@
+"""Ranks that are threads of one process, on XLA's CPU client: what makes their collectives meet.
+
+The client matches the parts of a collective by the id of the compiled program, so all ranks must run the very same one:
+rank 0 compiles and dispatches, and the others do when the program is in the cache that they share. A lock around the
+whole would deadlock, for a dispatch may wait for the last one to end, which waits for the other ranks.
+
+This is a testing aid: it costs time in every step, and is used where ``PJRT_DEVICE=CPU`` and there are several ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel as xla_fsdp
+import torch_xla.runtime as xr
+import torch_xla.utils.checkpoint as xla_checkpoint
+from lightning.fabric import wrappers as fabric_wrappers
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.utilities.migration import utils as migration
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+
+from fsdp_core import StrategyUnavailableError
+from fsdp_xla.cpu_ranks.host_operators import operators_on_the_host
+from fsdp_xla.ranks.rendezvous import Rendezvous
+from fsdp_xla.torch_xla_private.devices import compiled as _XLAC
+from fsdp_xla.torch_xla_private.devices import random_numbers_kept, runtime_is_started
+
+__all__ = ["Lockstep", "lockstep"]
+
+_FETCHES = ("cpu", "to", "tolist", "numpy")  # and operators_on_the_host()
+_FETCHING = "waits for a value (.item(), print, if, a boolean mask)"
+_COLLECTIVES = ("cross_replica_sum", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "all_reduce")
+#: The client's asynchronous dispatch loses a rank about once in 200 steps, and its pools must hold a thread per rank.
+_ENVIRONMENT = {"PJRT_CPU_ASYNC_CLIENT": "0"}
+_POOLS = ("XLA_THREAD_POOL_SIZE", "NPROC")
+
+
+class Lockstep:
+    """Runs graphs on all ranks, each when the program is there.
+
+    Args:
+        rendezvous: Where the ranks meet for this, and for whatever else all of them do.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._compiled = threading.Event()
+        self._before: tuple[int, int, int] | None = None  # what has been compiled, while ranks dispatch
+
+    def begin(self, after_failure: bool) -> None:
+        """Leave behind what a run that failed has left on this rank's device; every rank calls it first.
+
+        Args:
+            after_failure: Whether there was one in this process.
+        """
+        device = _XLAC._xla_get_default_device()
+        _XLAC._set_all_reduce_token(device, None)
+        if after_failure:  # what it had recorded would be a part of the next program, and not the same on every rank
+            _XLAC._clear_pending_irs(device)
+
+    def sync(self, wait: bool = False, reset_scope: bool = True, *, doing: str = "ends a step") -> None:
+        """What ``torch_xla.sync`` does, on all ranks together."""
+        device = _XLAC._xla_get_default_device()
+        self.together(lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope), doing)
+        if xm.is_master_ordinal():
+            xm.ms.save_metrics()
+        context = xm._run_step_closures()
+        _XLAC._set_all_reduce_token(context.device, None)
+
+    def together(self, dispatch: Callable[[], None], doing: str = "ends a step") -> None:
+        """Call ``dispatch`` on every rank; on others than rank 0 when rank 0's program is in the cache.
+
+        Args:
+            dispatch: Compiles and runs what this rank has recorded.
+            doing: What the rank does, as the end of the sentence "rank 0 ..."; all ranks must do it.
+        """
+        rank = xr.global_ordinal()
+        self._rendezvous.wait(rank, doing, self._prepare)
+        try:
+            if rank == 0:
+                try:
+                    dispatch()
+                finally:
+                    self._compiled.set()
+            else:
+                # who has come so far goes on, even if a rank fails now: a collective that some don't join never ends
+                while not self._compiled.is_set() and not self._is_there():
+                    time.sleep(0.0005)
+                dispatch()
+        except BaseException:
+            self._rendezvous.break_up()
+            raise
+        self._rendezvous.wait(rank, doing, self._done)
+
+    def _done(self) -> None:
+        self._before = None
+
+    def _prepare(self) -> None:
+        # what one rank's collector frees and another's doesn't makes their graphs differ
+        gc.collect()
+        self._compiled.clear()
+        self._before = _cache()
+
+    def _is_there(self) -> bool:
+        assert self._before is not None
+        hits, misses, programs = _cache()
+        hits_before, misses_before, programs_before = self._before
+        if misses == misses_before:
+            return hits > hits_before
+        return programs > programs_before
+
+
+def _cache() -> tuple[int, int, int]:
+    counter = _XLAC._xla_counter_value
+    return (
+        counter("CachedCompile") or 0,
+        counter("UncachedCompile") or 0,
+        _XLAC._xla_get_num_cached_compilation_graph(),
+    )
+
+
+@contextmanager
+def lockstep(ranks: int, rendezvous: Rendezvous) -> Iterator[Lockstep]:
+    """A context in which threads of this process can be the ranks of a run. Everything is as it was afterwards.
+
+    Args:
+        ranks: How many there are.
+        rendezvous: Where they wait for each other.
+
+    Raises:
+        StrategyUnavailableError: XLA has been started without what ranks need.
+    """
+    _check_environment(ranks)
+    steps = Lockstep(rendezvous)
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        stack.enter_context(operators_on_the_host())
+        for owner in (torch_xla, torch_xla.torch_xla):
+            put(owner, "sync", steps.sync)
+        put(xm, "mark_step", steps.sync)
+        for name in _FETCHES:
+            put(Tensor, name, _fetching(getattr(Tensor, name), steps))
+        # both are of the process, and ranks are threads
+        status = _StatusOfThread()
+        for owner in (xla_checkpoint, xla_fsdp):
+            put(owner, "chkpt_status", status)
+        put(
+            fabric_wrappers, "_backward_hook", lambda *_: None
+        )  # looks at a flag that another rank's backward pass sets
+        put(migration, "_lock", _Patched())
+        put(migration.pl_legacy_patch, "__enter__", _once(migration.pl_legacy_patch.__enter__))
+        put(migration.pl_legacy_patch, "__exit__", lambda *_: None)
+        for function in {fabric_rank_zero_only, rank_zero_only}:
+            put(function, "rank", _RankOfThread())
+        if gc.get_freeze_count() == 0:  # or somebody else has left out of collections what is not to be looked at
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
+        _XLAC._xla_get_num_cached_compilation_graph()  # makes the cache, which threads could not make at once
+        yield steps
+
+
+def _check_environment(ranks: int) -> None:
+    if runtime_is_started():
+        if os.environ.get("PJRT_CPU_ASYNC_CLIENT") != "0":
+            raise StrategyUnavailableError(
+                f"XLA has been used in this process before its {ranks} ranks start, without what they need on the CPU."
+                "\nTouch no XLA device before trainer.fit() or fabric.launch(), or set PJRT_CPU_ASYNC_CLIENT=0 before "
+                "Python starts."
+            )
+        return
+    os.environ.update(_ENVIRONMENT)
+    for pool in _POOLS:
+        os.environ.setdefault(pool, str(max(8, 2 * ranks)))
+
+
+def _fetching(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any]:
+    """A fetch of what a collective is still to give would compile a program on each rank by itself."""
+
+    @functools.wraps(fetch)
+    def fetch_when_run(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == "xla" and not (fetch.__name__ == "to" and _stays(*args, **kwargs)):
+            text = _XLAC._get_xla_tensors_text([self])
+            if any(one in text for one in _COLLECTIVES):
+                with random_numbers_kept():
+                    steps.sync(doing=_FETCHING)
+        return fetch(self, *args, **kwargs)
+
+    return fetch_when_run
+
+
+def _stays(*args: Any, **kwargs: Any) -> bool:
+    """Whether ``Tensor.to`` with these arguments, as a cast for instance, leaves a tensor on its XLA device.
+
+    Example:
+        >>> _stays(torch.float32), _stays("xla:0"), _stays("cpu"), _stays(device=torch.device("cpu"))
+        (True, True, False, False)
+        >>> _stays(torch.zeros(2)), _stays(other=torch.zeros(2)), _stays(dtype=torch.int8, copy=True)
+        (False, False, True)
+    """
+    target = kwargs.get("device", kwargs.get("other", args[0] if args else None))
+    if isinstance(target, Tensor):
+        target = target.device
+    return not isinstance(target, str | torch.device) or torch.device(target).type == "xla"
+
+
+class _StatusOfThread(threading.local):
+    in_chkpt_bwd = False
+
+
+class _Patched:
+    """Instead of a lock that a rank would hold while it waits for the others."""
+
+    def acquire(self) -> None:
+        """Let all ranks in."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def _once(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Lightning's patches for old checkpoints, which ours are not, would be put on and taken off by every rank."""
+    return lambda self: self
+
+
+@functools.total_ordering
+class _RankOfThread:
+    """The rank of the thread that asks: compares as it does, and is written as it is."""
+
+    def __eq__(self, other: object) -> bool:
+        return bool(xr.global_ordinal() == other)
+
+    def __lt__(self, other: int) -> bool:
+        return bool(xr.global_ordinal() < other)
+
+    def __hash__(self) -> int:
+        return hash(xr.global_ordinal())
+
+    def __index__(self) -> int:
+        return int(xr.global_ordinal())
+
+    def __str__(self) -> str:
+        return str(xr.global_ordinal())
+
+    __int__, __repr__ = __index__, __str__

@@ -1,0 +1,89 @@
+"""XLA's CPU devices as an accelerator of Lightning's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.accelerators import CPUAccelerator as FabricCPUAccelerator
+from lightning.fabric.accelerators import XLAAccelerator
+from lightning.pytorch.accelerators import Accelerator
+
+from fsdp_core import StrategyUnavailableError
+from fsdp_xla.cpu_ranks import uses_cpu_devices
+
+__all__ = ["XLACPUAccelerator", "accelerator_for"]
+
+
+class XLACPUAccelerator(Accelerator):
+    """XLA's CPU devices, of which ``CPU_NUM_DEVICES`` says how many there are.
+
+    It exists only where ``PJRT_DEVICE=CPU`` says so. Lightning's own XLA accelerator counts TPU chips alone, so this is
+    none of its kind.
+
+    Example:
+        >>> import os
+        >>> os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
+        >>> XLACPUAccelerator.is_available(), XLACPUAccelerator.get_parallel_devices(2)
+        (True, [device(type='xla', index=0), device(type='xla', index=1)])
+    """
+
+    def setup_device(self, device: torch.device) -> None:
+        """Nothing to do: the runtime starts with the first use of a device."""
+
+    def get_device_stats(self, device: str | int | torch.device) -> dict[str, Any]:
+        return {}
+
+    def teardown(self) -> None:
+        """Nothing to do: the runtime ends with the process."""
+
+    @staticmethod
+    def parse_devices(devices: int | str | list[int]) -> int:
+        """How many devices are asked for: a number; -1, or the string "-1", for all."""
+        asked = len(devices) if isinstance(devices, list | tuple) else int(devices)
+        return XLACPUAccelerator.auto_device_count() if asked == -1 else asked
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [torch.device("xla", index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return int(os.environ.get("CPU_NUM_DEVICES", "1"))
+
+    @staticmethod
+    def is_available() -> bool:
+        return uses_cpu_devices()
+
+    @staticmethod
+    def name() -> str:
+        return "xla_cpu"
+
+
+def accelerator_for(strategy: str, chosen: Any) -> Any:
+    """The accelerator that a strategy runs on, given the one that Lightning has chosen.
+
+    Under ``PJRT_DEVICE=CPU`` Lightning's choice by ``accelerator="auto"`` or ``"cpu"`` is its CPU accelerator, in the
+    place of which XLA's CPU devices are meant.
+
+    Raises:
+        StrategyUnavailableError: It is none of XLA's, or XLA is to run on another.
+    """
+    if chosen is None or isinstance(chosen, XLACPUAccelerator | XLAAccelerator):
+        return chosen
+    name = type(chosen).__name__
+    if isinstance(chosen, FabricCPUAccelerator) or name == "CPUAccelerator":
+        if uses_cpu_devices():
+            meant = XLACPUAccelerator()
+            chosen.setup_device = meant.setup_device  # Fabric keeps the one that it chose, for this alone
+            return meant
+        raise StrategyUnavailableError(
+            f"strategy {strategy!r} runs on XLA devices, and the accelerator is 'cpu'.\n"
+            "On a TPU host write accelerator='tpu'; to try it on the CPU, set PJRT_DEVICE=CPU and CPU_NUM_DEVICES=2 "
+            "(or more) before Python starts."
+        )
+    raise StrategyUnavailableError(
+        f"strategy {strategy!r} runs on XLA devices, and the accelerator is {name}.\n"
+        "Write accelerator='tpu', or see `fsdp list` for a strategy for this hardware."
+    )

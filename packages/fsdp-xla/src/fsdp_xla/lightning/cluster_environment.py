@@ -1,0 +1,148 @@
+"""What the XLA strategies for Trainer and Fabric have in common: which rank this is, and when a graph runs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from torch import nn
+
+from fsdp_core import StrategyUnavailableError, UnsupportedCapabilityError
+from fsdp_core.lightning import set_rank_zero
+from fsdp_xla.classic.runtime import XLARuntime
+from fsdp_xla.cpu_ranks import uses_cpu_devices
+from fsdp_xla.lightning.placement import OnXLADevices
+from fsdp_xla.lightning.private import meet_at_infinite_barriers
+from fsdp_xla.ranks.launch import check_cpu_devices
+from fsdp_xla.torch_xla_private import devices as xla
+
+__all__ = ["XLADeviceRanks", "XLARanks", "refuse_synced_norms"]
+
+
+class XLARanks(ClusterEnvironment):
+    """Ranks as XLA numbers them; before they are started, one of as many as were asked for."""
+
+    def __init__(self) -> None:
+        self._asked = 1
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return False
+
+    @property
+    def main_address(self) -> str:
+        # on a TPU slice, XLA's own list of its hosts
+        return os.environ.get("MASTER_ADDR") or os.environ.get("TPU_WORKER_HOSTNAMES", "127.0.0.1").split(",")[0]
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", "29531"))
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        here = xla.rank_here()
+        return self._asked if here is None else here.world_size
+
+    def set_world_size(self, size: int) -> None:
+        self._asked = size
+
+    def global_rank(self) -> int:
+        here = xla.rank_here()
+        return 0 if here is None else here.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """XLA numbers the ranks."""
+
+    def local_rank(self) -> int:
+        here = xla.rank_here()
+        return 0 if here is None else here.local_rank
+
+    def node_rank(self) -> int:
+        here = xla.rank_here()
+        return 0 if here is None else here.host
+
+
+class XLADeviceRanks(OnXLADevices):
+    """The part of a strategy that knows its ranks are XLA's devices. Comes before core's adapter."""
+
+    runtime: XLARuntime
+    cluster_environment: Any
+    _launcher: Any
+    launcher_class: ClassVar[Any]
+    num_processes: int
+    num_nodes: int
+    global_rank: int
+    world_size: int
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        if xla.rank_here() is not None or self.runtime.device.type == "xla":
+            return self.runtime.device if self.runtime.device.type == "xla" else xla.default_device()
+        return (self.parallel_devices or [torch.device("xla", 0)])[0]
+
+    @property
+    def is_in_a_rank(self) -> bool:
+        """Whether this is one of the ranks, and not the process or thread that starts them."""
+        return xla.rank_here() is not None
+
+    def _number_ranks(self) -> None:
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        here = xla.rank_here()
+        asked = self.num_nodes * self.num_processes
+        if here is not None and here.world_size != asked:
+            raise StrategyUnavailableError(
+                f"num_nodes={self.num_nodes} and devices={self.num_processes} ask for {asked} ranks, and XLA has "
+                f"{here.world_size}.\nWrite the number of hosts of the TPU slice, and that of one host's devices."
+            )
+        threads = getattr(xla.meetings, "here", None)
+        if threads is None or threads.world_size == 1:
+            set_rank_zero(0 if here is None else here.rank)  # else threads share what this sets: see lockstep
+
+    def _configure_launcher(self) -> None:
+        if uses_cpu_devices():
+            check_cpu_devices(self.num_processes)
+            if self.num_nodes != 1:
+                raise UnsupportedCapabilityError(
+                    f"num_nodes={self.num_nodes} can't be used on XLA's CPU devices, whose ranks are threads of one "
+                    "process.\nLeave num_nodes out, and write devices= for the number of ranks."
+                )
+        if self.is_in_a_rank:
+            return  # one of the ranks builds its own Trainer or Fabric: they run already
+        if self.num_processes > 1 or self.num_nodes > 1:
+            self._launcher = self.launcher_class(self.num_processes)
+
+    def _join_world(self) -> None:
+        super()._join_world()  # type: ignore[misc]  # of core's adapter, which comes after this class
+        if self.is_in_a_rank:
+            meet_at_infinite_barriers(self.runtime.barrier)
+        self.runtime.barrier()  # ranks may share one generator of the host's, which each has now seeded
+
+    def _sharded(self, module: nn.Module) -> nn.Module:
+        if self.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+            refuse_synced_norms("nn.SyncBatchNorm")
+        root: nn.Module = super()._sharded(module)  # type: ignore[misc]  # as above
+        return root
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for every rank. Whatever else is given is ignored, as by Lightning's XLA strategies."""
+        self.runtime.barrier()
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, decide so; exchanged on the host."""
+        decisions = self.runtime.gather_objects(bool(decision))
+        return bool(min(decisions)) if all else bool(max(decisions))
+
+
+def refuse_synced_norms(asked: str) -> NoReturn:
+    """Refuse batch norms whose statistics are to be those of all ranks: torch's would quietly keep this rank's own."""
+    raise UnsupportedCapabilityError(
+        f"{asked} can't be used with several ranks of 'xla_fsdp': its statistics are exchanged through "
+        "torch.distributed, which knows nothing of XLA's ranks.\n"
+        "Write strategy='xla_fsdp_spmd', where every batch is the global one, or leave it out."
+    )

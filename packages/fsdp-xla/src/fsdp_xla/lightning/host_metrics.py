@@ -1,0 +1,107 @@
+"""Metrics of a Trainer on the host, where computing with them is no program that XLA compiles.
+
+What ``self.log`` is given on the device belongs to the step's program. The rest must not:
+
+- Lightning computes with it between steps: the mean of an epoch, and in callbacks whether it is better than the best.
+  On XLA each of these is a program of its own, compiled in the midst of a run.
+- Numbers are put on the device. XLA takes 0 and 1 for constants, so a step that logs a 1.0 would be another program
+  than one that logs a 0.5, and the first step that adds to a sum another than the second.
+- Counts, such as the lengths of loaders, are put on the device to be reduced. Each look at one would be a program.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import move_data_to_device
+from torch import Tensor
+
+from fsdp_xla.lightning.private import LoggerConnector, ResultCollection, ResultMetric
+from fsdp_xla.torch_xla_private.devices import as_data, on_host
+
+__all__ = ["compute_metrics_on_host", "count_on_host", "log_numbers_on_host"]
+
+
+class _HostMetrics(LoggerConnector):
+    """Brings metrics to the host where they are looked at: an epoch's as it ends, others when they are asked for.
+
+    Those of a step stay on the device until then, for the step would be waited for.
+    """
+
+    @property
+    def metrics(self) -> Any:
+        results = self.trainer._results
+        if self._first_loop_iter is not None or results is None:
+            return super().metrics
+        for result in results.values():
+            if result.is_tensor:  # else it is the module's own torchmetrics.Metric, which goes on with what it has
+                result.to(device="cpu")
+        return move_data_to_device(super().metrics, "cpu")
+
+    @property
+    def callback_metrics(self) -> Any:
+        metrics = super().callback_metrics
+        metrics.update(move_data_to_device(metrics, "cpu"))  # in place: a callback may write to what it gets
+        return metrics
+
+
+class _DataMetric(ResultMetric):
+    """Brings its sums to the device as data.
+
+    A sum of 0 would be a constant, and the first step of an epoch another program than the second.
+    """
+
+    def to(self, *args: Any, **kwargs: Any) -> _DataMetric:
+        before: dict[str, Any] = {name: (getattr(self, name), default) for name, default in self._defaults.items()}
+        super().to(*args, **kwargs)
+        for name, (value, default) in before.items():
+            device = getattr(self, name).device
+            if device.type == "xla" and value.device.type == "cpu":
+                setattr(self, name, as_data(value, device))
+                self._defaults[name] = as_data(default, device)
+        return self
+
+
+class _Results(ResultCollection):
+    def __setitem__(self, key: str, metric: Any) -> None:
+        if type(metric) is ResultMetric:
+            metric.__class__ = _DataMetric
+        super().__setitem__(key, metric)
+
+
+def compute_metrics_on_host(trainer: pl.Trainer) -> None:
+    """Let what a Trainer logs be brought to the host before anything is computed with it."""
+    connector: Any = trainer._logger_connector
+    if type(connector) is LoggerConnector:
+        connector.__class__ = _HostMetrics
+    fitting = trainer.fit_loop.epoch_loop
+    for loop in (fitting, fitting.val_loop, trainer.validate_loop, trainer.test_loop):
+        if type(loop._results) is ResultCollection:
+            loop._results.__class__ = _Results
+
+
+def log_numbers_on_host(module: pl.LightningModule) -> None:
+    """Let ``self.log`` of this module keep a number on the host, until ``log`` is removed from the instance."""
+    if "log" in vars(module):
+        return
+    log = module.log
+
+    @wraps(log)
+    def log_on_host(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        log(name, torch.tensor(float(value)) if isinstance(value, int | float) else value, *args, **kwargs)
+
+    module.log = log_on_host  # type: ignore[method-assign]
+
+
+def count_on_host(value: Any) -> Any:
+    """A count, which is an integer without dimensions, in host memory; anything else as it is.
+
+    Example:
+        >>> count_on_host("no tensor"), count_on_host(torch.tensor(7)).device.type
+        ('no tensor', 'cpu')
+    """
+    is_count = isinstance(value, Tensor) and not value.ndim and not value.is_floating_point()
+    return on_host(value) if is_count else value

@@ -1,0 +1,135 @@
+"""Lightning's launchers for ranks that are XLA devices."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from fsdp_core import UnsupportedCapabilityError
+from fsdp_xla.lightning.private import Launcher, LaunchesXLA, TunerExit, interrupt, mark_as_told
+from fsdp_xla.lightning.worker_results import bring_back, to_host, what_to_bring_back
+from fsdp_xla.ranks.launch import run_ranks
+from fsdp_xla.ranks.rendezvous import RankLostError
+
+__all__ = ["FabricXLALauncher", "TrainerXLALauncher"]
+
+
+class FabricXLALauncher(Launcher):
+    """Runs the function of ``fabric.launch(function)`` on every rank.
+
+    Args:
+        ranks: How many ranks this host runs.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run_ranks(self._ranks, _call, (function, args, kwargs))
+
+
+def _call(job: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
+    function, args, kwargs = job
+    return to_host(function(*args, **kwargs))
+
+
+class TrainerXLALauncher(Launcher):
+    """Runs a stage of a Trainer on every rank, and tells the Trainer of this process how it went.
+
+    Args:
+        ranks: How many ranks this host runs.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        module = None
+        if trainer is not None:
+            _refuse_tuners(trainer)
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            module = given.get("model") or trainer.lightning_module
+            if given.get("ckpt_path") is None and module in _fitted and _fitted[module] == _weights(module):
+                _refuse_what_was_lost(trainer)
+        try:
+            results, told = run_ranks(self._ranks, _stage, (trainer, function, args, kwargs))
+        except RankLostError as error:
+            mark_as_told(error)  # no rank is left to tell
+            raise
+        if trainer is not None and told is not None:
+            if trainer.state.fn == TrainerFn.FITTING and module is not None:
+                _fitted[module] = _weights(module)
+            bring_back(trainer, told)
+        return results
+
+
+#: Modules that copies of have been trained in ranks, and which weights they have, untouched by that.
+_fitted: WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
+
+
+def _weights(module: nn.Module) -> list[tuple[int, int]]:
+    """Something that changes when weights are loaded."""
+    return [(id(parameter), parameter._version) for parameter in module.parameters()]
+
+
+def _refuse_what_was_lost(trainer: pl.Trainer) -> None:
+    what = {TrainerFn.FITTING: "fit", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(
+        trainer.state.fn or TrainerFn.VALIDATING, "validate"
+    )
+    raise UnsupportedCapabilityError(
+        f"trainer.{what}() was called after a fit of this module, whose ranks have ended, and their trained weights "
+        "with them: the module of this process is as it was before.\n"
+        f"Write trainer.{what}(model, ..., ckpt_path='best') (or 'last', or a path) to go on from a checkpoint, or "
+        "load one: model = MyModule.load_from_checkpoint(path). To begin anew, build the module anew."
+    )
+
+
+def _refuse_tuners(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning doesn't annotate it
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
+            raise UnsupportedCapabilityError(
+                f"{type(callback).__name__} (of Tuner too) can't be used with 'xla_fsdp' on several devices: what it "
+                "finds ends with the ranks.\n"
+                "Write devices=1 for it, or strategy='xla_fsdp_spmd'."
+            )
+
+
+def _stage(job: tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[Any, dict[str, Any] | None]:
+    trainer, function, args, kwargs = job
+    try:
+        results = to_host(function(*args, **kwargs))
+    except TunerExit:
+        raise
+    except BaseException as error:
+        if trainer is not None:
+            _tell(trainer, error)
+        raise
+    return results, None if trainer is None else what_to_bring_back(trainer)
+
+
+def _tell(trainer: pl.Trainer, error: BaseException) -> None:
+    """Tell the rank's callbacks and strategy of its error, while they can still save; and that process's not again."""
+    try:
+        interrupt(trainer, error)
+        trainer.strategy.teardown()
+    except BaseException as further:
+        error.add_note(f"Then on_exception() raised {type(further).__name__}: {further}")
+    mark_as_told(error)
+
+
+LaunchesXLA.register(FabricXLALauncher)

@@ -1,0 +1,54 @@
+"""What both adapters have in common: one process, which Lightning sees as one rank, for all devices of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from fsdp_core import Backend
+from fsdp_core.lightning import check_devices
+from fsdp_xla.lightning.placement import OnXLADevices
+from fsdp_xla.spmd.backend import XLASPMDBackend
+from fsdp_xla.spmd.runtime import XLASPMDRuntime
+
+__all__ = ["OneProcess"]
+
+
+class OneProcess(OnXLADevices):
+    """The part of a strategy by which one process drives all devices. Comes before core's adapter."""
+
+    backend: Backend
+    runtime: Any
+    num_nodes: int
+
+    @property
+    def num_processes(self) -> int:
+        """One, whatever the number of devices: so Lightning sees one rank, and every batch is a global one."""
+        return 1
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that stands for all of them."""
+        return XLASPMDRuntime.device
+
+    def _configure_launcher(self) -> None:
+        """There is nothing to launch."""
+        adapter: Any = self
+        check_devices(self.strategy_name, self.backend, self.parallel_devices, adapter.shard_precision)
+
+    def setup_environment(self) -> None:
+        """Turn SPMD on."""
+        self.runtime.expect(len(self.parallel_devices or ()), self.num_nodes)
+        super().setup_environment()  # type: ignore[misc]  # of core's adapter, which comes next
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """The decision itself: there is one rank. Lightning would compute it on the device, and wait for that."""
+        return decision
+
+    def _shard_batch(self, batch: Any) -> Any:
+        """Shard each tensor of a batch that is on the devices along its first dimension."""
+        assert isinstance(self.backend, XLASPMDBackend)
+        return apply_to_collection(batch, Tensor, self.backend.shard_batch)

@@ -1,0 +1,62 @@
+"""First values of an optimizer's state, put on the devices as data.
+
+An optimizer makes zeros at its first step. XLA takes those for constants of the program, which is then another one than
+that of the second step, where they are data.
+
+So a step is one program from the first on: these zeros, and the sums of metrics (``lightning/host_metrics.py``), are
+put on the device as data. A program also gives tensors in the order in which XLA came to know them, which an
+optimizer's step changes to its own; so shards are brought into that order when the optimizer is set up
+(``put_in_order``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["FirstSteps"]
+
+
+class FirstSteps:
+    """Lets the first step of each optimizer take the zeros of its state from a function.
+
+    Args:
+        zeros: Gives zeros as data of the devices, laid out as the parameter that it is called with; ``None`` to let the
+            optimizer make them.
+    """
+
+    def __init__(self, zeros: Callable[[Tensor], Tensor | None]) -> None:
+        self._zeros = zeros
+        self._taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    @contextmanager
+    def of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """A context in which an optimizer takes a step."""
+        if optimizer in self._taken:
+            yield
+            return
+        self._taken.add(optimizer)
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        with _Zeros(parameters, self._zeros):
+            yield
+
+
+class _Zeros(TorchFunctionMode):
+    def __init__(self, parameters: set[int], zeros: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self._parameters, self._zeros = parameters, zeros
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # what a model makes in a closure is like activations, and not like what the optimizer holds
+        is_state = func is torch.zeros_like and len(args) == 1 and id(args[0]) in self._parameters
+        made = self._zeros(args[0]) if is_state and kwargs.keys() <= {"memory_format"} else None
+        return func(*args, **kwargs) if made is None else made

@@ -1,0 +1,175 @@
+"""Starting the ranks, one per XLA device: processes on a TPU host, threads of this process on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_core import StrategyUnavailableError
+from fsdp_xla.cpu_ranks import uses_cpu_devices
+from fsdp_xla.ranks.meeting import ThreadMeeting
+from fsdp_xla.ranks.messages import from_bytes, to_bytes
+from fsdp_xla.ranks.rendezvous import RankLostError
+from fsdp_xla.seeding import follow_manual_seed
+from fsdp_xla.torch_xla_private import devices as xla
+
+__all__ = ["check_cpu_devices", "run_ranks"]
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], arguments: Any) -> Any:
+    """Call ``function`` on every rank, each with a copy of ``arguments``.
+
+    Args:
+        world_size: How many ranks this host is to run.
+        function: Called with the rank's copy. What rank 0's call returns must be picklable where ranks are processes.
+        arguments: What ranks start from. It is left alone.
+
+    Returns:
+        What rank 0 of the host returned.
+
+    Raises:
+        StrategyUnavailableError: XLA has been started already, in another way.
+    """
+    if uses_cpu_devices():
+        return _on_threads(world_size, function, arguments)
+    return _on_processes(function, arguments)
+
+
+def check_cpu_devices(world_size: int) -> None:
+    """Look whether XLA can have so many CPU devices.
+
+    Raises:
+        StrategyUnavailableError: It has another number already, or is told to have.
+    """
+    told = os.environ.get("CPU_NUM_DEVICES")
+    if _started_with and _started_with[0] != world_size:
+        raise StrategyUnavailableError(
+            f"devices={world_size} was asked for, and XLA has {_started_with[0]} CPU devices since a run with "
+            f"devices={_started_with[0]} in this process (CPU_NUM_DEVICES={told}).\n"
+            f"Write devices={_started_with[0]}, or start Python anew."
+        )
+    if told is not None and int(told) != world_size:
+        raise StrategyUnavailableError(
+            f"devices={world_size} was asked for, and CPU_NUM_DEVICES={told} says that XLA has {told} CPU "
+            f"device{'s' * (told != '1')}; ranks are its devices.\n"
+            f"Write devices={told}, or set CPU_NUM_DEVICES={world_size} before Python starts."
+        )
+    if told is None and xla.runtime_is_started() and world_size != 1:
+        raise StrategyUnavailableError(
+            f"devices={world_size} was asked for, but XLA has been used before, and has 1 CPU device since.\n"
+            f"Set CPU_NUM_DEVICES={world_size} before Python starts, and touch no XLA device before the launch."
+        )
+
+
+#: How many devices the first run has let XLA have, where no variable said so before.
+_started_with: list[int] = []
+
+
+def _let_have_cpu_devices(world_size: int) -> None:
+    check_cpu_devices(world_size)
+    if "CPU_NUM_DEVICES" not in os.environ:
+        os.environ["CPU_NUM_DEVICES"] = str(world_size)
+        _started_with.append(world_size)
+
+
+def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -> Any:
+    from fsdp_xla.cpu_ranks.lockstep import lockstep  # what the CPU client needs, and no TPU
+
+    _check_not_interrupted()
+    _let_have_cpu_devices(world_size)
+    meeting = ThreadMeeting(world_size)
+    results: dict[int, Any] = {}
+    failures: list[BaseException] = []
+    interrupted = False
+    ended = [threading.Event() for _ in range(world_size)]
+    seed = torch.initial_seed()
+    copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # here: copying moves on random generators
+    with lockstep(world_size, meeting.rendezvous) if world_size > 1 else nullcontext() as steps:
+
+        def rank() -> None:
+            xla.meetings.here = meeting
+            here = xla.rank_here()
+            assert here is not None
+            try:
+                if steps is not None:
+                    steps.begin(after_failure=bool(_failed))
+                _seed_device(seed)
+                results[here.rank] = function(copies[here.rank])
+                meeting.rendezvous.leave(here.rank)
+            except BaseException as error:
+                failures.append(error)
+                ended[here.rank].set()
+                # most failures are of all ranks alike: let each have its own, rather than that of a rank that is lost
+                if not all(other.wait(_SECONDS_FOR_PEERS) for other in ended):
+                    meeting.break_up()
+            finally:
+                ended[here.rank].set()
+
+        try:
+            xla.run_on_threads(rank, (meeting.rendezvous.interrupt, meeting.break_up))
+        except KeyboardInterrupt:
+            interrupted = True
+    if failures:
+        _failed.append(world_size)
+    if failures and (len(failures) < world_size or any(isinstance(error, RankLostError) for error in failures)):
+        _interrupted.append(world_size)
+    if interrupted:
+        raise next((error for error in failures if isinstance(error, KeyboardInterrupt)), KeyboardInterrupt())
+    if failures:
+        raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
+    return results[0]
+
+
+def _seed_device(seed: int) -> None:
+    """Let this rank's device be seeded as torch was where the ranks are started, and as it is in the rank."""
+    device = xla.default_device()
+    xla.set_random_state(device, seed % 2**63)
+    follow_manual_seed(partial(xla.set_random_state, device))
+
+
+#: How long a rank that has failed waits for others that are about to.
+_SECONDS_FOR_PEERS = 1.0
+
+#: Runs on CPU devices that failed, in whatever way.
+_failed: list[int] = []
+
+#: Runs on CPU devices that ranks left at different places. What one of them had recorded stays with its device, and the
+#: next run's graphs would differ between ranks, which then wait for each other until XLA ends the process.
+_interrupted: list[int] = []
+
+
+def _check_not_interrupted() -> None:
+    if _interrupted:
+        raise StrategyUnavailableError(
+            "a run on XLA's CPU devices has failed in this process before, on some ranks earlier than on others, and "
+            "the devices can't be used again.\nStart Python anew."
+        )
+
+
+def _on_processes(function: Callable[..., Any], arguments: Any) -> Any:
+    if xla.runtime_is_started():
+        raise StrategyUnavailableError(
+            "XLA has been used in this process before the ranks start, and a TPU can't be shared with them.\n"
+            "Touch no XLA device (torch_xla.device(), tensor.to('xla')) before trainer.fit() or fabric.launch()."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer"
+
+        def rank() -> None:
+            _seed_device(torch.initial_seed())
+            result = function(copy.deepcopy(arguments))
+            here = xla.rank_here()
+            if here is not None and here.local_rank == 0:
+                answer.write_bytes(to_bytes(result))
+
+        xla.run_on_processes(rank)
+        return from_bytes(answer.read_bytes())

@@ -1,0 +1,185 @@
+"""How ranks exchange objects on the host, so that no graph of the device has to be compiled or run for it.
+
+Metrics, decisions and objects go through it (shared memory between threads, a store between processes). On the device
+each would be a program to compile. Only what belongs to a step, such as the norm of a clipping, is reduced in its
+graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from fsdp_core import ShardingError
+from fsdp_xla.ranks.messages import from_bytes, to_bytes
+from fsdp_xla.ranks.rendezvous import RankLostError, Rendezvous
+
+__all__ = ["Meeting", "RankLostError", "StoreMeeting", "ThreadMeeting"]
+
+
+class Meeting(ABC):
+    """Where the ranks of one run meet.
+
+    Attributes:
+        world_size: How many there are.
+    """
+
+    world_size: int
+
+    @abstractmethod
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Give every rank the list of all ranks' values, by rank. All of them must call it.
+
+        Args:
+            rank: The caller.
+            value: What it brings; picklable.
+
+        Raises:
+            RankLostError: A rank has failed, or did not come in time.
+        """
+
+    def building(self, rank: int) -> AbstractContextManager[None]:
+        """A context in which a rank builds its model."""
+        return nullcontext()
+
+    def claim(self, rank: int, module: nn.Module) -> None:
+        """Note that a rank shards a module, which ranks that are threads must not share.
+
+        Raises:
+            ShardingError: Another rank does.
+        """
+
+    @abstractmethod
+    def another(self, rank: int) -> Meeting:
+        """A further meeting of the same ranks, for another thread of each. All of them must call it."""
+
+
+class ThreadMeeting(Meeting):
+    """The ranks are threads of one process.
+
+    Args:
+        world_size: How many there are.
+        timeout: How long a rank waits for the others.
+
+    Attributes:
+        rendezvous: Where its ranks wait for each other.
+
+    Example:
+        >>> ThreadMeeting(1).exchange(0, "hello")
+        ['hello']
+    """
+
+    def __init__(self, world_size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+        self.world_size = world_size
+        self.rendezvous = Rendezvous(world_size, timeout)
+        self._slots: list[Any] = [None] * world_size
+        self._others: list[ThreadMeeting] = []
+        self._lock = threading.RLock()
+        self._random_states: list[Tensor] = []
+        self._built = [0] * world_size
+        self._claimed: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        # every rank gets copies of its own, as from another process
+        self._slots[rank] = to_bytes(value)
+        self.rendezvous.wait(rank, _EXCHANGES)
+        gathered = [from_bytes(slot) for slot in self._slots]
+        self.rendezvous.wait(rank, _EXCHANGES)
+        return gathered
+
+    def another(self, rank: int) -> Meeting:
+        def make() -> None:
+            self._others.append(ThreadMeeting(self.world_size, self.rendezvous.timeout))
+
+        self.rendezvous.wait(rank, _EXCHANGES, make)
+        made = self._others[-1]
+        self.rendezvous.wait(rank, _EXCHANGES)
+        return made
+
+    @contextmanager
+    def building(self, rank: int) -> Iterator[None]:
+        """A context for one rank at a time, in which each finds torch's random generator where the first found it.
+
+        The generator is the process's own, and so is what torch's ``wrap`` looks at.
+
+        Raises:
+            RankLostError: In it a rank waits for the others, which wait for their turn to build.
+        """
+        with self._lock:
+            outer, self.rendezvous.building = self.rendezvous.building, rank
+            turn = self._built[rank]
+            self._built[rank] += 1
+            if turn == len(self._random_states):
+                self._random_states.append(torch.get_rng_state())
+            torch.set_rng_state(self._random_states[turn])
+            try:
+                yield
+            finally:
+                self.rendezvous.building = outer
+
+    def claim(self, rank: int, module: nn.Module) -> None:
+        with self._lock:
+            for submodule in module.modules():
+                owner = self._claimed.setdefault(submodule, rank)
+                if owner != rank:
+                    raise ShardingError(
+                        f"{type(module).__name__} is set up by rank {rank} and by rank {owner}: ranks are threads on "
+                        "the CPU, and share what the function finds outside itself.\n"
+                        "Build the model in the function that fabric.launch() is given, or pass it: "
+                        "fabric.launch(train, model) gives each rank a copy."
+                    )
+
+    def break_up(self) -> None:
+        """Let every rank that waits, or is going to, raise."""
+        self.rendezvous.break_up()
+        for other in self._others:
+            other.break_up()
+
+
+_EXCHANGES = "exchanges values (barrier, broadcast, reduction, checkpoint)"
+
+
+class StoreMeeting(Meeting):
+    """The ranks are processes, which share one of torch's stores.
+
+    Args:
+        store: The store.
+        world_size: How many ranks there are.
+        host: The store to keep for as long: the one that ``store`` is a clone of, which may be the server.
+    """
+
+    def __init__(self, store: Store, world_size: int, host: Store | None = None) -> None:
+        self.world_size = world_size
+        self._store: Any = store  # whose annotations know strings, and none of bytes
+        self._host = host
+        self._count = 0
+        self._made = 0
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._count += 1
+        self._store.set(f"{self._count}/{rank}", to_bytes(value))
+        try:
+            gathered = [from_bytes(self._store.get(f"{self._count}/{r}")) for r in range(self.world_size)]
+        except RuntimeError as error:
+            raise RankLostError(
+                f"another rank did not come to where rank {rank} waits: {error}\nSee the other rank's error."
+            ) from error
+        # who comes here has read all of the exchange before last, so that nobody needs it any more
+        self._store.delete_key(f"{self._count - 2}/{rank}")
+        return gathered
+
+    def another(self, rank: int) -> Meeting:
+        # a connection of its own: who waits in a store holds it, and what another thread of this rank has to bring, for
+        # which the others wait, would not get through
+        self._made += 1
+        beside = PrefixStore(f"{self._made}", self._store.clone())
+        return StoreMeeting(beside, self.world_size, self._store)

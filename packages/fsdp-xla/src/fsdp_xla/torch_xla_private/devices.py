@@ -1,0 +1,290 @@
+"""The names of torch_xla that this package uses and that are private or not typed, each with its reason.
+
+Checked on torch_xla 2.9.0.
+
+Running a program does not move on random numbers (``random_numbers_kept``). To XLA every run is a step, whose next
+seed is made from the seed that the last one began with: a save, a look at a value or a recomputation within a step
+would change what dropout draws from then on. So each run of ours sets the generator back to where drawing has brought
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.xla_multiprocessing as xmp
+import torch_xla.runtime as xr
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+
+# Takes nests of tensors apart and puts them together again; torch has no public name for it.
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch_xla._internal import pjrt
+
+from fsdp_xla.ranks.meeting import Meeting, StoreMeeting, ThreadMeeting
+
+__all__ = [
+    "RankHere",
+    "all_gather",
+    "all_reduce",
+    "as_data",
+    "compiled",
+    "default_device",
+    "in_order",
+    "meeting_of_ranks",
+    "meetings",
+    "on_host",
+    "put_in_order",
+    "random_numbers_kept",
+    "random_state",
+    "rank_here",
+    "reduce_scatter",
+    "replace",
+    "run_on_processes",
+    "run_on_threads",
+    "runtime_is_started",
+    "set_default_device",
+    "set_random_state",
+    "settle",
+    "start_alone",
+    "sync",
+    "tree_flatten",
+    "tree_unflatten",
+]
+
+#: torch_xla's compiled half, for what of it the lockstep of ranks on the CPU needs.
+compiled: Any = torch_xla._XLAC
+
+#: By thread: whether a rank runs in it (``rank``), and where it meets the others if they are threads too (``here``).
+meetings = threading.local()
+
+
+class RankHere(NamedTuple):
+    """Which rank runs in this thread.
+
+    Attributes:
+        rank: Its index in the world.
+        local_rank: Its index on this host.
+        host: The index of this host.
+        world_size: The number of ranks.
+    """
+
+    rank: int
+    local_rank: int
+    host: int
+    world_size: int
+
+
+def rank_here() -> RankHere | None:
+    """Which rank runs in this thread; ``None`` before ranks are started."""
+    if not getattr(meetings, "rank", False):
+        return None
+    return RankHere(xr.global_ordinal(), xr.local_ordinal(), xr.host_index(), xr.world_size())
+
+
+def run_on_threads(
+    function: Callable[[], object],
+    interrupts: Sequence[Callable[[], None]] = (),
+) -> None:
+    """Call ``function`` on a thread for each device of this process, with replication over them.
+
+    ``torch_xla.launch`` does this where there is one process; its own way to it sets no replication on the CPU, and its
+    collectives then reduce nothing. Nor can its threads be interrupted.
+
+    Args:
+        function: Keeps its exceptions to itself.
+        interrupts: What to do at the first interrupt from the keyboard, at the second, and so on, while going on to
+            wait for the threads. One more, and they are left as they are.
+
+    Raises:
+        KeyboardInterrupt: There was an interrupt.
+    """
+    added = {"PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT"} - set(os.environ)
+    ended: list[threading.Event] = []
+
+    def rank(device: str, end: threading.Event) -> None:
+        try:
+            compiled._xla_set_default_device(device)
+            xr._init_world_size_ordinal()
+            meetings.rank = True
+            function()
+        finally:
+            end.set()
+
+    try:
+        pjrt.initialize_multiprocess(0, 1)
+        for device in xm.get_xla_supported_devices():
+            ended.append(threading.Event())
+            threading.Thread(target=rank, args=(device, ended[-1]), daemon=True).start()
+        _wait_for(ended, interrupts)
+    finally:
+        for variable in added:
+            os.environ.pop(variable, None)
+
+
+def _wait_for(events: Sequence[threading.Event], interrupts: Sequence[Callable[[], None]]) -> None:
+    told = iter(interrupts)
+    interrupt: KeyboardInterrupt | None = None
+    for event in events:
+        while not event.is_set():
+            try:
+                event.wait()
+            except KeyboardInterrupt as error:
+                interrupt, how = error, next(told, None)
+                if how is None:
+                    raise
+                how()
+    if interrupt is not None:
+        raise interrupt
+
+
+def run_on_processes(function: Callable[[], object]) -> None:
+    """Call ``function`` in a process for each TPU chip of this host, forked from this one."""
+    xmp.spawn(_rank_of_process, args=(function,), start_method="fork")
+
+
+def _rank_of_process(_: int, function: Callable[[], object]) -> None:
+    meetings.rank = True
+    function()
+
+
+def default_device() -> torch.device:
+    """The XLA device of this rank."""
+    device: torch.device = torch_xla.device()
+    return device
+
+
+def set_default_device(device: torch.device) -> None:
+    """Let ``device`` be the one that this thread means when it names none."""
+    compiled._xla_set_default_device(str(device))
+
+
+def start_alone() -> torch.device:
+    """Take one device of this process, without peers."""
+    pjrt.initialize_singleprocess()
+    return default_device()
+
+
+def replace(tensor: Tensor, value: Tensor) -> None:
+    """Let a tensor of the device have a value of the host's. A copy into it would be a graph to compile.
+
+    Nor does torch_xla's own way to replace a tensor do: what an operation has changed in place comes back.
+    """
+    tensor.data = value.to(tensor.device)
+
+
+def in_order(tensors: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Tensors of the device in the order in which XLA knows them, which is that of what a program gives."""
+    return sorted(tensors, key=compiled._xla_get_tensor_id)
+
+
+def put_in_order(tensors: Sequence[nn.Parameter]) -> bool:
+    """Let XLA know tensors of the device in this order.
+
+    An optimizer's step changes its parameters one after another, and so brings them into its own order. Where they are
+    in another one, the programs of the first micro-batches are not those of the later ones.
+
+    Returns:
+        Whether they were in another order, and copies of them are now pending in their place.
+    """
+    if all(one is other for one, other in zip(tensors, in_order(tensors), strict=True)):
+        return False
+    for tensor in tensors:
+        tensor.data = tensor.detach().clone()
+    return True
+
+
+def as_data(value: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that no program takes for a constant, as ``value.to(device)`` is where it is 0 or 1."""
+    (copy,) = xm.send_cpu_data_to_device([value], str(device))
+    assert isinstance(copy, Tensor)
+    return copy
+
+
+def runtime_is_started() -> bool:
+    """Whether XLA has been used in this process, so that its devices can't be chosen any more."""
+    return bool(torch_xla._XLAC._xla_runtime_is_initialized())
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """A context in which running programs leave random numbers where they are.
+
+    To XLA, running something is a step, and the next one has a seed that is made from the one that the last began with.
+    So what is run to be looked at or saved would change what dropout draws after it, and so would recomputation, which
+    sets the seed back and forth.
+    """
+    seed = xm.get_rng_state()
+    yield
+    xm.set_rng_state(seed)
+
+
+def sync(wait: bool = False) -> None:
+    """Run what has been recorded. By attribute, since ranks that are threads put another in its place.
+
+    Args:
+        wait: Whether to return only when it is done: only then can state be read or replaced.
+    """
+    with random_numbers_kept():
+        torch_xla.sync(wait=wait)
+
+
+def settle() -> None:
+    """Run what is pending, and return when nothing is."""
+    sync(wait=True)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor's values in host memory."""
+    return tensor.detach().cpu()
+
+
+def all_reduce(tensor: Tensor, op: str) -> Tensor:
+    """Reduce over all ranks, in the graph."""
+    reductions = {"sum": xm.REDUCE_SUM, "max": xm.REDUCE_MAX, "min": xm.REDUCE_MIN, "mean": xm.REDUCE_SUM}
+    scale = 1.0 / xr.world_size() if op == "mean" else 1.0
+    reduced: Tensor = xm.all_reduce(reductions[op], tensor, scale=scale, pin_layout=False)
+    return reduced
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Concatenate the ranks' tensors along the first axis, in the graph."""
+    gathered: Tensor = xm.all_gather(tensor, dim=0, pin_layout=False)
+    return gathered
+
+
+def reduce_scatter(tensor: Tensor, world_size: int) -> Tensor:
+    """Sum over all ranks and keep this rank's row, in the graph, which is the same on every rank."""
+    row: Tensor = xm.reduce_scatter(
+        xm.REDUCE_SUM, tensor, scale=1.0, scatter_dim=0, shard_count=world_size, pin_layout=False
+    )
+    return row
+
+
+def random_state(device: torch.device) -> int:
+    """Where the device's generator is: its seed, which every draw moves on."""
+    return int(xm.get_rng_state(str(device)))
+
+
+def set_random_state(device: torch.device, state: int) -> None:
+    """Set the device's generator."""
+    xm.set_rng_state(int(state), str(device))
+
+
+def meeting_of_ranks(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None) -> Meeting:
+    """Where this rank meets the others: in this process if they are its threads, else at rank 0's address."""
+    here: ThreadMeeting | None = getattr(meetings, "here", None)
+    if here is not None:
+        if timeout is not None:
+            here.rendezvous.timeout = timeout
+        return here
+    store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout or timedelta(minutes=30))
+    return StoreMeeting(store, world_size)

@@ -1,0 +1,384 @@
+"""What XlaFullyShardedDataParallel's units know of their parameters, and the states that they go through in a step.
+
+torch_xla has no public way to any of it. Checked on torch_xla 2.9.0.
+
+What torch_xla shards is freed by us (``let_go_of_wholes``): it was seen to keep the whole model on every device.
+
+In a step by hand, inside the root's forward pass, a backward pass is ended by us, as torch_xla ends one whose loss
+its root has returned, and its hooks are put back at the very nodes of autograd that they were at. Those know the
+shapes of whole parameters; nodes made anew would know those of what has taken their place, and torch would sum
+gradients to that without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
+
+from fsdp_xla.torch_xla_private.devices import compiled
+
+__all__ = [
+    "ShardedMember",
+    "Writes",
+    "XlaFullyShardedDataParallel",
+    "end_step",
+    "follow_freezing",
+    "follow_requires_grad",
+    "free_gathered",
+    "is_shard",
+    "let_go_of_wholes",
+    "no_reduction",
+    "parameter_of",
+    "reduce_what_waits",
+    "reset",
+    "resume_forward",
+    "set_unreduced_gradients",
+    "sharded_members",
+    "shards_of",
+    "suspend_forward",
+    "tied_members",
+    "units_of",
+    "unreduced_gradients",
+]
+
+
+class ShardedMember(NamedTuple):
+    """A parameter of the user's and where this rank's elements of it lie.
+
+    Attributes:
+        owner: The user's module that holds it.
+        attribute: Its name there.
+        shape: Its shape as written.
+        shard: The sharded parameter that an optimizer holds.
+        start: The index of its first element here, in C order.
+        offset: Where that is in the shard, flattened.
+        length: How many elements of it are here.
+    """
+
+    owner: nn.Module
+    attribute: str
+    shape: tuple[int, ...]
+    shard: nn.Parameter
+    start: int
+    offset: int
+    length: int
+
+
+def units_of(root: nn.Module) -> Iterator[XlaFullyShardedDataParallel]:
+    """The root and the units in it."""
+    for module in root.modules():
+        if isinstance(module, XlaFullyShardedDataParallel):
+            yield module
+
+
+def free_gathered(root: nn.Module) -> None:
+    """Free what units have gathered and kept."""
+    for unit in units_of(root):
+        if unit.has_full_params:
+            unit._free_full_params()
+
+
+def reset(root: nn.Module) -> None:
+    """Bring units back to where a step begins, after an exception within one.
+
+    What a forward pass has hung on the full parameters would keep them, and all that the pass recorded, forever.
+    """
+    for unit in units_of(root):
+        for parameter in unit.full_params:
+            parameter.grad = None
+    end_step(root)
+
+
+def end_step(root: nn.Module) -> None:
+    """Bring units to where a step begins, when no backward pass comes any more through what they have recorded."""
+    for unit in units_of(root):
+        for parameter in unit.full_params:
+            hook = parameter.__dict__.pop("_shard_bwd_hook", None)
+            if hook is not None:
+                hook[1].remove()
+        unit.training_state = TrainingState.IDLE
+        unit._pre_backward_hook_has_run = unit._post_backward_callback_queued = False
+        unit._free_full_params(apply_opt_barrier=False)
+        if unit._output_pre_backward_hook_registered is not None:
+            unit._output_pre_backward_hook_registered.clear()
+            unit._clear_backward_opt_barrier_lists()
+
+
+class Writes:
+    """Notices what is written to parameters while they are gathered, by the values that they stand for.
+
+    Each write makes another one, so that nothing is computed for it, and nothing is waited for. The user's
+    ``parameters()`` are shards here at any time. What is written to them stays, but a step that is going on goes on
+    with what was gathered before; one by hand gathers anew after each backward pass and each optimizer's step.
+
+    Args:
+        root: The root.
+        by_hand: Tells whether that is so.
+    """
+
+    def __init__(self, root: nn.Module, by_hand: Callable[[], bool]) -> None:
+        self._units, self._by_hand = list(units_of(root)), by_hand
+        for unit in self._units:
+            unit._rebuild_full_params = partial(_rebuild_and_note, unit)
+
+    def renew(self) -> None:
+        """Nothing to do: an optimizer's step ends with parameters gathered anew."""
+
+    def written(self) -> str | None:
+        """The first whose value is another one than when it was gathered."""
+        for unit in self._units:
+            for parameters, values in unit.__dict__.get(_GATHERED, {}).items():
+                if not unit.has_full_params or (parameters == "sharded_params" and self._by_hand()):
+                    continue
+                for parameter, value, info in zip(
+                    getattr(unit, parameters), values, unit.full_param_infos, strict=True
+                ):
+                    if compiled._xla_get_tensor_id(parameter) != value:
+                        return f"{info[0]}.{info[2]}".removeprefix(".")
+        return None
+
+
+_GATHERED = "_fsdp_xla_gathered"
+
+
+def _rebuild_and_note(unit: Any, *args: Any, **kwargs: Any) -> None:
+    known = unit.has_full_params
+    type(unit)._rebuild_full_params(unit, *args, **kwargs)
+    if not known:
+        held = {name: getattr(unit, name) for name in ("full_params", "sharded_params")}
+        unit.__dict__[_GATHERED] = {name: list(map(compiled._xla_get_tensor_id, held[name])) for name in held}
+
+
+@contextmanager
+def no_reduction(root: nn.Module) -> Iterator[None]:
+    """As ``root.no_sync()``, which refuses a backward pass inside the root's forward pass."""
+    units = list(units_of(root))
+    before = [unit._require_backward_grad_sync for unit in units]
+    for unit in units:
+        unit._require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        for unit, synced in zip(units, before, strict=True):
+            unit._require_backward_grad_sync = synced
+
+
+def suspend_forward(root: Any) -> None:
+    """Let a backward pass begin inside the root's forward pass, as if the root had returned its loss."""
+    root.training_state = TrainingState.BACKWARD_PRE
+    root._pre_backward_hook_has_run = True
+
+
+def resume_forward(root: Any) -> None:
+    """Go on with the root's forward pass, with current values, after a backward pass or a step inside it.
+
+    Args:
+        root: The root. Another backward pass may come to any of its units, through what has been recorded already.
+    """
+    units = list(units_of(root))
+    if root._pre_backward_hook_has_run:
+        waiting = [(u, p, p._shard_bwd_hook[0]) for u in units for p in u.full_params if hasattr(p, "_shard_bwd_hook")]
+        _end_backward(root, units)
+        for unit, parameter, node in waiting:  # the same: one made now would be of what has taken the parameter's place
+            hook = node.register_hook(partial(unit._post_backward_hook, parameter))
+            parameter._shard_bwd_hook = (node, hook)
+    for unit in units:
+        if unit is root or not unit.reshard_after_forward:
+            unit._free_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
+            unit._rebuild_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
+    root._register_post_backward_hooks()
+    _show_gathered(root)
+    root.training_state = TrainingState.FORWARD
+
+
+def _end_backward(root: Any, units: list[Any]) -> None:
+    for unit in units:
+        unit.reduce_scatter_op.flush()  # it counts hooks, which a unit may have had before this backward pass
+        if unit._pre_backward_hook_has_run:
+            # torch_xla asserts that a backward pass reaches each parameter of a unit that it comes to
+            trained = any(p.requires_grad for p in unit.full_params) and any(p.requires_grad for p in unit.parameters())
+            unit.training_state = TrainingState.BACKWARD_POST if trained else TrainingState.BACKWARD_PRE
+    root._wait_for_post_backward()
+
+
+def reduce_what_waits(root: Any) -> None:
+    """Have gradients of earlier micro-batches reduced too where the last one has left their parameters out.
+
+    torch_xla reduces a gradient as its backward pass arrives at the parameter, and so never one that waits for another.
+
+    Args:
+        root: From now on, each backward pass through it ends so.
+    """
+    end = root._wait_for_post_backward
+
+    def reduce_and_end() -> None:
+        for unit in units_of(root):
+            for parameter in unit.full_params:
+                if parameter.grad is not None and unit._require_backward_grad_sync:
+                    state, unit.training_state = unit.training_state, TrainingState.BACKWARD_POST
+                    unit._post_backward_hooks_to_call += 1  # which counts this one off
+                    unit._post_backward_hook(parameter)
+                    unit.reduce_scatter_op.flush()
+                    unit.training_state = state
+        end()
+
+    root._wait_for_post_backward = reduce_and_end
+
+
+def _show_gathered(root: Any) -> None:
+    """Let modules show a flattened root's parameters as they are now."""
+    if root.module.is_flattened:
+        root.module._unflatten_params_as_views()
+
+
+def follow_requires_grad(root: Any) -> None:
+    """Let full parameters require gradients as their shards do, inside a forward pass of the root."""
+    for unit in units_of(root):
+        for full, shard in zip(unit.full_params, unit.sharded_params, strict=True):
+            full.requires_grad_(shard.requires_grad)
+    root._register_post_backward_hooks()
+    _show_gathered(root)
+
+
+def let_go_of_wholes(unit: Any) -> None:
+    """Free what a unit was sharded from, which torch_xla 2.9 only hides.
+
+    It puts another value instead of a parameter's. But the tensor that the parameter was made of keeps the first
+    one, as the base that views would be made from anew, and so the whole model on every device. So it is given another
+    too. A flattened parameter is left alone: those of the user are views of it, and ranks on CPU devices were seen to
+    wait for each other forever.
+
+    Args:
+        unit: What has been sharded; of its parameters, those that :func:`parameter_of` has made.
+    """
+    for parameter in unit.full_params:
+        made_of = parameter.__dict__.pop(_MADE_OF, None)
+        if made_of is not None and not hasattr(parameter, "_param_infos"):
+            compiled._replace_xla_tensor(made_of, unit._dummy_data_placeholder)
+
+
+_MADE_OF = "_fsdp_xla_made_of"
+
+
+def parameter_of(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter that knows what it was made of, for :func:`let_go_of_wholes`. Nobody else may need the tensor."""
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    parameter.__dict__[_MADE_OF] = tensor
+    return parameter
+
+
+def follow_freezing(root: nn.Module) -> None:
+    """Let full parameters be trained or frozen as their shards are now, or the other way round: users may see either.
+
+    torch_xla asks the full ones, which it makes as units are, and never looks at the shards again.
+    """
+    for unit in units_of(root):
+        for shard, full in zip(unit.sharded_params, unit.full_params, strict=True):
+            was = shard.__dict__.get("_was_trained", shard.requires_grad)
+            trained = shard.requires_grad if shard.requires_grad != was else full.requires_grad
+            shard.requires_grad_(trained)
+            full.requires_grad_(trained)
+            shard._was_trained = trained
+
+
+def shards_of(unit: Any) -> list[Any]:
+    """What a unit itself, without those in it, has left of its parameters."""
+    return list(unit.sharded_params)
+
+
+def is_shard(parameter: Tensor) -> bool:
+    """Whether a tensor is what a unit has left of a parameter."""
+    return bool(getattr(parameter, "_is_sharded", False))
+
+
+def sharded_members(unit: XlaFullyShardedDataParallel) -> Iterator[ShardedMember]:
+    """The parameters that a unit has sharded; each once, under the first of its places."""
+    for shard, (_, owner, attribute) in zip(unit.sharded_params, unit.full_param_infos, strict=True):
+        local = shard.numel()
+        first = unit.rank * local
+        if owner is unit._fsdp_wrapped_module:
+            yield from _flattened(owner, attribute, shard, first, local)
+            continue
+        shape = tuple(shard._orig_size)
+        size = torch.Size(shape).numel()
+        yield ShardedMember(owner, attribute, shape, shard, min(first, size), 0, max(0, min(local, size - first)))
+
+
+def _flattened(
+    wrapper: nn.Module, flat_name: str, shard: nn.Parameter, first: int, local: int
+) -> Iterator[ShardedMember]:
+    flat: Any = getattr(wrapper, flat_name)
+    begin = 0
+    for (owner, attribute), shape, size in zip(
+        [(m, n) for _, m, n in flat._param_infos], flat._param_shapes, flat._param_numels, strict=True
+    ):
+        start, end = max(first, begin), min(first + local, begin + size)
+        length = max(0, end - start)
+        yield ShardedMember(
+            owner,
+            attribute,
+            tuple(shape),
+            shard,
+            start - begin if length else 0,
+            start - first if length else 0,
+            length,
+        )
+        begin += size
+
+
+def unreduced_gradients(unit: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The gradients that a unit has accumulated without reducing them: whose they are, and each at its own shape."""
+    for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
+        if full.grad is not None:
+            for place, of_place in zip(_places(owner, attribute), _pieces(owner, attribute, full.grad), strict=True):
+                yield *place, of_place
+
+
+def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Callable[[], Tensor]]) -> None:
+    """Let a unit go on from gradients that :func:`unreduced_gradients` has found. All ranks must call it.
+
+    Args:
+        unit: The unit, whose gradients are replaced.
+        gradients: Functions that read a gradient, by the id of the module that holds the parameter, and its name there.
+    """
+    unit._rebuild_full_params()
+    for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
+        full.grad = None
+        read = [gradients.get((id(module), name)) for module, name in _places(owner, attribute)]
+        if any(read):
+            grad = torch.zeros(full.shape, dtype=full.dtype)
+            for one, piece in zip(read, _pieces(owner, attribute, grad), strict=True):
+                if one is not None:
+                    piece.copy_(one())
+            full.grad = grad.to(full.device)
+    unit._free_full_params()
+
+
+def _places(owner: Any, attribute: str) -> list[tuple[nn.Module, str]]:
+    """The user's parameters that a full one is made of."""
+    flat = getattr(owner, attribute)
+    return [(module, name) for _, module, name in getattr(flat, "_param_infos", ())] or [(owner, attribute)]
+
+
+def _pieces(owner: Any, attribute: str, tensor: Tensor) -> list[Tensor]:
+    """A tensor laid out as a full parameter, as views of the user's shapes."""
+    flat = getattr(owner, attribute)
+    if not hasattr(flat, "_param_infos"):
+        return [tensor]
+    runs = tensor.split(flat._param_numels)
+    return [run.view(shape) for run, shape in zip(runs, flat._param_shapes, strict=True)]
+
+
+def tied_members(unit: XlaFullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """The further places of a unit's parameters: owner and name, and those of the first place."""
+    for _, _, owner, attribute, first_owner, first_attribute in unit.shared_full_param_infos:
+        yield owner, attribute, first_owner, first_attribute
+    for _, _, owner, attribute, first_owner, first_attribute in unit._fsdp_wrapped_module._shared_param_infos:
+        yield owner, attribute, first_owner, first_attribute
