@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.runtime import Runtime
 
 __all__ = ["ComparedShards", "GatheredShard", "StepWrites", "check_writes"]
 
@@ -26,20 +27,26 @@ class StepWrites(Protocol):
         ...
 
 
-def check_writes(writes: StepWrites) -> None:
+def check_writes(writes: StepWrites, ranks: Runtime | None = None) -> None:
     """Refuse what was written to gathered parameters. Called before they are freed or gathered anew.
 
     Args:
         writes: What has watched the step.
+        ranks: The ranks, which must then all call this, to raise on all what one of them has found: it sees what was
+            written to its own part. ``None`` where some may not come.
 
     Raises:
         ShardingError: Something was written.
     """
-    name = writes.written()
-    if name is not None:
+    found = writes.written()
+    everyones = [found] if ranks is None else ranks.gather_objects(found)
+    named = [(rank, name) for rank, name in enumerate(everyones) if name is not None]
+    if named:
+        rank, name = named[0]
+        where = f" on rank {rank}" if len(named) < len(everyones) else ""
         raise ShardingError(
-            f"training_step() has written to {name!r}, which is gathered for the step: what is written to it is lost "
-            "when it is freed.\n"
+            f"training_step() has written to {name!r}{where}, which is gathered for the step: what is written to it is "
+            "lost when it is freed.\n"
             "Write in on_train_batch_end(), where parameters are shards: what is elementwise, such as "
             "p.data.clamp_(-0.01, 0.01) for p in self.critic.parameters(), is right there under every strategy. For "
             "anything else, write within fsdp_core.gathered(module, modifier_rank=0) there."

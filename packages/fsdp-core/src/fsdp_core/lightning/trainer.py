@@ -270,9 +270,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._writes = None
             self._unguard()
 
-    def _check_writes(self) -> None:
+    def _check_writes(self, ranks: Runtime | None = None) -> None:
         if self._writes is not None:
-            check_writes(self._writes)
+            check_writes(self._writes, ranks)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._eval_step("validation_step", *args, **kwargs)
@@ -292,7 +292,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
         def step() -> Any:
             output = getattr(self.lightning_module, name)(*args, **kwargs)
-            self._check_writes()
+            self._check_writes(self.runtime)
             return output
 
         with self.precision_plugin.forward_context():

@@ -203,8 +203,8 @@ class Clamped(Lit):
     """Keeps weights small, as the critic of a WGAN: in its training step, or in a hook after it.
 
     Args:
-        where: ``"in a step"`` before its forward pass, ``"in a step by hand"`` after the optimizer's step,
-            ``"after a step"`` or ``"after a step by hand"``.
+        where: ``"in a step"`` before its forward pass, ``"in a step of rank 1"`` alone, ``"in a step by hand"`` after
+            the optimizer's step, ``"after a step"`` or ``"after a step by hand"``.
     """
 
     def __init__(self, where: str) -> None:
@@ -213,7 +213,7 @@ class Clamped(Lit):
         self.automatic_optimization = not where.endswith("by hand")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        if self.where == "in a step":
+        if self.where == "in a step" or (self.where == "in a step of rank 1" and self.global_rank == 1):
             self.clamp()
         loss = super().training_step(batch, batch_idx)
         if self.automatic_optimization:
@@ -302,7 +302,12 @@ class ParametersSuite(Clauses):
         """What a step writes is kept, or it is said where to write it; what a hook writes after the step is kept."""
         plain = Clamped(where)
         new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
-        for outcome in ranks.run(2, _clamped, self.strategy, str(tmp_path), where):
+        outcomes = ranks.run(2, _clamped, self.strategy, str(tmp_path), where)
+        if where == "in a step" and isinstance(outcomes[0], str) and ranks.kind == "processes":
+            of_one = ranks.run(2, _clamped, self.strategy, str(tmp_path), "in a step of rank 1")
+            assert of_one[0] == of_one[1], "what one rank writes is told to it alone"
+            assert_says(str(of_one[0]), "written to", "on rank 1", "Write in on_train_batch_end()")
+        for outcome in outcomes:
             if isinstance(outcome, str):
                 assert where.startswith("in"), outcome
                 assert_says(outcome, "written to", "Write in on_train_batch_end()", "fsdp_core.gathered")
