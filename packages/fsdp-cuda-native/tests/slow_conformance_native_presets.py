@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fsdp_core import Capability
+import test_conformance
 from fsdp_core.testing.suite import StrategySuite
 
-ASKS = {Capability.RESHARD_AFTER_FORWARD: {"sharding_strategy": "SHARD_GRAD_OP"}}
+ASKS = test_conformance.ASKS
+FAILURES = test_conformance.TestNative.expected_failures
 
 
 class TestNativeWithOffload(StrategySuite):
@@ -15,6 +16,7 @@ class TestNativeWithOffload(StrategySuite):
     preset_of = "fsdp_native"
     asks: ClassVar = ASKS
     expected_failures: ClassVar = {
+        **FAILURES,
         "test_module_sharded_on_other_terms[cpu_offload=True]": "it offloads from the start, so this asks for the same",
         **dict.fromkeys(
             (
@@ -31,3 +33,4 @@ class TestNativeWithOffload(StrategySuite):
 class TestFairscalesName(StrategySuite):
     strategy = "ddp_fully_sharded"
     asks: ClassVar = ASKS
+    expected_failures: ClassVar = FAILURES

@@ -229,7 +229,7 @@ class BadModulesSuite(Clauses):
     def test_pruning(self, ranks: Ranks, tmp_path: Path) -> None:
         """Refused before anything is trained: it is done to whole weights."""
         ((told, steps),) = ranks.run(1, _pruned, self.strategy, str(tmp_path))
-        assert_says(told, "ModelPruning", repr(self.strategy), "load_from_checkpoint()", "strategy='ddp'")
+        assert_says(told, "ModelPruning", repr(self.own_name("trainer")), "load_from_checkpoint()", "strategy='ddp'")
         assert not steps
 
     @pytest.mark.parametrize(

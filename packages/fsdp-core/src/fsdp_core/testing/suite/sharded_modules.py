@@ -290,7 +290,7 @@ class ShardedModulesSuite(Clauses):
         for refused in ranks.run(2, _export, self.strategy, str(tmp_path)):
             for message in refused:
                 assert "can't be read" in message or "can't be written to a file" in message
-                assert_says(message, repr(self.strategy), "trainer.save_checkpoint(path)", "consolidate")
+                assert_says(message, repr(self.own_name("trainer")), "trainer.save_checkpoint(path)", "consolidate")
 
     def test_full_state_dict(self, ranks: Ranks, tmp_path: Path) -> None:
         """Whole values of the module, and of parts of it, on rank 0."""
@@ -318,7 +318,7 @@ class ShardedModulesSuite(Clauses):
         want = [loss.item() for loss in module.losses]
         for told, losses in ranks.run(2, _thaw, self.strategy, str(tmp_path), 2):
             if was_refused(told):
-                assert_says(told, "Unfreezing can't be used", repr(self.strategy), "configure_optimizers()")
+                assert_says(told, "Unfreezing can't be used", repr(self.own_name("trainer")), "configure_optimizers()")
                 assert not losses
             else:
                 assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
@@ -327,4 +327,6 @@ class ShardedModulesSuite(Clauses):
     def test_a_sharded_module_under_ddp_is_refused(self, ranks: Ranks, tmp_path: Path) -> None:
         for told in ranks.run(2, _hand_on, self.strategy, str(tmp_path)):
             for message in told:
-                assert_says(message, f"was sharded by {self.strategy!r}", "DDPStrategy", "build the module anew")
+                assert_says(
+                    message, f"was sharded by {self.own_name('trainer')!r}", "DDPStrategy", "build the module anew"
+                )
