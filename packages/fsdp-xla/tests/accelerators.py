@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.accelerators import XLAAccelerator as FabricXLAAccelerator
+from lightning.fabric.strategies import XLAFSDPStrategy as LightningsXLAFSDPStrategy
 from lightning.pytorch.accelerators import XLAAccelerator
 
 from fsdp_xla import XLACPUAccelerator, XLAFSDPStrategy
@@ -55,6 +56,12 @@ def fabric_on_a_tpu() -> list[Any]:
     return [*told(strategy), strategy.precision.precision]
 
 
+def spmd_fabric_on_a_tpu() -> list[Any]:
+    as_on_a_tpu()
+    strategy = L.Fabric(strategy="xla_fsdp_spmd", accelerator="tpu", devices=2).strategy
+    return [*told(strategy), isinstance(strategy, LightningsXLAFSDPStrategy)]
+
+
 def used_before() -> None:
     torch.zeros(1, device="xla").cpu()
     L.Fabric(strategy="xla_fsdp", devices=2).launch(lambda fabric: None)
@@ -70,6 +77,7 @@ if __name__ == "__main__":
             "precision": precisions,
             "tpu": on_a_tpu,
             "tpu fabric": fabric_on_a_tpu,
+            "tpu fabric, SPMD": spmd_fabric_on_a_tpu,
             "used before": used_before,  # last: XLA can't be started anew
         },
         Path(sys.argv[2]),

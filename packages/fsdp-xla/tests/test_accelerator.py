@@ -60,4 +60,5 @@ def test_devices_and_ranks_by_name(tmp_path: Path) -> None:
         "precision": ["bf16-mixed", "bf16-mixed", "bf16-mixed", "bf16-mixed"],
         "tpu": ["XLAAccelerator", 2, ["xla:0", "xla:1"], "bf16-mixed"],
         "tpu fabric": ["XLAAccelerator", 2, ["xla:0", "xla:1"], "bf16-mixed"],
+        "tpu fabric, SPMD": ["XLAAccelerator", 1, ["xla:0", "xla:1"], True],  # Lightning's accelerator asks for its own
     }
