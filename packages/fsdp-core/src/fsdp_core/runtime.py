@@ -341,7 +341,8 @@ class ProcessGroupRuntime(Runtime):
         if store is None or self.world_size == 1:
             return
         wait = self.patience if self._timeout is None else min(self._timeout, self.patience)
-        number = store.add(f"fsdp_core/meetings of rank {self.rank}", 1)
+        counter = f"fsdp_core/meetings of rank {self.rank}"
+        number = store.add(counter, 1)
         place = f"fsdp_core/meeting {number}"
         store.set(f"{place}/{self.rank}", doing)
         if store.add(place, 1) == self.world_size:
@@ -352,6 +353,9 @@ class ProcessGroupRuntime(Runtime):
             absent = [rank for rank in range(self.world_size) if not store.check([f"{place}/{rank}"])]
             if not absent:
                 return
+            store.delete_key(f"{place}/{self.rank}")  # who catches this may come again, to the same meeting
+            store.add(place, -1)
+            store.add(counter, -1)
             raise ShardingError(
                 f"rank {self.rank} waited {wait.total_seconds():g} s in {doing} for what rank "
                 f"{', '.join(map(str, absent))} did not do. All ranks must do it, equally often.\n"
@@ -359,6 +363,11 @@ class ProcessGroupRuntime(Runtime):
                 "on every rank, in which a single one may call the module. generate() of transformers takes "
                 "synced_gpus=True, with which ranks call the module equally often."
             ) from late
+        # who is here has come back from the meeting before, of which nobody needs anything any more
+        before = f"fsdp_core/meeting {number - 1}"
+        store.delete_key(f"{before}/{self.rank}")
+        for key in (before, f"{before}/all") if self.rank == 0 else ():
+            store.delete_key(key)
 
     def barrier(self) -> None:
         if self._alone:

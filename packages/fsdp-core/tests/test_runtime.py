@@ -1,0 +1,65 @@
+"""Ranks that meet in the store of their process group."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_core import ProcessGroupRuntime, ShardingError
+from fsdp_core.testing import RankPool
+from fsdp_core.torch_private import meeting_place
+
+
+def started() -> ProcessGroupRuntime:
+    runtime = ProcessGroupRuntime()
+    rank, where = int(os.environ["RANK"]), {"address": "127.0.0.1", "port": os.environ["MASTER_PORT"]}
+    options: dict[str, Any] = {"world_size": 2, "device": torch.device("cpu"), **where}
+    runtime.start(rank=rank, local_rank=rank, **options)
+    return runtime
+
+
+def comes_again() -> str:
+    """Rank 0 comes alone, is told so, and then comes with the other."""
+    runtime = started()
+    told = ""
+    if runtime.rank == 0:
+        runtime.patience = timedelta(seconds=0.5)
+        with pytest.raises(ShardingError) as refused:
+            runtime.meet("something")
+        told = str(refused.value)
+        runtime.patience = timedelta(seconds=60)
+    dist.barrier()
+    for _ in range(3):
+        runtime.meet("something else")
+    runtime.stop()
+    return told
+
+
+def keys_after(meetings: int) -> int:
+    runtime = started()
+    for _ in range(meetings):
+        runtime.meet("something")
+    dist.barrier()
+    store = meeting_place()
+    assert store is not None
+    kept = int(store.num_keys())
+    dist.barrier()
+    runtime.stop()
+    return kept
+
+
+def test_who_came_alone_may_come_again_with_the_others() -> None:
+    with RankPool() as ranks:
+        told, _ = ranks.run(2, comes_again, timeout=100)
+    assert "rank 0 waited 0.5 s in something for what rank 1 did not do" in told
+
+
+def test_a_meeting_leaves_nothing_in_the_store() -> None:
+    with RankPool() as ranks:
+        few, many = (max(ranks.run(2, keys_after, meetings, timeout=100)) for meetings in (3, 30))
+    assert many == few
