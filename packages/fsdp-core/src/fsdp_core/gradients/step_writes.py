@@ -16,7 +16,13 @@ __all__ = ["ComparedShards", "GatheredShard", "StepWrites", "check_writes"]
 
 
 class StepWrites(Protocol):
-    """Notices what the user's ``training_step`` writes to gathered parameters."""
+    """Notices what the user's ``training_step`` writes to gathered parameters.
+
+    Attributes:
+        told_to_all: Whether ranks tell each other at the end of the step what they have found.
+    """
+
+    told_to_all: bool
 
     def renew(self) -> None:
         """Begin anew, after an optimizer's step inside of the training step."""
@@ -32,14 +38,14 @@ def check_writes(writes: StepWrites, ranks: Runtime | None = None) -> None:
 
     Args:
         writes: What has watched the step.
-        ranks: The ranks, which must then all call this, to raise on all what one of them has found: it sees what was
-            written to its own part. ``None`` where some may not come.
+        ranks: The ranks, which must then all call this, at the end of a step: what one of them has found, which sees
+            what was written to its own part, is raised on all. ``None`` where some may not come.
 
     Raises:
         ShardingError: Something was written.
     """
     found = writes.written()
-    everyones = [found] if ranks is None else ranks.gather_objects(found)
+    everyones = ranks.gather_objects(found) if ranks is not None and writes.told_to_all else [found]
     named = [(rank, name) for rank, name in enumerate(everyones) if name is not None]
     if named:
         rank, name = named[0]
@@ -87,6 +93,8 @@ class ComparedShards:
             ...
         fsdp_core.errors.ShardingError: training_step() has written to 'weight', which is gathered for the step: ...
     """
+
+    told_to_all = True
 
     def __init__(self, shards: Iterable[GatheredShard]) -> None:
         self._shards = tuple(shards)

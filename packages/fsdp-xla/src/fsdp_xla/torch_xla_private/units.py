@@ -123,6 +123,8 @@ class Writes:
         by_hand: Tells whether that is so.
     """
 
+    told_to_all = False  # a rank that waits for a value would be told that the other exchanges something
+
     def __init__(self, root: nn.Module, by_hand: Callable[[], bool]) -> None:
         self._units, self._by_hand = list(units_of(root)), by_hand
         for unit in self._units:
