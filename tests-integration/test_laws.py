@@ -190,7 +190,7 @@ def test_in_core_only_the_folder_lightning_knows_lightning(path: Path) -> None:
 
 
 #: Files of these names are front ends, wherever they are.
-FRONT_ENDS = {"trainer.py", "fabric.py", "fairscale.py"}
+FRONT_ENDS = {"trainer.py", "fabric.py", "fairscale.py", "constructor.py"}
 
 
 def knows_lightning(path: Path) -> bool:

@@ -20,7 +20,7 @@ from fsdp_core.state.fqn import clean_name
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import full_state, root_of
+from fsdp_core.testing.state import full_state, sharded_by
 from fsdp_core.testing.suite.numbers import assert_same
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
@@ -105,7 +105,7 @@ def fit_and_validate(
     module = module_class()
     run = new_trainer(tmp, strategy, world_size, options)
     run.fit(module, loader(3, world_size), loader(1, world_size))
-    units = list(units_of(root_of(run.strategy)))
+    units = list(units_of(sharded_by(run.strategy).root))
     classes = [type(block).__name__ for block in module.net.blocks]
     ours = hasattr(run.strategy, "backend")
     state = full_state(run.strategy) if ours else {n: t.clone() for n, t in module.state_dict().items()}
@@ -151,7 +151,7 @@ def under_fabric(strategy: str, world_size: int, place: str) -> tuple[Trained, l
     ours: Any = fabric.strategy
     if not hasattr(ours, "backend"):
         return (means(losses), {n: t.clone() for n, t in net.state_dict().items()}), list(units_of(net))
-    return (means(losses), full_state(ours)), list(units_of(root_of(ours)))
+    return (means(losses), full_state(ours)), list(units_of(sharded_by(ours).root))
 
 
 @pytest.mark.parametrize("place", ["before setup", "init_module"])
@@ -209,7 +209,7 @@ def with_options(strategy: str, tmp: str, options: dict[str, Any]) -> tuple[list
     module.options = options
     run = new_trainer(tmp, strategy, 2)
     run.fit(module, loader(3, 2))
-    units = units_of(root_of(run.strategy))
+    units = units_of(sharded_by(run.strategy).root)
     settings = [
         (unit.backward_prefetch, unit.forward_prefetch, unit.limit_all_gathers)
         for unit in (units["net.blocks.0"], units["net.blocks.1"])
@@ -477,8 +477,8 @@ def trained_chain(strategy: str, chain: type[Chain], path: str) -> tuple[Trained
     for part in range(2):
         net = chain()
         model, optimizer = fabric.setup(net, oracle.momentum(net))
-        root: Any = fabric.strategy
-        root = root.roots[-1]
+        used: Any = fabric.strategy
+        sharded = used.roots[-1]
         if part:
             fabric.load(path, {"model": model, "optimizer": optimizer})
         losses = []
@@ -490,8 +490,8 @@ def trained_chain(strategy: str, chain: type[Chain], path: str) -> tuple[Trained
             optimizer.zero_grad()
         if not part:
             fabric.save(path, {"model": model, "optimizer": optimizer})
-        results.append((losses, full_state(fabric.strategy, root)))
-    return results[0], sorted(units_of(root)), results[1]
+        results.append((losses, full_state(fabric.strategy, sharded)))
+    return results[0], sorted(units_of(sharded.root)), results[1]
 
 
 @pytest.mark.parametrize("chain", CHAINS)

@@ -52,8 +52,8 @@ class Trained:
 
     def for_dcp(self) -> dict[str, Any]:
         """The same state as torch's own checkpoints take it."""
-        (root,) = self.fabric.strategy.roots  # type: ignore[attr-defined]
-        model, optimizers = get_state_dict(root, self.optimizer.optimizer)
+        (sharded,) = self.fabric.strategy.roots  # type: ignore[attr-defined]
+        model, optimizers = get_state_dict(sharded.root, self.optimizer.optimizer)
         return {"model": model, "optimizer": optimizers}
 
 

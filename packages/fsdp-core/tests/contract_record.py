@@ -22,11 +22,20 @@ COMMAND = "python packages/fsdp-core/tests/contract_record.py"
 # What plugins import, and nothing below: all that __all__ names, each recorded where it stands first.
 PUBLIC = ("plugins", "state", "sharding", "checkpoint", "lightning", "testing", "testing.suite", "")
 # Of these, only the constructors: the rest is Lightning's, or core's own.
-CONSTRUCTORS = ("fsdp_core.lightning.ShardedTrainerStrategy", "fsdp_core.lightning.ShardedFabricStrategy")
+CONSTRUCTORS = (
+    "fsdp_core.lightning.ShardedTrainerStrategy",
+    "fsdp_core.lightning.ShardedFabricStrategy",
+    "fsdp_core.lightning.StrategyOptions",
+)
 # Of these, the names of their clauses, by which expected_failures goes.
 SUITE = ("StrategySuite", "PresetSuite")
 # What plugins write themselves: core calls it, so that an argument more is one that theirs don't take.
-WRITTEN_BY_PLUGINS = ("fsdp_core.sharding.Backend.", "fsdp_core.Runtime.", "fsdp_core.plugins.fsdp_strategies")
+WRITTEN_BY_PLUGINS = (
+    "fsdp_core.sharding.Backend.",
+    "fsdp_core.sharding.Sharded.",
+    "fsdp_core.Runtime.",
+    "fsdp_core.plugins.fsdp_strategies",
+)
 
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 

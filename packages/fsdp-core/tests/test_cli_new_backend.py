@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import shutil
 import sys
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import pytest
 from packaging.requirements import Requirement
 
-import fsdp_core.sharding.backend
 from fsdp_core.plugins.lightning_names import LIGHTNINGS_OWN
+from fsdp_core.sharding import backend, sharded
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -27,12 +28,15 @@ FILES = [
     "pyproject.toml",
     "src/fsdp_my_shards/__init__.py",
     "src/fsdp_my_shards/backend.py",
+    "src/fsdp_my_shards/constructor.py",
     "src/fsdp_my_shards/fabric.py",
     "src/fsdp_my_shards/plugin.py",
     "src/fsdp_my_shards/py.typed",
     "src/fsdp_my_shards/trainer.py",
     "tests/test_conformance.py",
 ]
+
+NEXT = "NotImplementedError: next: write MyShardsBackend.shard_module in src/fsdp_my_shards/backend.py"
 
 
 def install(site: Site, folder: Path) -> None:
@@ -116,11 +120,11 @@ def test_the_documentation_shows_what_is_listed_then(site: Site) -> None:
 def test_the_backend_says_when_to_write_what_else(written: Path) -> None:
     """Each stub is the contract's own method, as it is called, and says when it must be written."""
     text = (written / "src/fsdp_my_shards/backend.py").read_text(encoding="utf-8")
-    commented = "\n".join(re.findall(r"^    # ?(.*)$", text.split("# Nothing more is needed")[1], re.MULTILINE))
-    stubs = {node.name: node for node in ast.parse(commented[commented.index("def ") :]).body if is_function(node)}
+    commented = "\n".join(re.findall(r"^    # ?((?:def |    ).*)$", text, re.MULTILINE))
+    stubs = {node.name: node for node in ast.parse(commented).body if is_function(node)}
     assert {"layout", "repoint", "holds_part", "as_written"} <= stubs.keys()
-    contract = ast.parse(Path(fsdp_core.sharding.backend.__file__).read_text(encoding="utf-8"))
-    methods = {node.name: node for node in ast.walk(contract) if is_function(node)}
+    contract = [ast.parse(inspect.getsource(file)) for file in (backend, sharded)]
+    methods = {node.name: node for file in contract for node in ast.walk(file) if is_function(node)}
     for name, stub in stubs.items():
         assert ast.unparse(stub.args) == ast.unparse(methods[name].args)
         assert (ast.get_docstring(stub) or "").startswith("When "), name
@@ -139,35 +143,31 @@ def test_its_tests_say_what_to_write_next(site: Site, written: Path) -> None:
     )
     assert "3 passed" in done.stdout, done.stdout
     assert "1 failed" in done.stdout, done.stdout
-    assert "NotImplementedError: next: write MyShardsBackend.shard in src/fsdp_my_shards/backend.py" in done.stdout
+    assert NEXT in done.stdout
 
 
 def test_what_fails_first_is_what_to_write_next(site: Site, written: Path) -> None:
     install(site, written)
     test_file = written / "tests" / "test_conformance.py"
     done = site.run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(test_file), check=False)
-    assert "NotImplementedError: next: write MyShardsBackend.shard in src/fsdp_my_shards/backend.py" in done.stdout
+    assert NEXT in done.stdout
 
 
 WHOLE = """
-    def shard(self, module):
-        if not self.is_sharded(module):
-            self.check_shardable(module)
-            self.remember(module)
-            place(list(module.modules()), self.runtime)
-            from fsdp_core.gradients.replicated import ReplicatedParameters
-            self.replicated = ReplicatedParameters(list(module.parameters()), module, self.runtime)
-            self.mark_sharded(module)
-        return module
+    def shard_module(self, module):
+        place(list(module.modules()), self.runtime)
+        from fsdp_core.gradients.replicated import ReplicatedParameters
+        self.replicated = ReplicatedParameters(list(module.parameters()), module, self.runtime)
+        return MyShardsSharded(module)
 """
 
 
 def test_what_is_written_takes_effect(site: Site, written: Path) -> None:
-    """With ``shard`` written, here for whole parameters, clauses about numbers pass, and those about shards don't."""
+    """With ``shard_module`` written, here for whole parameters, clauses on numbers pass, and those on shards don't."""
     install(site, written)
-    backend = site.path / "fsdp_my_shards" / "backend.py"
-    begin, rest = backend.read_text(encoding="utf-8").split("    def shard", 1)
-    backend.write_text(begin + WHOLE + "\n    def no_sync" + rest.split("    def no_sync", 1)[1], encoding="utf-8")
+    file = site.path / "fsdp_my_shards" / "backend.py"
+    begin, rest = file.read_text(encoding="utf-8").split("    def shard_module", 1)
+    file.write_text(begin + WHOLE + "\n\nclass " + rest.split("\n\n\nclass ", 1)[1], encoding="utf-8")
     test_file = written / "tests" / "test_conformance.py"
     chosen = "(test_fabric_equals_plain and 2-sgd) or (test_optimizers_hold_a_share and 2)"
     done = site.run(

@@ -15,33 +15,38 @@ import fsdp_core
 from fsdp_core import checkpoint
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
 from fsdp_core.gradients.replicated import ReplicatedParameters
-from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.held_gradients import HeldGradients, described, of_this_rank
 
 
-class Replicating(Backend):
+class Replicated(Sharded):
     """Keeps every parameter whole."""
 
-    def shard(self, module: nn.Module) -> nn.Module:
-        self.remember(module)
-        self.replicated = ReplicatedParameters(list(module.parameters()), module, self.runtime)
-        self.mark_sharded(module)
-        return module
+    def __init__(self, module: nn.Module, runtime: Runtime) -> None:
+        super().__init__(module)
+        self.replicated = ReplicatedParameters(list(module.parameters()), module, runtime)
 
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         self.replicated.sync = False
         yield
         self.replicated.sync = True
 
 
-def _model() -> tuple[nn.Module, Replicating]:
+class Replicating(Backend):
+    def shard_module(self, module: nn.Module) -> Sharded:
+        return Replicated(module, self.runtime)
+
+
+def _model() -> tuple[nn.Module, Sharded]:
     backend = Replicating()
     backend.bind(ProcessGroupRuntime(), ShardPrecision())
     torch.manual_seed(0)
-    return backend.shard(nn.Linear(3, 2)), backend
+    sharded = backend.shard(nn.Linear(3, 2))
+    return sharded.root, sharded
 
 
 class OneOf(ProcessGroupRuntime):
@@ -99,12 +104,12 @@ def test_as_many_ranks_get_their_own_and_others_the_mean(world_size: int, dtype:
 @pytest.mark.parametrize("batches", [1, 3])
 def test_backend_without_shards_goes_on(tmp_path: Path, batches: int) -> None:
     x = torch.randn(batches + 1, 3)
-    model, backend = _model()
+    model, sharded = _model()
     for i in range(batches):
         model(x[i]).sum().backward()
     gradients = fsdp_core.AccumulatedGradients(model)
     checkpoint.save(
-        tmp_path / "it", {"gradients": gradients.state_dict()}, runtime=backend.runtime, strategy="none", kinds={}
+        tmp_path / "it", {"gradients": gradients.state_dict()}, runtime=sharded.runtime, strategy="none", kinds={}
     )
     model(x[batches]).sum().backward()
     other, _ = _model()
@@ -118,9 +123,9 @@ def test_backend_without_shards_goes_on(tmp_path: Path, batches: int) -> None:
 
 
 def test_reduced_ones_are_added_to_own_ones() -> None:
-    model, backend = _model()
-    backend.restore_gradients(model, {"bias": lambda: torch.ones(2)}, {"bias": torch.tensor([1.0, 2.0])})
-    held = backend.accumulated_gradients(model)
+    _, sharded = _model()
+    sharded.restore_gradients({"bias": lambda: torch.ones(2)}, {"bias": torch.tensor([1.0, 2.0])})
+    held = sharded.accumulated_gradients()
     assert {name: grad.tolist() for name, grad in held.own.items()} == {"bias": [2.0, 3.0]}
 
 
@@ -129,10 +134,10 @@ def test_reduced_ones_are_added_to_own_ones() -> None:
     ("name", "shape", "message"), [("wieght", (2, 3), "'wieght', which is no parameter"), ("weight", (3, 2), "shape")]
 )
 def test_gradients_of_another_model_are_refused(kind: str, name: str, shape: tuple[int, ...], message: str) -> None:
-    model, backend = _model()
+    _, sharded = _model()
     own = {name: lambda: torch.ones(shape)} if kind == "own" else {}
     with pytest.raises(CheckpointMismatchError, match=message):
-        backend.restore_gradients(model, own, {} if kind == "own" else {name: torch.ones(shape)})
+        sharded.restore_gradients(own, {} if kind == "own" else {name: torch.ones(shape)})
 
 
 def test_a_model_that_was_not_set_up_is_refused() -> None:

@@ -105,7 +105,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "file_left_behind": ("test_nothing_is_left_behind[trainer]", "{'files': ['tmp"),
     "module_kept": ("test_what_nobody_holds_is_gone[fabric]", "alive == []"),
     "signature_differs": (
-        "test_methods_are_called_as_the_contract_says[trainer]",
+        "test_a_sharded_root_is_asked_as_the_contract_says",
         "'clip_value' is called 'limit' there",
     ),
     "accelerator_claimed": (

@@ -34,7 +34,7 @@ from fsdp_core.sharding.wrapping import describe_policy
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE, Block, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import root_of
+from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.bad_options import BOTH, unfit_options
 from fsdp_core.testing.suite.loops import losses_of
 from fsdp_core.testing.suite.numbers import assert_same
@@ -551,7 +551,7 @@ def built_empty() -> tuple[list[float], bool]:
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    assert not any(p.is_meta for p in root_of(fabric.strategy).parameters())
+    assert not any(p.is_meta for p in sharded_by(fabric.strategy).root.parameters())
     return losses, was_empty
 
 

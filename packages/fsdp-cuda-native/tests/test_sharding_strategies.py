@@ -25,7 +25,7 @@ from fsdp_core.testing.state import (
     full_state,
     held_by,
     local,
-    root_of,
+    sharded_by,
     trained_by,
 )
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
@@ -173,7 +173,7 @@ def held_in(way: str) -> int:
     net = oracle.new_net()
     fabric = new_fabric("fsdp_native", world_size, options(net))
     fabric.setup(net)
-    return held_by(root_of(fabric.strategy).parameters())
+    return held_by(sharded_by(fabric.strategy).root.parameters())
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,8 @@ def settings_of_units(tmp: str, options: dict[str, Any]) -> set[tuple[Any, Any, 
     module = Lit("sgd")
     run = new_trainer(tmp, "fsdp_native", 2, options)
     run.fit(module, loader(1, 2))
-    units: Any = type(root_of(run.strategy)).fsdp_modules(root_of(run.strategy))
+    root = sharded_by(run.strategy).root
+    units: Any = type(root).fsdp_modules(root)
     return {(unit.backward_prefetch, unit.forward_prefetch, unit.limit_all_gathers) for unit in units}
 
 

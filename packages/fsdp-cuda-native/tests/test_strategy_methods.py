@@ -34,7 +34,7 @@ from fsdp_core.state.fqn import clean_name
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import full_state, held_by, root_of, trained_by
+from fsdp_core.testing.state import full_state, held_by, sharded_by, trained_by
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedNativeStrategy, DDPFullyShardedStrategy
 from fsdp_cuda_native.fabric import NativeFSDPStrategy
@@ -216,7 +216,7 @@ class CallsSteps(pl.Callback):
             strategy.predict_step(batch, 6, 7),
             strategy.predict_step("what was given", 8),
         ]
-        root = root_of(strategy)
+        root = sharded_by(strategy).root
         before = [(p.data_ptr(), p.shape) for p in root.parameters()]
         strategy.model_to_device()
         self.found = {
@@ -259,7 +259,7 @@ def test_steps(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None
 class LooksAtSetup(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy: Any = trainer.strategy
-        live = {id(p) for p in root_of(strategy).parameters()}
+        live = {id(p) for p in sharded_by(strategy).root.parameters()}
         (optimizer,) = strategy.optimizers
         self.live = all(id(p) in live for p in trained_by(optimizer))
         strategy.setup_optimizers(trainer)  # again, by hand: over what an optimizer may hold by now
@@ -356,12 +356,12 @@ def memory_of_a_trainer(tmp: str, options: dict[str, Any], evaluated: bool) -> d
     module = Wide()
     run = new_trainer(tmp, "fsdp_native", 2, options)
     run.fit(module, loader(2, 2), loader(1, 2) if evaluated else None)
-    memory.look(root_of(run.strategy), [*run.optimizers])
+    memory.look(sharded_by(run.strategy).root, [*run.optimizers])
     if evaluated:
         run.validate(module, loader(1, 2), verbose=False)
-        memory.look(root_of(run.strategy), [*run.optimizers])
+        memory.look(sharded_by(run.strategy).root, [*run.optimizers])
         run.predict(module, loader(1, 2), return_predictions=False)
-        memory.look(root_of(run.strategy), [*run.optimizers])
+        memory.look(sharded_by(run.strategy).root, [*run.optimizers])
     del module, run
     return memory.report()
 
@@ -371,16 +371,16 @@ def memory_of_a_fabric(tmp: str, options: dict[str, Any], evaluated: bool) -> di
     net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
     fabric = new_fabric("fsdp_native", 2, options)
     model, optimizer = fabric.setup(net, oracle.momentum(net))
-    memory.look(root_of(fabric.strategy), [optimizer])
+    memory.look(sharded_by(fabric.strategy).root, [optimizer])
     for _ in range(2):
         fabric.backward(model(torch.ones(2, WIDTH)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        memory.look(root_of(fabric.strategy), [optimizer])
+        memory.look(sharded_by(fabric.strategy).root, [optimizer])
     if evaluated:
         with torch.no_grad():
             model(torch.ones(2, WIDTH))
-        memory.look(root_of(fabric.strategy), [optimizer])
+        memory.look(sharded_by(fabric.strategy).root, [optimizer])
     del net, fabric, model, optimizer
     return memory.report()
 

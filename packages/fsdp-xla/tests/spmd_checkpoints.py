@@ -42,7 +42,7 @@ class Statistics(nn.Module):
 def train(fabric: Any, model: Any, optimizer: Any, batches: Any) -> list[float]:
     losses = []
     for x, y in batches:
-        x, y = fabric.strategy.sharded((x, y))
+        x, y = fabric.strategy.batch_to_devices((x, y))
         loss = mse_loss(model(x), y)
         fabric.backward(loss)
         optimizer.step()
@@ -58,9 +58,9 @@ def begin(devices: int, seed: int, options: dict[str, Any] | None = None) -> tup
 
 
 def whole_moments(fabric: Any, module: nn.Module, optimizer: Any) -> dict[str, Any]:
-    backend = fabric.strategy.backend
-    state = backend.optimizer_state(module, optimizer.optimizer)["state"]
-    return {f"{name}/{key}": backend.full_tensor(v) for name, of in state.items() for key, v in of.items()}
+    strategy = fabric.strategy
+    state = strategy.sharded_of(module).optimizer_state(optimizer.optimizer)["state"]
+    return {f"{name}/{key}": strategy.backend.full_tensor(v) for name, of in state.items() for key, v in of.items()}
 
 
 def save(folder: Path, devices: int) -> dict[str, Any]:

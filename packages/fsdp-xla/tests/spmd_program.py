@@ -41,7 +41,7 @@ def main(out: str, folder: str, recomputed: str) -> None:
     net = nn.Sequential(nn.Sequential(Part(), Part(), Part()), nn.Linear(WIDTH, 8))
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for _ in range(2):
-        x, y = fabric.strategy.sharded((torch.randn(ROWS, WIDTH), torch.randn(ROWS, 8)))
+        x, y = fabric.strategy.batch_to_devices((torch.randn(ROWS, WIDTH), torch.randn(ROWS, 8)))
         fabric.backward(mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
+from fsdp_core.sharding import sharded_of
 from fsdp_core.testing import oracle
 from fsdp_core.testing.oracle import BATCH, dataset, new_net
 from fsdp_core.testing.training import Lit, loader, strategy_argument
@@ -23,7 +24,9 @@ NAME = "xla_fsdp_spmd"
 
 def whole_state(strategy: Any, root: nn.Module) -> dict[str, Tensor]:
     """The state of a sharded root, whole and on the host."""
-    return {name: strategy.backend.full_tensor(value) for name, value in strategy.backend.model_state(root).items()}
+    sharded = sharded_of(root)
+    assert sharded is not None
+    return {name: strategy.backend.full_tensor(value) for name, value in sharded.model_state().items()}
 
 
 def new_fabric(options: Mapping[str, Any] | None = None, devices: int = 4, **kwargs: Any) -> Fabric:

@@ -61,11 +61,12 @@ def test_every_rank_has_every_new_value_after_a_step(ranks: RankPool) -> None:
 def added_later() -> str:
     fabric = new_fabric("zero1", 2)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net[0].parameters(), lr=0.1))
-    optimizer.add_param_group({"params": list(net[1].parameters())})
+    sgd = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    model, _ = fabric.setup(net, sgd)
+    sgd.add_param_group({"params": list(net[1].parameters())})
     fabric.backward(model(torch.ones(2, 4)).sum())
     with pytest.raises(ValueError, match="added to SGD after it was set up") as refused:
-        optimizer.step()
+        sgd.step()  # and not the strategy, which re-points what was added
     return str(refused.value)
 
 

@@ -1,8 +1,8 @@
 """Sharded training by name: what strategies there are, and what every backend of them shares.
 
 Importing this package costs next to nothing: each public name below is imported when it is first used, and only
-:class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :func:`full_state_dict`,
-:func:`gathered`, :func:`load_state_dict` and :func:`wrap` import torch.
+:class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :class:`Sharded`,
+:func:`full_state_dict`, :func:`gathered`, :func:`load_state_dict` and :func:`wrap` import torch.
 
 Example:
     >>> import fsdp_core
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fsdp_core.plugins.strategy_info import Capability, Option, StrategyInfo
     from fsdp_core.runtime import ProcessGroupRuntime, ReduceOp, Runtime
     from fsdp_core.sharding.backend import Backend
+    from fsdp_core.sharding.sharded import Sharded
     from fsdp_core.state.random_state import RandomState
 
     __version__: str
@@ -73,6 +74,7 @@ __all__ = [
     "RandomState",
     "ReduceOp",
     "Runtime",
+    "Sharded",
     "ShardingError",
     "StrategyInfo",
     "StrategyInfoError",
@@ -101,6 +103,7 @@ _HOMES = {
     "RandomState": "state.random_state",
     "ReduceOp": "runtime",
     "Runtime": "runtime",
+    "Sharded": "sharding.sharded",
     "StrategyInfo": "plugins.strategy_info",
     "describe": "plugins.registry",
     "full_state_dict": "lightning.hooks.exporting",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
@@ -18,9 +17,11 @@ from fsdp_core.checkpoint import fill_all
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import clip_grads_by_norm
 from fsdp_core.initialization.sharded_init import kept_as_built, let_go_of
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.layout import FlatRange, Part
-from fsdp_core.testing.loopback.backend import LoopbackBackend, shards_of
+from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
+from fsdp_core.testing.loopback.sharded import LoopbackSharded
 
 #: By fault.
 BACKENDS: dict[str, type[LoopbackBackend]] = {}
@@ -29,11 +30,12 @@ Class = TypeVar("Class", bound=type)
 
 
 def backend(fault: str) -> Callable[[Class], Class]:
-    """The class is the backend, or the shards, of the mutant with this fault."""
+    """The class is the backend, the sharded root, or the shards, of the mutant with this fault."""
 
     def enter(cls: Class) -> Class:
-        is_shard = issubclass(cls, FlatShard)
-        BACKENDS[fault] = type(cls.__name__, (LoopbackBackend,), {"shard_class": cls}) if is_shard else cls
+        parts = {"shard_class": FlatShard, "sharded_class": LoopbackSharded}
+        changed = {name: cls for name, base in parts.items() if issubclass(cls, base)}
+        BACKENDS[fault] = type(cls.__name__, (LoopbackBackend,), changed) if changed else cls
         return cls
 
     return enter
@@ -77,38 +79,38 @@ class PaddedWithOnes(FlatShard):
 
 
 @backend("gradients_of_few_dropped")
-class NeedsAllRanks(LoopbackBackend):
+class NeedsAllRanks(LoopbackSharded):
     """What is not used by every rank gets no gradient."""
 
-    def reduce(self, root: nn.Module) -> None:
-        shards = shards_of(root)
+    def reduce(self) -> None:
+        shards = self.shards
         own = torch.tensor([float(shard.own is not None) for shard in shards])
         for shard, on_all in zip(shards, self.runtime.all_reduce(own, "min").tolist(), strict=True):
             shard.own = shard.own if on_all else None
-        super().reduce(root)
+        super().reduce()
 
 
 @backend("mean_over_users")
-class MeanOverUsers(LoopbackBackend):
+class MeanOverUsers(LoopbackSharded):
     """A gradient is the mean over those ranks that have one, and not over all."""
 
-    def reduce(self, root: nn.Module) -> None:
-        shards = shards_of(root)
+    def reduce(self) -> None:
+        shards = self.shards
         own = torch.tensor([float(shard.own is not None) for shard in shards])
         for shard, share in zip(shards, self.runtime.all_reduce(own, "mean").tolist(), strict=True):
             shard.own = None if shard.own is None else shard.own / share
-        super().reduce(root)
+        super().reduce()
 
 
 @backend("unused_zeroed")
-class ZerosForUnused(LoopbackBackend):
+class ZerosForUnused(LoopbackSharded):
     """What no rank has used gets a gradient of zeros, on which weight decay acts."""
 
-    def reduce(self, root: nn.Module) -> None:
-        for shard in shards_of(root):
+    def reduce(self) -> None:
+        for shard in self.shards:
             if shard.own is None and shard.held.requires_grad:
                 shard.own = shard.held.new_zeros(shard.shape)
-        super().reduce(root)
+        super().reduce()
 
 
 @backend("second_backward_dropped")
@@ -140,42 +142,41 @@ class GathersEachCall(LoopbackBackend):
 
     shard_class = LastCall
 
-    def shard(self, module: nn.Module) -> nn.Module:
-        fresh = not self.is_sharded(module)
-        module = super().shard(module)
-        for one in module.modules() if fresh else ():
-            own = [shard for shard in shards_of(module) if one is not module and shard.places[0][0] is one]
-            one.register_forward_pre_hook(lambda _, __, own=own: self._anew(module, own))
-        return module
+    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+        sharded = super().shard_module(module)
+        for one in module.modules():
+            own = [shard for shard in sharded.shards if one is not module and shard.places[0][0] is one]
+            one.register_forward_pre_hook(lambda _, __, own=own: self._anew(sharded, own))
+        return sharded
 
-    def _anew(self, root: nn.Module, shards: list[FlatShard]) -> None:
+    def _anew(self, sharded: LoopbackSharded, shards: list[FlatShard]) -> None:
         for shard in shards:
             if len(shard.places) == 1:
                 shard.gathered = None
-        self.gather(root)
+        sharded.gather()
 
 
 @backend("decided_in_forward")
-class DecidesInForward(LoopbackBackend):
+class DecidesInForward(LoopbackSharded):
     """Whether a backward pass reduces was decided when its forward pass began."""
 
     syncs = synced = True
 
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         self.syncs = False
         try:
             yield
         finally:
             self.syncs = True
 
-    def gather(self, root: nn.Module) -> None:
+    def gather(self) -> None:
         self.synced = self.syncs
-        super().gather(root)
+        super().gather()
 
-    def reduce(self, root: nn.Module) -> None:
+    def reduce(self) -> None:
         if self.synced:
-            super().reduce(root)
+            super().reduce()
 
 
 @backend("sums_in_half")
@@ -192,17 +193,17 @@ class SumsInHalf(FlatShard):
 class OwnBuffers(LoopbackBackend):
     """Buffers that are not saved are each rank's own."""
 
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard_module(self, module: nn.Module) -> LoopbackSharded:
         own = {
             f"{prefix}.{name}".lstrip("."): one.get_buffer(name).clone()
             for prefix, one in module.named_modules()
             for name in one._non_persistent_buffers_set
         }
-        module = super().shard(module)
+        sharded = super().shard_module(module)
         for name, buffer in own.items():
             if not buffer.is_meta:
                 module.get_buffer(name).copy_(buffer)
-        return module
+        return sharded
 
 
 @backend("tail_truncated")
@@ -233,26 +234,23 @@ class Stale(FlatShard):
 
 @backend("frozen_trained")
 class Unfreezing(LoopbackBackend):
-    def shard(self, module: nn.Module) -> nn.Module:
-        module = super().shard(module)
-        for shard in shards_of(module):
+    def shard(self, module: nn.Module) -> Sharded:
+        sharded: Any = super().shard(module)
+        for shard in sharded.shards:
             shard.held.requires_grad_(True)
-        return module
+        return sharded
 
 
 @backend("unfreezing_lost")
-class FreezesAsEvaluated(LoopbackBackend):
+class FreezesAsEvaluated(LoopbackSharded):
     """After an evaluation, what is gathered requires gradients as it did then."""
 
-    def shard(self, module: nn.Module) -> nn.Module:
-        module = super().shard(module)
-        self.frozen: list[FlatShard] = []
-        return module
+    frozen: tuple[FlatShard, ...] = ()
 
-    def gather(self, root: nn.Module) -> None:
-        super().gather(root)
+    def gather(self) -> None:
+        super().gather()
         if not torch.is_grad_enabled():
-            self.frozen = [shard for shard in shards_of(root) if not shard.held.requires_grad]
+            self.frozen = tuple(shard for shard in self.shards if not shard.held.requires_grad)
         for shard in self.frozen:
             assert shard.gathered is not None
             shard.gathered.requires_grad_(False)
@@ -260,34 +258,31 @@ class FreezesAsEvaluated(LoopbackBackend):
 
 @backend("tied_untied")
 class Untying(LoopbackBackend):
-    def shard(self, module: nn.Module) -> nn.Module:
-        if not self.is_sharded(module):
-            for parameter, _, places in list(places_of(module)):
-                for owner, name in places[1:]:
-                    owner._parameters[name] = nn.Parameter(parameter.detach().clone())
-        return super().shard(module)
+    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+        for parameter, _, places in list(places_of(module)):
+            for owner, name in places[1:]:
+                owner._parameters[name] = nn.Parameter(parameter.detach().clone())
+        return super().shard_module(module)
 
 
 @backend("rank_0_not_heard")
 class OwnValues(LoopbackBackend):
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard_module(self, module: nn.Module) -> LoopbackSharded:
         own = {p: p.detach().clone() for p in module.parameters() if p.ndim}
         written = list(own.values())
-        fresh = not self.is_sharded(module)
-        module = super().shard(module)
-        if fresh:
-            for shard, value in zip(shards_of(module), written, strict=True):
-                shard.held.data = shard.padded(value).view(-1, shard.length)[self.runtime.rank].clone()
-        return module
+        sharded = super().shard_module(module)
+        for shard, value in zip(sharded.shards, written, strict=True):
+            shard.held.data = shard.padded(value).view(-1, shard.length)[self.runtime.rank].clone()
+        return sharded
 
 
 @backend("left_gathered")
-class LeftGathered(LoopbackBackend):
+class LeftGathered(LoopbackSharded):
     """Parameters are whole until a backward pass, which may never come."""
 
-    def reshard(self, module: nn.Module) -> None:
-        if any(shard.held.grad is not None for shard in shards_of(module)):
-            super().reshard(module)
+    def reshard(self) -> None:
+        if any(shard.held.grad is not None for shard in self.shards):
+            super().reshard()
 
 
 @backend("memory_kept")
@@ -307,12 +302,12 @@ class PartsOfItsOwn(LoopbackBackend):
     def wrap_context(self) -> AbstractContextManager[Any]:
         return kept_as_built(vars(self).get("runtime"))
 
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard_module(self, module: nn.Module) -> LoopbackSharded:
         for parameter in module.parameters():
             part = let_go_of(parameter)
             if part is not None:
                 parameter.data = part.opened().nan_to_num()
-        return super().shard(module)
+        return super().shard_module(module)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -320,24 +315,24 @@ class PartsOfItsOwn(LoopbackBackend):
 
 @backend("optimizer_stale")
 class NotRepointing(LoopbackBackend):
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Any) -> None:
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
         pass
 
 
 @backend("optimizer_foreign")
 class TakesForeign(LoopbackBackend):
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Any) -> None:
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
         with suppress(OptimizerMismatchError):
-            super().repoint(optimizers, modules)
+            super().repoint(optimizers, roots)
 
 
 @backend("group_options_lost")
 class OneOfAllGroups(LoopbackBackend):
     """All param groups have the options of the first."""
 
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Any) -> None:
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
         optimizers = list(optimizers)
-        super().repoint(optimizers, modules)
+        super().repoint(optimizers, roots)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group.update({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
@@ -347,7 +342,7 @@ class OneOfAllGroups(LoopbackBackend):
 
 
 def _local_norm(
-    of: LoopbackBackend, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error: bool
+    of: LoopbackSharded, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error: bool
 ) -> Tensor:
     return clip_grads_by_norm(
         parameters,
@@ -360,13 +355,13 @@ def _local_norm(
 
 
 @backend("norm_local")
-class LocalNorm(LoopbackBackend):
+class LocalNorm(LoopbackSharded):
     def clip_norm(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False) -> Any:
         return _local_norm(self, parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 @backend("infinite_norm_local")
-class LocalInfiniteNorm(LoopbackBackend):
+class LocalInfiniteNorm(LoopbackSharded):
     def clip_norm(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False) -> Any:
         if norm_type == float("inf"):
             return _local_norm(self, parameters, max_norm, norm_type, error_if_nonfinite)
@@ -374,7 +369,7 @@ class LocalInfiniteNorm(LoopbackBackend):
 
 
 @backend("norm_of_other_order")
-class AlwaysRootOfSquares(LoopbackBackend):
+class AlwaysRootOfSquares(LoopbackSharded):
     """The norms of parameters are combined as if their order were 2."""
 
     def clip_norm(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False) -> Any:
@@ -389,27 +384,21 @@ class AlwaysRootOfSquares(LoopbackBackend):
 
 
 @backend("norm_of_all")
-class NormOfAll(LoopbackBackend):
+class NormOfAll(LoopbackSharded):
     """Clips by the norm of all that the module has, also of what another optimizer holds."""
 
-    def shard(self, module: nn.Module) -> nn.Module:
-        self.root = weakref.ref(module)
-        return super().shard(module)
-
     def clip_norm(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False) -> Any:
-        root = self.root()
-        assert root is not None
-        return super().clip_norm(list(self.layout(root)), max_norm, norm_type, error_if_nonfinite)
+        return super().clip_norm(list(self.layout()), max_norm, norm_type, error_if_nonfinite)
 
 
 @backend("norm_nonfinite")
-class NeverRaises(LoopbackBackend):
+class NeverRaises(LoopbackSharded):
     def clip_norm(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False) -> Any:
         return super().clip_norm(parameters, max_norm, norm_type)
 
 
 @backend("clip_value_ignored")
-class NoClipping(LoopbackBackend):
+class NoClipping(LoopbackSharded):
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         pass
 
@@ -418,65 +407,65 @@ class NoClipping(LoopbackBackend):
 
 
 @backend("micro_batches_twice")
-class CountsTwice(LoopbackBackend):
+class CountsTwice(LoopbackSharded):
     """Reduces every micro-batch, and keeps what it has reduced for the last one too."""
 
     accumulating = False
 
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         self.accumulating = True
         yield
         self.accumulating = False
 
-    def reduce(self, root: nn.Module) -> None:
-        kept = [shard.own for shard in shards_of(root)]
-        super().reduce(root)
+    def reduce(self) -> None:
+        kept = [shard.own for shard in self.shards]
+        super().reduce()
         if self.accumulating:
-            for shard, own in zip(shards_of(root), kept, strict=True):
+            for shard, own in zip(self.shards, kept, strict=True):
                 shard.own = own
 
 
 @backend("micro_batches_lost")
-class DropsMicroBatches(LoopbackBackend):
+class DropsMicroBatches(LoopbackSharded):
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
-        with super().no_sync(module):
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync():
             yield
-        for shard in shards_of(module):
+        for shard in self.shards:
             shard.own = None
 
 
 @backend("sync_left_off")
-class LeavesSyncOff(LoopbackBackend):
+class LeavesSyncOff(LoopbackSharded):
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
-        context = super().no_sync(module)
+    def no_sync(self) -> Iterator[None]:
+        context = super().no_sync()
         context.__enter__()
         self.kept = context  # else it would end with the last reference to it
         yield
 
 
 @backend("sync_left_off_by_exceptions")
-class WithoutFinally(LoopbackBackend):
+class WithoutFinally(LoopbackSharded):
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
-        context = self.kept = super().no_sync(module)
+    def no_sync(self) -> Iterator[None]:
+        context = self.kept = super().no_sync()
         context.__enter__()
         yield
         context.__exit__(None, None, None)
 
 
 @backend("zero_grad_forgets_shards_alone")
-class KeepsUnreduced(LoopbackBackend):
-    def forget_unreduced(self, module: nn.Module, names: Any) -> None:
+class KeepsUnreduced(LoopbackSharded):
+    def forget_unreduced(self, names: Any) -> None:
         pass
 
 
 @backend("no_sync_ignored")
-class AlwaysSyncs(LoopbackBackend):
+class AlwaysSyncs(LoopbackSharded):
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         yield
 
 
@@ -484,68 +473,68 @@ class AlwaysSyncs(LoopbackBackend):
 
 
 @backend("stale_in_forward")
-class StaleInForward(LoopbackBackend):
+class StaleInForward(LoopbackSharded):
     """After a step that is taken inside the forward pass, the values from before it are used."""
 
-    def resume_forward(self, module: nn.Module) -> None:
-        for shard in shards_of(module):
+    def resume_forward(self) -> None:
+        for shard in self.shards:
             if shard.gathered is None and shard in self.before:
                 shard.gathered = self.before[shard]
                 shard.put(shard.gathered)
 
-    def reshard(self, module: nn.Module) -> None:
-        self.before = {shard: shard.gathered for shard in shards_of(module) if shard.gathered is not None}
-        super().reshard(module)
+    def reshard(self) -> None:
+        self.before = {shard: shard.gathered for shard in self.shards if shard.gathered is not None}
+        super().reshard()
 
 
 @backend("requires_grad_not_followed")
-class KeepsRequiringGrad(LoopbackBackend):
+class KeepsRequiringGrad(LoopbackSharded):
     """What is gathered when an optimizer is toggled inside the forward pass is trained, or not, as it was before."""
 
-    def follow_requires_grad(self, module: nn.Module) -> None:
+    def follow_requires_grad(self) -> None:
         pass
 
 
 @backend("gradients_hidden_in_step")
-class HidesGradients(LoopbackBackend):
+class HidesGradients(LoopbackSharded):
     """What is gathered after a backward pass inside the forward pass has no gradient, and does not say so."""
 
-    def resume_forward(self, module: nn.Module) -> None:
-        super().resume_forward(module)
-        self.suspend_forward(module)
+    def resume_forward(self) -> None:
+        super().resume_forward()
+        self.suspend_forward()
 
 
 @backend("writes_unwatched")
-class DoesNotWatchWrites(LoopbackBackend):
+class DoesNotWatchWrites(LoopbackSharded):
     """What a step writes to what is gathered is lost without a word."""
 
-    def watch_writes(self, module: nn.Module) -> None:
+    def watch_writes(self) -> None:
         return None
 
 
 @backend("interrupted_counts")
-class NotReset(LoopbackBackend):
+class NotReset(LoopbackSharded):
     """Gradients of a backward pass that an exception has ended are part of the next."""
 
-    def reset(self, module: nn.Module) -> None:
-        self.reshard(module)
+    def reset(self) -> None:
+        self.reshard()
 
 
 @backend("calls_drop_gradients")
-class GivesUpGradients(LoopbackBackend):
+class GivesUpGradients(LoopbackSharded):
     """An exception in a call outside of a step costs the gradients that wait for theirs."""
 
-    def abandon_forward(self, module: nn.Module) -> None:
-        self.reset(module)
-        for parameter in self.layout(module):
+    def abandon_forward(self) -> None:
+        self.reset()
+        for parameter in self.layout():
             parameter.grad = None
 
 
 @backend("interruption_unnoticed")
-class Unaware(LoopbackBackend):
+class Unaware(LoopbackSharded):
     """Nobody tells it of an exception under Fabric, and it does not look."""
 
-    def mend_interrupted(self, module: nn.Module) -> None:
+    def mend_interrupted(self) -> None:
         pass
 
 
@@ -567,52 +556,52 @@ class DescribedOffByOne(FlatShard):
 
 
 @backend("names_wrapped")
-class WrappedNames(LoopbackBackend):
+class WrappedNames(LoopbackSharded):
     """A wrapper's part is in the names."""
 
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return {f"wrapped.{name}": value for name, value in super().model_state(module).items()}
+    def model_state(self) -> dict[str, Any]:
+        return {f"wrapped.{name}": value for name, value in super().model_state().items()}
 
 
 @backend("buffer_not_saved")
-class WithoutBuffers(LoopbackBackend):
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        buffers = {name for name, _ in module.named_buffers()}
-        return {name: value for name, value in super().model_state(module).items() if name not in buffers}
+class WithoutBuffers(LoopbackSharded):
+    def model_state(self) -> dict[str, Any]:
+        buffers = {name for name, _ in self.root.named_buffers()}
+        return {name: value for name, value in super().model_state().items() if name not in buffers}
 
 
 @backend("buffer_not_restored")
-class KeepsBuffers(LoopbackBackend):
-    def load_model_state(self, module: nn.Module, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        super().load_model_state(module, state, *args, **kwargs)
-        for name, buffer in module.named_buffers():
+class KeepsBuffers(LoopbackSharded):
+    def load_model_state(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        kept = {name: buffer.clone() for name, buffer in self.root.named_buffers()}
+        super().load_model_state(state, *args, **kwargs)
+        for name, buffer in self.root.named_buffers():
             buffer.copy_(kept[name])
 
 
 @backend("moment_not_saved")
-class WithoutMomentum(LoopbackBackend):
-    def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(module, optimizer)
+class WithoutMomentum(LoopbackSharded):
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
         kept = {name: {k: v for k, v in of.items() if k != "momentum_buffer"} for name, of in state["state"].items()}
         return {**state, "state": kept}
 
 
 @backend("options_not_restored")
-class KeepsOptions(LoopbackBackend):
+class KeepsOptions(LoopbackSharded):
     """Of the options of param groups, the learning rate alone is the checkpoint's."""
 
-    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+    def load_optimizer_state(self, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
         kept = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
-        super().load_optimizer_state(module, optimizer, state, check_only=check_only)
+        super().load_optimizer_state(optimizer, state, check_only=check_only)
         for group, options in zip(optimizer.param_groups, kept, strict=True):
             group.update(options)
 
 
 @backend("moments_of_frozen_dropped")
-class DropsFrozen(LoopbackBackend):
-    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
-        super().load_optimizer_state(module, optimizer, state, check_only=check_only)
+class DropsFrozen(LoopbackSharded):
+    def load_optimizer_state(self, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+        super().load_optimizer_state(optimizer, state, check_only=check_only)
         for parameter in [p for p in optimizer.state if not p.requires_grad and not check_only]:
             del optimizer.state[parameter]
 
@@ -628,87 +617,86 @@ class LoadedBeside(FlatShard):
         return self.runtime.all_gather(self.loaded).reshape(-1)[: self.numel].view(self.shape)
 
 
+class SteppedBeside(LoopbackSharded):
+    def load_model_state(self, state: Any, strict: bool = True, *, check_only: bool = False) -> None:
+        before = [shard.held.detach().clone() for shard in self.shards]
+        super().load_model_state(state, strict, check_only=check_only)
+        for shard, kept in zip(self.shards, before, strict=True):
+            if not check_only:
+                shard.loaded = shard.held.detach().clone()
+                shard.held.data.copy_(kept)
+
+    def load_optimizer_state(self, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+        super().load_optimizer_state(optimizer, state, check_only=check_only)
+        for shard in self.shards:
+            if shard.loaded is not None:
+                shard.held.data.copy_(shard.loaded)
+                shard.loaded = None
+
+
 @backend("weights_loaded_beside_optimizer")
 class TrainsWhatWasThere(LoopbackBackend):
     """Weights that are loaded without an optimizer's state are computed with until the first step, and then gone."""
 
     shard_class = LoadedBeside
+    sharded_class = SteppedBeside
 
-    def load_model_state(self, module: nn.Module, state: Any, strict: bool = True, *, check_only: bool = False) -> None:
-        before = [shard.held.detach().clone() for shard in shards_of(module)]
-        super().load_model_state(module, state, strict, check_only=check_only)
-        for shard, kept in zip(shards_of(module), before, strict=True):
-            if not check_only:
-                shard.loaded = shard.held.detach().clone()
-                shard.held.data.copy_(kept)
-
-    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
-        super().load_optimizer_state(module, optimizer, state, check_only=check_only)
-        for shard in shards_of(module):
-            if shard.loaded is not None:
-                shard.held.data.copy_(shard.loaded)
-                shard.loaded = None
-
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Any) -> None:
-        optimizers, modules = list(optimizers), list(modules)
-        super().repoint(optimizers, modules)
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
+        optimizers, roots = list(optimizers), list(roots)
+        super().repoint(optimizers, roots)
         for optimizer in optimizers:
-            optimizer.register_step_post_hook(lambda *_: self._forget(modules))
+            optimizer.register_step_post_hook(lambda *_: self._forget(roots))
 
-    def _forget(self, modules: Any) -> None:
-        for shard in [shard for module in modules for shard in shards_of(module)]:
+    def _forget(self, roots: Any) -> None:
+        for shard in [shard for root in roots for shard in root.shards]:
             shard.loaded = None
 
 
 @backend("moments_by_position")
-class ByPosition(LoopbackBackend):
+class ByPosition(LoopbackSharded):
     """As torch's own optimizers, whose parameters have numbers and no names."""
 
-    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
-        now = self.optimizer_state(module, optimizer)
+    def load_optimizer_state(self, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+        now = self.optimizer_state(optimizer)
         held = [name for group in now["param_groups"] for name in group["params"]]
         saved = [name for group in state["param_groups"] for name in group["params"]]
         if len(held) == len(saved):
             renamed = dict(zip(saved, held, strict=True))
             groups = [{**g, "params": [renamed[name] for name in g["params"]]} for g in state["param_groups"]]
             state = {"state": {renamed[name]: of for name, of in state["state"].items()}, "param_groups": groups}
-        super().load_optimizer_state(module, optimizer, state, check_only=check_only)
+        super().load_optimizer_state(optimizer, state, check_only=check_only)
 
 
 @backend("saved_group_divided")
-class DividesGroups(LoopbackBackend):
+class DividesGroups(LoopbackSharded):
     """Every param group gets the settings of the one that its parameters were saved in."""
 
-    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+    def load_optimizer_state(self, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
         saved = {name: group for group in state["param_groups"] for name in group["params"]}
-        now = self.optimizer_state(module, optimizer)["param_groups"]
+        now = self.optimizer_state(optimizer)["param_groups"]
         groups = [{**saved[group["params"][0]], "params": group["params"]} for group in now]
-        super().load_optimizer_state(module, optimizer, {**state, "param_groups": groups}, check_only=check_only)
+        super().load_optimizer_state(optimizer, {**state, "param_groups": groups}, check_only=check_only)
 
 
 @backend("gradients_not_restored")
-class ForgetsGradients(LoopbackBackend):
-    def restore_gradients(self, module: nn.Module, own: Any, reduced: Any) -> None:
+class ForgetsGradients(LoopbackSharded):
+    def restore_gradients(self, own: Any, reduced: Any) -> None:
         pass
 
 
 @backend("strict_ignored")
-class NeverStrict(LoopbackBackend):
-    def load_model_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False
-    ) -> None:
-        super().load_model_state(module, state, False, check_only=check_only)
+class NeverStrict(LoopbackSharded):
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
+        super().load_model_state(state, False, check_only=check_only)
 
 
 @backend("changed_before_check")
-class LoadsThenChecks(LoopbackBackend):
-    def load_model_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False
-    ) -> None:
-        live = self.model_state(module)
+class LoadsThenChecks(LoopbackSharded):
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
+        live = self.model_state()
         fits = {name: value for name, value in state.items() if name in live and value.shape == live[name].shape}
         fill_all({name: live[name] for name in fits}, fits)
-        super().load_model_state(module, state, strict, check_only=check_only)
+        super().load_model_state(state, strict, check_only=check_only)
 
 
 @backend("terms_forgotten")
@@ -724,28 +712,28 @@ class WithoutTerms(LoopbackBackend):
 
 @backend("group_left_open")
 class LeavesGroup(LoopbackBackend):
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module) -> Sharded:
         torch.distributed.new_group()
         return super().shard(module)
 
 
 @backend("thread_left_running")
 class LeavesThread(LoopbackBackend):
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module) -> Sharded:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         return super().shard(module)
 
 
 @backend("variable_left_set")
 class LeavesVariable(LoopbackBackend):
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module) -> Sharded:
         os.environ["LOOPBACK"] = "1"
         return super().shard(module)
 
 
 @backend("file_left_behind")
 class LeavesFile(LoopbackBackend):
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module) -> Sharded:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.write(b"a cache of its own")
         return super().shard(module)
@@ -755,7 +743,7 @@ class LeavesFile(LoopbackBackend):
 class KeepsModules(LoopbackBackend):
     kept: ClassVar[list[nn.Module]] = []
 
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module) -> Sharded:
         self.kept.append(module)
         return super().shard(module)
 
@@ -764,7 +752,7 @@ class KeepsModules(LoopbackBackend):
 
 
 @backend("signature_differs")
-class OtherSignature(LoopbackBackend):
+class OtherSignature(LoopbackSharded):
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         super().clip_value(parameters, limit)
 

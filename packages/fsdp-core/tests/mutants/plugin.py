@@ -124,7 +124,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "option_unclaimed": {"options": (*LOOPBACK.options, Option(name="activation_checkpointing_policy"))},
     "clip_by_norm_unclaimed": {"capabilities": LOOPBACK.capabilities - {Capability.CLIP_BY_NORM}},
     "default_differs": {
-        "options": (Option(name="state_dict_type", default="full"), *LOOPBACK.options[1:]),
+        "options": tuple(
+            replace(option, default="full") if option.name == "state_dict_type" else option
+            for option in LOOPBACK.options
+        ),
     },
     "probe_imports_torch": {"probe": "mutants.plugin:import_torch"},
 }

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
 from fsdp_core.testing.loopback.trainer import LoopbackTrainerStrategy
@@ -58,17 +59,17 @@ class ComparesNothing(LoopbackFabricStrategy):
 class ShowsPieces(LoopbackTrainerStrategy):
     """Lets a rank's pieces be read as if they were the whole."""
 
-    def _sharded(self, module: nn.Module) -> nn.Module:
-        root = super()._sharded(module)
-        for one in root.modules():
+    def _shard(self, module: nn.Module) -> Sharded:
+        sharded = super()._shard(module)
+        for one in sharded.root.modules():
             vars(one).pop("state_dict", None)
-        return root
+        return sharded
 
 
 class TakesLateParameters(LoopbackFabricStrategy):
     """Takes parameters that came after sharding for some that stay whole."""
 
-    def _refuse_late(self, root: nn.Module, optimizers: Any = ()) -> None:
+    def _refuse_late(self, sharded: Sharded, optimizers: Any = ()) -> None:
         pass
 
 

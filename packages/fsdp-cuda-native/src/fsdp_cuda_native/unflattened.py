@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,19 +12,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdp_core.state import FlatRange, Layout, Part, clean_name, stand_in
 from fsdp_cuda_native.torch_private.flat_parameters import FlatMember, flat_members, tied_members, units_of
 
-__all__ = ["layout_of", "local_part", "local_parts", "named_members", "note_order", "stand_ins", "unwrapped"]
-
-#: In which order modules were written to hold their parameters; FSDP1 takes them away and puts them back.
-_ORDERS: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+__all__ = ["layout_of", "local_part", "local_parts", "named_members", "orders_of", "stand_ins", "unwrapped"]
 
 _FLAT = "_flat_param"
 
 
-def note_order(modules: Iterable[nn.Module]) -> None:
-    """Note in which order modules hold their parameters, before FSDP1 flattens them."""
-    for module in modules:
-        if module._parameters:
-            _ORDERS[module] = tuple(module._parameters)
+def orders_of(modules: Iterable[nn.Module]) -> dict[nn.Module, tuple[str, ...]]:
+    """In which order modules were written to hold their parameters; FSDP1 takes them away and puts them back."""
+    return {module: tuple(module._parameters) for module in modules if module._parameters}
 
 
 def named_members(root: FullyShardedDataParallel) -> Iterator[tuple[str, FlatMember]]:
@@ -89,10 +83,16 @@ def unwrapped(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def stand_ins(root: FullyShardedDataParallel) -> Iterator[dict[str, nn.Parameter]]:
+def stand_ins(
+    root: FullyShardedDataParallel, orders: Mapping[nn.Module, tuple[str, ...]]
+) -> Iterator[dict[str, nn.Parameter]]:
     """A context in which every flattened parameter is stood for by one of its own shape, which takes no memory.
 
     What is frozen or unfrozen meanwhile is afterwards.
+
+    Args:
+        root: The root, not gathered.
+        orders: What :func:`orders_of` has found before anything was flattened.
 
     Yields:
         The stand-ins by the user's names.
@@ -119,7 +119,7 @@ def stand_ins(root: FullyShardedDataParallel) -> Iterator[dict[str, nn.Parameter
     hidden: list[tuple[nn.Module, str, object]] = []
     for owner, parameters in before.items():
         owner._parameters.clear()
-        for name in dict.fromkeys((*_ORDERS.get(owner, ()), *parameters)):
+        for name in dict.fromkeys((*orders.get(owner, ()), *parameters)):
             if (id(owner), name) in by_place:
                 owner._parameters[name] = by_place[id(owner), name]
                 if name in owner.__dict__:

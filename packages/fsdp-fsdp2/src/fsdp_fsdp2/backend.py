@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,16 +16,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
-from fsdp_core import Backend, ShardingError, UnsupportedCapabilityError
+from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
-    ComparedShards,
-    ReplicatedParameters,
     ShardPrecision,
-    StepGradients,
-    StepWrites,
     WrapPolicy,
     checkpoint_activations,
     describe_policy,
@@ -35,23 +28,11 @@ from fsdp_core.sharding import (
     options_of,
     place,
     select_units,
+    sharded_of,
     stays_whole,
 )
-from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, give_back, refuse_half_gradients
-from fsdp_fsdp2.torch_private import (
-    AssignedData,
-    Gathering,
-    UnusedParameters,
-    abandon_forward,
-    finish_backward,
-    gathered_parameters,
-    gathered_shards,
-    is_interrupted,
-    set_unreduced_gradients,
-    take_unfrozen,
-    unreduced_gradients,
-    without_hooks,
-)
+from fsdp_core.state import give_back
+from fsdp_fsdp2.sharded import FSDP2Sharded
 
 __all__ = ["FSDP2Backend"]
 
@@ -61,29 +42,8 @@ class FSDP2Backend(Backend):
 
     0-dim parameters, which ``fully_shard`` refuses, stay whole on every rank.
 
-    Args:
-        auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
-            blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
-        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
-        reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
-            them sharded over groups of so many ranks. ``None``: all do but the root and the last unit, which the
-            backward pass needs first.
-        cpu_offload: Whether shards, gradients and optimizer state live in host memory. An
-            :class:`~torch.distributed.fsdp.OffloadPolicy` is taken as it is.
-        mp_policy: Dtypes of computation and reduction, instead of those that the precision implies.
-        sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation. It keeps accumulated
-            gradients sharded, for more communication.
+    Its keywords are what :class:`~fsdp_fsdp2.constructor.FSDP2Options` explains.
     """
-
-    # by root, and not by backend, for a root outlives the strategy that sharded it
-    _replicated: ClassVar[weakref.WeakKeyDictionary[nn.Module, ReplicatedParameters]] = weakref.WeakKeyDictionary()
-    _interrupted: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-    _units: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[FSDPModule]]] = weakref.WeakKeyDictionary()
-    _gathering: ClassVar[weakref.WeakKeyDictionary[nn.Module, Gathering]] = weakref.WeakKeyDictionary()
-    _assigned: ClassVar[weakref.WeakKeyDictionary[nn.Module, AssignedData]] = weakref.WeakKeyDictionary()
-    _unused: ClassVar[weakref.WeakKeyDictionary[nn.Module, UnusedParameters]] = weakref.WeakKeyDictionary()
-    _steps: ClassVar[weakref.WeakKeyDictionary[nn.Module, StepGradients]] = weakref.WeakKeyDictionary()
-    _shards: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]]] = weakref.WeakKeyDictionary()
 
     def __init__(
         self,
@@ -139,12 +99,14 @@ class FSDP2Backend(Backend):
     def units(self, module: nn.Module) -> list[nn.Module]:
         return select_units(module, self.auto_wrap_policy)
 
-    def shard(self, module: nn.Module) -> nn.Module:
-        if self.is_sharded(module):
-            self._check_not_interrupted(module)
-            return module
+    def shard(self, module: nn.Module) -> Sharded:
+        known = sharded_of(module)
+        if isinstance(known, FSDP2Sharded):
+            known.check_not_interrupted()
+        return super().shard(module)
+
+    def shard_module(self, module: nn.Module) -> FSDP2Sharded:
         self._check(module)
-        self.remember(module)
         units = self.units(module)
         checkpoint_activations(module, self.activation_checkpointing_policy)
         sharded: set[nn.Module] = set()
@@ -171,19 +133,7 @@ class FSDP2Backend(Backend):
             kept_whole += whole
             give_back()
         in_order = [p for p in module.parameters() if any(p is w for w in kept_whole)]
-        if in_order:
-            self._replicated[module] = ReplicatedParameters(in_order, module, self.runtime)
-        self._units[module] = weakref.WeakSet(_fsdp(unit) for unit in (*units, module))
-        self._gathering[module] = Gathering(self._units[module])
-        self._unused[module] = UnusedParameters([_fsdp(unit) for unit in (*units, module)], self.runtime)
-        self._steps[module] = StepGradients(module)
-        self._assigned[module] = AssignedData(self._units[module])
-        module.register_forward_pre_hook(_check_assigned, prepend=True)
-        if compute is not None:
-            module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
-        self._shards[module] = dict(module.named_parameters())
-        self.mark_sharded(module)
-        return module
+        return FSDP2Sharded(module, units, in_order, casts=compute is not None, runtime=self.runtime)
 
     def _reshards(self, unit: nn.Module, root: nn.Module, units: Sequence[nn.Module]) -> bool | int | None:
         if self.reshard_after_forward is False:
@@ -194,112 +144,7 @@ class FSDP2Backend(Backend):
             return False  # it would be gathered again at once
         return self.reshard_after_forward
 
-    @contextmanager
-    def unmanaged(self, module: nn.Module) -> Iterator[None]:
-        with super().unmanaged(module), without_hooks(module):
-            yield
-
-    @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
-        root, replicated = _fsdp(module), self._replicated.get(module)
-        if self.sync_each_batch:
-            yield
-            return
-        root.set_requires_gradient_sync(False)
-        if replicated is not None:
-            replicated.sync = False
-        try:
-            yield
-        finally:
-            root.set_requires_gradient_sync(True)
-            if replicated is not None:
-                replicated.sync = True
-
-    def reshard(self, module: nn.Module) -> None:
-        self._gathering[module].reshard()
-
-    def suspend_forward(self, module: nn.Module, loss: Tensor | None = None) -> None:
-        if loss is not None:  # else a step over the shards, and hooks before it that look at gradients
-            self._steps[module].on = False
-            self._unused[module].begin()
-
-    def resume_forward(self, module: nn.Module) -> None:
-        root, step = _fsdp(module), self._steps[module]
-        step.on = False
-        finish_backward(root, self._unused[module])
-        self.reshard(module)  # all units: one that is kept after forward and got no gradient would be stale
-        root.unshard()
-        for unit in self._units[module]:
-            for gathered, shard in gathered_parameters(unit):
-                step.follow(gathered, shard, is_part=False)
-        step.on = True
-
-    def watch_writes(self, module: nn.Module) -> StepWrites | None:
-        names = {part: clean_name(name) for name, part in module.named_modules()}
-        return ComparedShards(one for unit in self._units[module] for one in gathered_shards(unit, names))
-
-    def follow_requires_grad(self, module: nn.Module) -> None:
-        shards = self._shards[module]
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(shards[name].requires_grad)
-        for unit in self._units[module]:
-            take_unfrozen(unit)  # to gather a root anew whose parameters are frozen makes it forget its dtypes
-
-    def reset(self, module: nn.Module) -> None:
-        self._unused[module].forget()
-        reset = getattr(module, "reset_iter_state", None)
-        if reset is not None:
-            reset()
-        else:
-            self._interrupted.add(module)
-
-    def abandon_forward(self, module: nn.Module) -> None:
-        abandon_forward(_fsdp(module), self._units[module])
-
-    def mend_interrupted(self, module: nn.Module) -> None:
-        if is_interrupted(_fsdp(module)):
-            refuse_half_gradients(module, self._shards[module].values())
-            self.reset(module)
-
-    def accumulated_gradients(self, module: nn.Module) -> HeldGradients:
-        self.reshard(module)  # gathered parameters have gradients too, those that are found below
-        held = super().accumulated_gradients(module)
-        layout = self.layout(module)
-        for unit in self._units[module]:
-            held.own.update((layout[shard][0].name, grad) for shard, grad in unreduced_gradients(unit))
-        return held
-
-    def forget_unreduced(self, module: nn.Module, names: Collection[str]) -> None:
-        given_up = {id(shard) for name, shard in self._shards[module].items() if clean_name(name) in names}
-        for unit in self._units[module]:
-            for shard, gradient in unreduced_gradients(unit):
-                if id(shard) in given_up:
-                    gradient.zero_()
-
-    def restore_gradients(
-        self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
-    ) -> None:
-        self.reshard(module)
-        layout = self.layout(module)
-        shards: dict[str, nn.Parameter] = {part.name: p for p, (part,) in layout.items() if isinstance(p, DTensor)}
-        at_parameters = {name: read for name, read in own.items() if name not in shards}
-        super().restore_gradients(module, at_parameters, reduced)
-        unreduced = {shards[name]: read for name, read in own.items() if name in shards}
-        for unit in module.modules():  # in one order on every rank, for each is gathered
-            if isinstance(unit, FSDPModule):
-                set_unreduced_gradients(_fsdp(module), unit, unreduced)
-        self._unused[module].expect()
-
-    def _check_not_interrupted(self, module: nn.Module) -> None:
-        if module in self._interrupted:
-            raise ShardingError(
-                f"an exception has interrupted a step of {type(module).__name__}, and torch {torch.__version__} can't "
-                "bring a sharded module back from that: its next losses would be wrong.\n"
-                "Build the module anew and load a checkpoint, or upgrade to torch 2.13, which can."
-            )
-
     def _check(self, module: nn.Module) -> None:
-        self.check_shardable(module)
         name = type(module).__name__
         for fqn, submodule in module.named_modules():
             if isinstance(submodule, FSDPModule):
@@ -332,20 +177,6 @@ class FSDP2Backend(Backend):
         return CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _check_assigned(root: nn.Module, args: Any) -> None:
-    assigned = FSDP2Backend._assigned.get(root)
-    if assigned is not None and root not in gathered_modules:  # a copy of a root has none
-        for unit in FSDP2Backend._units[root]:
-            assigned.check(unit)
-
-
-def _take_unfrozen_units(root: nn.Module, args: Any) -> None:
-    if root not in gathered_modules:
-        for unit in FSDP2Backend._units.get(root, ()):  # none of a copy
-            take_unfrozen(unit)
-
-
 def _check_dtypes(unit: nn.Module, parameters: set[nn.Parameter]) -> None:
     dtypes = {p.dtype for p in parameters if p.requires_grad}
     if len(dtypes) > 1:
@@ -376,8 +207,3 @@ def _check_options(reshard_after_forward: object, cpu_offload: object, mp_policy
             "Write precision='bf16-mixed' in its place, or give a torch.distributed.fsdp.MixedPrecisionPolicy; "
             "FSDP1's MixedPrecision belongs to 'fsdp_native'."
         )
-
-
-def _fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule), f"{type(module).__name__} was not sharded by this backend"
-    return module

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from fsdp_core import Capability, Option, StrategyInfo, hookimpl
+from fsdp_core import Capability, StrategyInfo, hookimpl
+from fsdp_core.plugins import COMMON_OPTIONS, options_in
 
 __all__ = ["fsdp_strategies"]
-
-_OPTIONS = {
-    "activation_checkpointing_policy": (None, "Which modules recompute their activations: classes or a function."),
-    "sync_each_batch": (False, "Reduce gradients on every micro-batch of an accumulation."),
-    "state_dict_type": ("sharded", "How checkpoints are saved: 'sharded' (a folder) or 'full' (one file)."),
-    "timeout": (None, "How long a collective waits for its peers, a timedelta."),
-    "async_save": (False, "Write checkpoints in the background."),
-    "accelerator": (None, "A Lightning Accelerator; None: Lightning chooses."),
-    "parallel_devices": (None, "The devices of this host; None: Lightning chooses."),
-    "cluster_environment": (None, "A Lightning ClusterEnvironment; None: Lightning chooses."),
-    "checkpoint_io": (None, "A Lightning CheckpointIO, which full checkpoints go through."),
-    "precision_plugin": (None, "Under Trainer: a Lightning Precision plugin."),
-    "precision": (None, "Under Fabric: a Lightning Precision plugin."),
-}
 
 
 @hookimpl
@@ -43,7 +30,7 @@ def fsdp_strategies() -> list[StrategyInfo]:
                     Capability.SHARDED_CHECKPOINT,
                 }
             ),
-            options=tuple(Option(name=name, default=default, help=told) for name, (default, told) in _OPTIONS.items()),
+            options=(*options_in("fsdp_example.constructor:ZeRO1Options"), *COMMON_OPTIONS),
             requires=("torch>=2.9", "lightning>=2.6.6"),
         )
     ]

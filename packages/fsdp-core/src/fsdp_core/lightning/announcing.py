@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from torch import nn
-
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.layout import bytes_of_wholes
 
 __all__ = ["announce"]
@@ -14,24 +12,21 @@ __all__ = ["announce"]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def announce(log: logging.Logger, strategy: str, name: str, units: int, backend: Backend, root: nn.Module) -> None:
+def announce(log: logging.Logger, units: int, sharded: Sharded) -> None:
     """Say on rank 0 what was sharded, over what, and what a rank holds of it.
 
     Args:
         log: Lightning's logger, whose level decides whether it is said.
-        strategy: The name that users type.
-        name: That of the module's class.
-        units: How many of its submodules are units of their own.
-        backend: Which has sharded it.
-        root: What it has become.
+        units: How many of the module's submodules are units of their own.
+        sharded: What the module has become.
     """
-    runtime = backend.runtime
+    runtime = sharded.runtime
     if runtime.rank != 0 or not log.isEnabledFor(logging.INFO):
         return
     in_units = f"{units} unit{'s' if units > 1 else ''} and the root" if units else "the root alone"
-    held, whole = backend.bytes_held(root), bytes_of_wholes(backend.layout(root))
+    held, whole = sharded.bytes_held(), bytes_of_wholes(sharded.layout())
     log.info(
-        f"{strategy}: {name} is sharded over {runtime.described()}, in {in_units}; "
+        f"{sharded.strategy_name}: {sharded.class_name} is sharded over {runtime.described()}, in {in_units}; "
         f"the first holds {size_in_words(held)} of {size_in_words(whole)} of parameters."
     )
 

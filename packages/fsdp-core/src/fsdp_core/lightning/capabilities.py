@@ -200,8 +200,10 @@ def _parameters(made: type, listed: type) -> tuple[list[str], bool]:
     """The names that a constructor takes, or passes on to the class that is listed; and whether it takes no others."""
     names: list[str] = []
     for one in made.__mro__[: made.__mro__.index(listed) + 1]:
-        if "__init__" in vars(one):
-            parameters = list(inspect.signature(vars(one)["__init__"]).parameters.values())[1:]
+        if "__init__" in vars(one) or one is listed:
+            # the one that is listed shows what it passes on to core's too
+            signature = inspect.signature(one if one is listed else vars(one)["__init__"])
+            parameters = [each for name, each in signature.parameters.items() if name != "self"]
             names += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in names]
             if not any(each.kind is each.VAR_KEYWORD for each in parameters):
                 return names, True

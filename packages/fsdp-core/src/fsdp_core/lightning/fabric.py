@@ -19,9 +19,11 @@ from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.capabilities import check_precision
 from fsdp_core.lightning.checkpoints.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
-from fsdp_core.lightning.hooks.forwarding import ShardedForward, root_of
+from fsdp_core.lightning.hooks.exporting import written_of
+from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precision
@@ -31,6 +33,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.sharded import Sharded
 
 __all__ = ["ShardedFabricStrategy"]
 
@@ -65,21 +68,21 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     def __init__(
         self,
         backend: Backend,
-        *,
-        strategy_name: str,
-        runtime: Runtime | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
+        *,
+        strategy_name: str,
+        runtime: Runtime | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
         **unknown: Never,
     ) -> None:
         self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
-        self.roots: list[nn.Module] = []
+        self.roots: list[Sharded] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._num_nodes = 1
         super().__init__(
@@ -156,10 +159,27 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         return self.backend.wrap_context()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        root = self._sharded(module)
-        if not any(known is root for known in self.roots):
-            self.roots.append(root)
-        return ShardedForward(root, self.backend)
+        sharded = self._shard(module)
+        if not any(known is sharded for known in self.roots):
+            self.roots.append(sharded)
+        return ShardedForward(sharded)
+
+    def sharded_of(self, module: nn.Module) -> Sharded:
+        """What is known of a model that was set up: its shards, their layout, gradients and state.
+
+        Args:
+            module: What ``fabric.setup`` has returned, or the user's module.
+
+        Raises:
+            ShardingError: It was not set up.
+        """
+        sharded = sharded_in(written_of(module))
+        if sharded is None:
+            raise ShardingError(
+                f"{type(module).__name__} is not sharded.\n"
+                "Write `model = fabric.setup(model)` first, and ask with what that returns."
+            )
+        return sharded
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -191,11 +211,11 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._backward_sync_control.accumulating.clear()
         self._unreduced.clear()
         for root in self.roots:
-            self.backend.reshard(root)
+            root.reshard()
         return output
 
     @property
-    def accumulating(self) -> Collection[nn.Module]:
+    def accumulating(self) -> Collection[Sharded]:
         """The roots with backward passes since the last step whose gradients are not reduced yet."""
         return self._backward_sync_control.accumulating
 
@@ -210,12 +230,13 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self.require(Capability.CLIP_BY_NORM, f"clip_gradients(max_norm={max_norm})")
         self.precision.unscale_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return self.backend.clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+        return self.sharded_of(module).clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         self.require(Capability.CLIP_BY_VALUE, f"clip_gradients(clip_val={clip_val})")
         self.precision.unscale_gradients(optimizer)
-        self.backend.clip_value([p for group in optimizer.param_groups for p in group["params"]], float(clip_val))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.sharded_of(module).clip_value(parameters, float(clip_val))
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self._reduced(tensor, group, reduce_op)
@@ -224,14 +245,15 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     @normal_tensors()
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return self.backend.model_state(root_of(module))
+        sharded = sharded_in(module)
+        return module.state_dict() if sharded is None else sharded.model_state()
 
     @normal_tensors()
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        self.backend.load_model_state(root_of(module), state_dict, strict)
+        self.sharded_of(module).load_model_state(state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.backend.optimizer_state(owner_of(optimizer, self.roots, self.backend), optimizer)
+        return owner_of(optimizer, self.roots).optimizer_state(optimizer)
 
     @normal_tensors()
     def save_checkpoint(
@@ -272,18 +294,18 @@ class _NoSync(BackwardSyncControl):
     """Tells Fabric how to leave out the reduction of gradients."""
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
-        self._no_sync, self._require = strategy._no_sync, strategy.require
+        self._no_sync, self._require, self._sharded_of = strategy._no_sync, strategy.require, strategy.sharded_of
         self._unreduced = strategy._unreduced
-        self.accumulating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.accumulating: weakref.WeakSet[Sharded] = weakref.WeakSet()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         if not enabled:
             return nullcontext()
         self._require(Capability.GRADIENT_ACCUMULATION, "no_backward_sync()")
-        root = root_of(module)
-        self.accumulating.add(root)
-        self._unreduced.add(root)
-        return self._no_sync(root)
+        sharded = self._sharded_of(module)
+        self.accumulating.add(sharded)
+        self._unreduced.add(sharded)
+        return self._no_sync(sharded)
 
 
 # See fsdp_core/lightning/trainer.py for why.

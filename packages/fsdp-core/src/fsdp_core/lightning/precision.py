@@ -26,8 +26,9 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.initialization.deferred_init import continue_deferred
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.torch_private import make_scaler_sharded
 
 __all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]
@@ -47,13 +48,18 @@ _TRANSLATED = (
 )
 
 
-class _HasBackend(Protocol):
-    backend: Backend
+class _Strategy(Protocol):
+    runtime: Runtime
 
     def require(self, capability: Capability, asked: str) -> None: ...
 
     @property
     def root_device(self) -> torch.device: ...
+
+
+class _TrainerStrategy(_Strategy, Protocol):
+    @property
+    def sharded(self) -> Sharded: ...
 
 
 def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
@@ -91,7 +97,7 @@ class _ShardedPrecision:
 
     Args:
         precision: The dtypes.
-        strategy: Whose backend it is.
+        strategy: Whose precision it is.
         scaler: The gradient scaler that the user has given.
 
     Raises:
@@ -99,7 +105,7 @@ class _ShardedPrecision:
     """
 
     def __init__(
-        self, precision: ShardPrecision, strategy: _HasBackend, scaler: torch.amp.GradScaler | None = None
+        self, precision: ShardPrecision, strategy: _Strategy, scaler: torch.amp.GradScaler | None = None
     ) -> None:
         if scaler is not None and not precision.scaled:
             raise UnsupportedCapabilityError(
@@ -117,7 +123,7 @@ class _ShardedPrecision:
         """The gradient scaler, if fp16 needs one; made when the device is known."""
         if self._scaler is None and self.dtypes.scaled:
             self._scaler = self._asked_scaler or torch.amp.GradScaler(self._strategy.root_device.type)
-            make_scaler_sharded(self._scaler, lambda flag: self._strategy.backend.runtime.all_reduce(flag, "max"))
+            make_scaler_sharded(self._scaler, lambda flag: self._strategy.runtime.all_reduce(flag, "max"))
         return self._scaler
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -154,21 +160,23 @@ class _ShardedPrecision:
 
 
 class ShardedTrainerPrecision(_ShardedPrecision, Precision):
-    """Precision of sharded training under the Trainer. Clips through the strategy's backend.
+    """Precision of sharded training under the Trainer. Clips over all ranks.
 
     Args:
         precision: The dtypes.
-        strategy: Whose backend it is.
+        strategy: Whose precision it is.
         scaler: The gradient scaler that the user has given.
         guarding: What the user's hooks that look at gradients run in.
     """
 
+    _strategy: _TrainerStrategy
+
     def __init__(
         self,
         precision: ShardPrecision,
-        strategy: _HasBackend,
-        scaler: torch.amp.GradScaler | None = None,
-        guarding: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        strategy: _TrainerStrategy,
+        scaler: torch.amp.GradScaler | None,
+        guarding: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         super().__init__(precision, strategy, scaler)
         self._guarding = guarding
@@ -218,13 +226,13 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
         self._strategy.require(Capability.CLIP_BY_NORM, f"clip_gradients by norm, {clip_val}")
         self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._strategy.backend.clip_norm(parameters, float(clip_val))
+        self._strategy.sharded.clip_norm(parameters, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
         self._strategy.require(Capability.CLIP_BY_VALUE, f"clip_gradients by value, {clip_val}")
         self._unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._strategy.backend.clip_value(parameters, float(clip_val))
+        self._strategy.sharded.clip_value(parameters, float(clip_val))
 
 
 class ShardedFabricPrecision(_ShardedPrecision, FabricPrecision):

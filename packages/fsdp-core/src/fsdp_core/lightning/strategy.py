@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from fsdp_core.gradients.zero_grad import when_zeroed
 from fsdp_core.initialization.sharded_init import check_parts
 from fsdp_core.lightning.announcing import announce
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
+from fsdp_core.lightning.constructors import described_constructor
 from fsdp_core.lightning.devices import (
     check_devices,
     check_state_dict_type,
@@ -40,12 +41,11 @@ from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.sharding.precision import ShardPrecision
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
+from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
 
-__all__ = ["RanksOfStrategy", "sharded_by"]
+__all__ = ["RanksOfStrategy", "StrategyOptions"]
 
-#: The strategy that has sharded a module of the user's, and the name of its class.
-sharded_by: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
 #: What optimizers held when they were last looked at.
 _held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
 
@@ -69,6 +69,10 @@ class RanksOfStrategy:
         log: Where Lightning says what rank 0 has to say, whose level users set.
     """
 
+    #: What to write instead of options that other libraries have, and by these the values that say what happens anyway.
+    others_options: ClassVar[Mapping[str, str]] = {}
+    happens_anyway: ClassVar[Mapping[str, Collection[object]]] = {}
+
     make_before: ClassVar[str]
 
     launcher_class: ClassVar[Any]
@@ -82,7 +86,7 @@ class RanksOfStrategy:
     timeout: timedelta | None
     async_saves: AsyncSaves | None
     sequential_save: bool = False
-    _unreduced: WeakSet[nn.Module]  # roots with backward passes since the last step that reduced nothing
+    _unreduced: WeakSet[Sharded]  # roots with backward passes since the last step that reduced nothing
 
     # of Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None
@@ -96,8 +100,7 @@ class RanksOfStrategy:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         # else Sphinx and editors would show the arguments of __new__
-        own = inspect.signature(cls.__init__)
-        cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])
+        cls.__signature__, cls.__doc__ = described_constructor(cls)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         # before the constructor, which may have no parameter for what is refused
@@ -115,7 +118,7 @@ class RanksOfStrategy:
         unknown: Mapping[str, object],
     ) -> None:
         """Note what the constructor was given, before Lightning's constructor looks at it."""
-        refuse_unknown_options(strategy_name, type(self), unknown, {})
+        refuse_unknown_options(strategy_name, type(self), unknown, self.others_options, always=self.happens_anyway)
         check_state_dict_type(state_dict_type)
         check_waiting(timeout, async_save)
         self.backend = backend
@@ -130,40 +133,39 @@ class RanksOfStrategy:
         """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare this."""
         require(self.strategy_name, capability, asked)
 
-    def _sharded(self, module: nn.Module) -> nn.Module:
-        """The root that a module becomes. All ranks must call it."""
+    def _shard(self, module: nn.Module) -> Sharded:
+        """Shard a module, or go on with one that is sharded already. All ranks must call it."""
         if self.runtime.world_size > 1:
             facts = self._facts(module)
             check_same(self.runtime, type(module).__name__, facts)
             if facts["state"] == _NOT_SHARDED:  # else sharding raises on all ranks, or goes on
                 check_parts(module, self.runtime)
         check_materialization(self.strategy_name, module)
-        goes_on = self.backend.owner_of(module) is not None
-        name = type(module).__name__  # which a library may change
+        goes_on = sharded_of(module) is not None
         units = () if goes_on else self.backend.units(module)
         parts = None if goes_on else parts_of(module, units)
         with normal_tensors():
-            root = self.backend.shard(module)
+            sharded = self.backend.shard(module)
         if goes_on:
-            self._refuse_late(root)
-        sharded_by.setdefault(self.backend.written_module(root), (self.strategy_name, name))
-        layout = self.backend.layout(root)
-        has_parts = any(isinstance(p, DTensor) or self.backend.holds_part(p) for p in layout)
-        if parts is not None and (has_parts or self.backend.written_module(root) is not root):
-            follow_calls(root, parts, meet=has_parts)
-        refuse_state_dicts(root, self.backend.remembered_names(root), layout, self.strategy_name)
-        refuse_files_of_shards(root, self.strategy_name)
+            self._refuse_late(sharded)
+        else:
+            sharded.strategy_name = self.strategy_name
+        layout = sharded.layout()
+        has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in layout)
+        if parts is not None and (has_parts or sharded.written is not sharded.root):
+            follow_calls(sharded.root, parts, meet=has_parts)
+        refuse_state_dicts(sharded.root, sharded.names, layout, self.strategy_name)
+        refuse_files_of_shards(sharded.root, self.strategy_name)
         if not goes_on:
-            announce(self.log, self.strategy_name, name, len(units), self.backend, root)
-        return root
+            announce(self.log, len(units), sharded)
+        return sharded
 
-    def _refuse_late(self, root: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+    def _refuse_late(self, sharded: Sharded, optimizers: Iterable[Optimizer] = ()) -> None:
         """Refuse parameters that the module has got since it was sharded."""
-        with self.backend.as_written(root):
-            written = self.backend.written_module(root)
-            refuse_late(written, self.backend.remembered_names(root), optimizers, self.make_before)
+        with sharded.as_written():
+            refuse_late(sharded.written, sharded.names, optimizers, self.make_before)
 
-    def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[nn.Module]) -> None:
+    def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Let optimizers hold shards, and nothing that came after these."""
         for root in roots:
             self._refuse_late(root, optimizers)
@@ -171,29 +173,27 @@ class RanksOfStrategy:
         for optimizer in optimizers:
             self._follow_zero_grad(optimizer, roots)
             _held[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
-            refuse_files_of_optimizer(optimizer, self.backend.holds_part, self.strategy_name)
+            refuse_files_of_optimizer(optimizer, _held_in_parts(roots), self.strategy_name)
 
-    def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
+    def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Let ``zero_grad()`` give up too what waits for a reduction, which is elsewhere than at the shards."""
         held = {id(parameter) for parameter in _parameters_of(optimizer)}
-        trained: list[tuple[ref[nn.Module], set[str]]] = []
+        trained: list[tuple[ref[Sharded], set[str]]] = []
         for root in roots:
-            parts = [part for p, parts in self.backend.layout(root).items() if id(p) in held for part in parts]
+            parts = [part for p, parts in root.layout().items() if id(p) in held for part in parts]
             trained.append((ref(root), {part.name for part in parts}))
-            when_zeroed(
-                self.backend.written_module(root), partial(_give_all_up, ref(root), self._unreduced, self.backend)
-            )
-        backend, unreduced = self.backend, self._unreduced
+            when_zeroed(root.written, partial(_give_all_up, ref(root), self._unreduced))
+        unreduced = self._unreduced
 
         def give_up() -> None:
             for one, names in trained:
                 root = one()
                 if root is not None and root in unreduced:
-                    backend.forget_unreduced(root, names)
+                    root.forget_unreduced(names)
 
         when_zeroed(optimizer, give_up)
 
-    def _look_at(self, optimizer: Optimizer, roots: Sequence[nn.Module]) -> None:
+    def _look_at(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Have what an optimizer was given since it was last looked at re-pointed or refused, before it is stepped."""
         now, known = _parameters_of(optimizer), _held.get(optimizer, [])
         if len(now) != len(known) or any(one is not other() for one, other in zip(now, known, strict=True)):
@@ -214,7 +214,7 @@ class RanksOfStrategy:
             "precision": repr(self.shard_precision.name),
             **facts_of_options(options),
         }
-        if self.backend.owner_of(module) is not None:
+        if sharded_of(module) is not None:
             return {**facts, "state": "sharded already"}
         try:
             self.backend.check_shardable(module)
@@ -223,12 +223,12 @@ class RanksOfStrategy:
         return {**facts, "state": _NOT_SHARDED, **facts_of_module(module, self.backend.units)}
 
     @contextmanager
-    def _no_sync(self, root: nn.Module) -> Iterator[None]:
-        """The backend's ``no_sync``, left as if nothing was raised in it: reduction is on then without ``finally`` too.
+    def _no_sync(self, sharded: Sharded) -> Iterator[None]:
+        """The root's ``no_sync``, left as if nothing was raised in it: reduction is on then without ``finally`` too.
 
         Otherwise every gradient would be ``None`` from an exception on, without a word.
         """
-        context = self.backend.no_sync(root)
+        context = sharded.no_sync()
         context.__enter__()
         try:
             yield
@@ -239,10 +239,10 @@ class RanksOfStrategy:
         if empty_init:
             self.require(Capability.META_INIT, "empty_init=True")
 
-    def _check_saving(self, roots: Iterable[nn.Module]) -> None:
-        for root in roots:
-            check_not_gathered(root, "a checkpoint")
-            if is_inside_forward(root):
+    def _check_saving(self, roots: Iterable[Sharded]) -> None:
+        for sharded in roots:
+            check_not_gathered(sharded.root, "a checkpoint")
+            if is_inside_forward(sharded.root):
                 raise ShardingError(
                     "a checkpoint was asked for inside a step, whose forward pass holds parameters gathered.\n"
                     "Save it in a hook after the step, such as on_train_batch_end()."
@@ -355,10 +355,37 @@ class RanksOfStrategy:
             )
 
 
-def _give_all_up(of: ref[nn.Module], unreduced: WeakSet[nn.Module], backend: Backend) -> None:
+class StrategyOptions(RanksOfStrategy):
+    """Base of the class that takes a package's own options, once for both front ends.
+
+    Its constructor names these as keywords, and hands the rest on to that of core's adapter, which comes after it::
+
+        class TheirsOptions(StrategyOptions):
+            def __init__(self, *common, size=2, **others):
+                super().__init__(TheirsBackend(size=size), *common, strategy_name="theirs", **others)
+
+        class TheirsStrategy(TheirsOptions, ShardedTrainerStrategy): ...
+
+    Signature and docstring of such a strategy name the options of both.
+    """
+
+    def __init__(
+        self, backend: Backend, *common: Any, strategy_name: str, runtime: Runtime | None = None, **others: Any
+    ) -> None:
+        # the next constructor is that of core's adapter, and not object's
+        super().__init__(backend, *common, strategy_name=strategy_name, runtime=runtime, **others)  # type: ignore[call-arg]
+
+
+def _give_all_up(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
     root = of()
     if root is not None and root in unreduced:
-        backend.forget_unreduced(root, set(backend.remembered_names(root)))
+        root.forget_unreduced(set(root.names))
+
+
+def _held_in_parts(roots: Iterable[Sharded]) -> Callable[[Tensor], bool]:
+    """Tells by parameter; an optimizer keeps it, which must not keep the roots, and has it copied as it is."""
+    known = WeakSet(roots)
+    return lambda parameter: any(root.holds_part(parameter) for root in known)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

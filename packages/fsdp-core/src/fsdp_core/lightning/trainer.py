@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together
+from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.step_gradients import guard, unguard
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
@@ -46,6 +47,7 @@ from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_again
 from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
 
 __all__ = ["ShardedTrainerStrategy"]
@@ -93,14 +95,14 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def __init__(
         self,
         backend: Backend,
-        *,
-        strategy_name: str,
-        runtime: Runtime | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        *,
+        strategy_name: str,
+        runtime: Runtime | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
@@ -204,28 +206,47 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             datamodule = getattr(trainer, "datamodule", None)
             if datamodule is not None:
                 check_hyper_parameters(datamodule, "datamodule_hyper_parameters")
-        if not self.backend.is_sharded(module):
+        if sharded_of(module) is None:
             converted: Any = self.precision_plugin.convert_module(module)
             if self._layer_sync is not None:
                 converted = self._layer_sync.apply(converted)
             module = converted
-        self.model = self._sharded(module)
-        shard_averages(trainer, self.backend, self.model, full=self.state_dict_type == "full")
-        show_written_shapes(trainer, self.backend, self.model)
+        sharded = self._shard(module)
+        self.model = sharded.root
+        shard_averages(trainer, sharded, full=self.state_dict_type == "full")
+        show_written_shapes(trainer, sharded)
         if fitting:
             self._exact_resume.follow(trainer)
             self._reset_optimizers_and_schedulers()
-            with self.backend.as_written(self.model):
+            with sharded.as_written():
                 self.setup_optimizers(trainer)
                 # now, for what came into the module in here may be gone with the context
-                names = self.backend.remembered_names(self.model)
-                refuse_late(self.backend.written_module(self.model), names, self.optimizers, self.make_before)
-            self._repoint(self.optimizers, [self.model])
-            check_finetuning(trainer, self.backend, self.model, self.strategy_name)
+                refuse_late(sharded.written, sharded.names, self.optimizers, self.make_before)
+            self._repoint(self.optimizers, [sharded])
+            check_finetuning(trainer, sharded, self.strategy_name)
         if not module.automatic_optimization:
             watch_toggling(self.lightning_module)
         self.setup_precision_plugin()
         self.barrier()
+
+    @property
+    def sharded(self) -> Sharded:
+        """What is known of the sharded module: its shards, their layout, gradients and state.
+
+        Raises:
+            ShardingError: Nothing is sharded yet: the Trainer does it at the beginning of each stage.
+        """
+        sharded = self._sharded_or_none
+        if sharded is None:
+            raise ShardingError(
+                f"strategy={self.strategy_name!r} has sharded no module yet.\n"
+                "Ask in a hook after setup() and configure_model(), such as on_fit_start(), or after the stage."
+            )
+        return sharded
+
+    @property
+    def _sharded_or_none(self) -> Sharded | None:
+        return None if self.model is None else sharded_of(self.model)
 
     def _facts(self, module: nn.Module) -> dict[str, str]:
         trainer, facts = self._trainer, super()._facts(module)
@@ -237,9 +258,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def follow_toggling(self) -> None:
         """Let parameters that are gathered inside a step require gradients as their shards do now."""
-        if self._in_step and self.model is not None:
+        if self._in_step:
             self._check_writes()
-            self.backend.follow_requires_grad(self.model)
+            self.sharded.follow_requires_grad()
 
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
@@ -257,13 +278,13 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.fit_saves is not None:
             self.fit_saves.step()
         self._in_step = True
-        if self._is_first_step and self.model is not None:
-            self._writes = self.backend.watch_writes(self.model)
+        if self._is_first_step:
+            self._writes = self.sharded.watch_writes()
         try:
             output = self._step("training_step", *args, **kwargs)
-            assert self.model is not None and self.lightning_module is not None
+            assert self.lightning_module is not None
             if not self.lightning_module.automatic_optimization:
-                self.backend.reshard(self.model)  # what hooks write from now on is written to shards
+                self.sharded.reshard()  # what hooks write from now on is written to shards
             return output
         finally:
             self._in_step = self._is_first_step = False
@@ -300,41 +321,37 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         output = self._step(name, *args, **kwargs)
-        assert self.model is not None
-        self.backend.reshard(self.model)
+        self.sharded.reshard()
         return output
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        assert self.model is not None
         self.require(Capability.GRADIENT_ACCUMULATION, "an accumulation of gradients")
         self._blocking = True
         try:
-            with self._no_sync(self.model):
+            with self._no_sync(self.sharded):
                 yield
         finally:
             self._blocking = False
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._inside_root_forward:
-            assert self.model is not None
             self._unguard()
             self._check_writes()
-            self.backend.suspend_forward(self.model, closure_loss)
+            self.sharded.suspend_forward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         self._exact_resume.on_backward(self.optimizers)
-        if self._blocking and self.model is not None:  # not before: Lightning forgets gradients within the context
-            self._unreduced.add(self.model)
+        if self._blocking:  # not before: Lightning forgets gradients within the context
+            self._unreduced.add(self.sharded)
         if self._inside_root_forward:
-            assert self.model is not None
-            self.backend.resume_forward(self.model)
+            self.sharded.resume_forward()
             self._guard()
 
     def _pieces(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients, which are no DTensors that compute over all ranks."""
         held = {p: None for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        return (p.grad for p in held if not isinstance(p, DTensor) and self.backend.holds_part(p))
+        return (p.grad for p in held if not isinstance(p, DTensor) and self.sharded.holds_part(p))
 
     def _guard(self) -> None:
         """Refuse what would be computed of gradients as one rank has them."""
@@ -355,22 +372,21 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._unguard()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        root = self.model
-        assert root is not None
-        self._look_at(optimizer, [root])
+        sharded = self.sharded
+        self._look_at(optimizer, [sharded])
         if not self._inside_root_forward:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._exact_resume.on_step(optimizer)
             self._unreduced.clear()
-            self.backend.reshard(root)
+            sharded.reshard()
             return output
 
         def closure_inside_forward() -> Any:
-            self.backend.resume_forward(root)
+            sharded.resume_forward()
             result = closure()
             self._unguard()
             self._check_writes()
-            self.backend.suspend_forward(root)
+            sharded.suspend_forward()
             return result
 
         self._check_writes()
@@ -379,7 +395,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         finally:
             self._unreduced.clear()
             self._exact_resume.on_step(optimizer)
-            self.backend.resume_forward(root)
+            sharded.resume_forward()
             if self._writes is not None:
                 self._writes.renew()
             self._guard()
@@ -392,9 +408,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        assert self.model is not None
-        self._refuse_late(self.model, self.optimizers)
-        self._exact_resume.restore_gradients(self.backend, self.model, self.optimizers)
+        self._refuse_late(self.sharded, self.optimizers)
+        self._exact_resume.restore_gradients(self.sharded, self.optimizers)
         self._exact_resume.before_iterators()
         self._training_loaders.start(self.lightning_module.trainer)
         self._exact_resume.before_first_batch(self.lightning_module.trainer)
@@ -406,10 +421,11 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._let_saves_finish(exception)
-        if self.model is not None and self.backend.is_sharded(self.model):
+        sharded = self._sharded_or_none
+        if sharded is not None:
             explain_shards(exception)
-        if self._has_stepped and self.model is not None and self.backend.is_sharded(self.model):
-            self.backend.reset(self.model)
+            if self._has_stepped:
+                sharded.reset()
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self._reduced(tensor, group, reduce_op)
@@ -425,30 +441,28 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             With ``"sharded"`` what this rank holds: DTensors, :class:`~fsdp_core.checkpoint.ChunkedTensor` s, or plain
             tensors that are the same on every rank; for whole ones, see :func:`fsdp_core.full_state_dict`.
         """
-        assert self.model is not None
-        self._check_saving([self.model])
+        sharded = self.sharded
+        self._check_saving([sharded])
         if self.state_dict_type == "full":
-            return whole_state(self.backend, self.model)
+            return whole_state(sharded)
         refuse_values_of_parts(True)  # in hooks, until the checkpoint is saved or a step begins
-        return self.backend.model_state(self.model)
+        return sharded.model_state()
 
     @normal_tensors()
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.model is not None and self.lightning_module is not None
+        assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
             together(self.runtime, "comparing the checkpoint with the model", lambda: self._compare(checkpoint, strict))
-        self.backend.load_model_state(self.model, checkpoint["state_dict"], strict)
+        self.sharded.load_model_state(checkpoint["state_dict"], strict)
 
     def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Refuse what does not fit the model or an optimizer, before either is changed."""
-        assert self.model is not None
-        self.backend.load_model_state(self.model, checkpoint["state_dict"], strict, check_only=True)
+        self.sharded.load_model_state(checkpoint["state_dict"], strict, check_only=True)
         load_optimizers(self, checkpoint["optimizer_states"], check_only=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.model is not None
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.backend.optimizer_state(self.model, plain)
+        return self.sharded.optimizer_state(plain)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         load_optimizers(self, checkpoint["optimizer_states"], check_only=False)
@@ -463,7 +477,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         refuse_values_of_parts(False)
-        self._check_saving(filter(None, [self.model]))
+        self._check_saving(filter(None, [self._sharded_or_none]))
         path = self.broadcast(str(filepath))
         if self.fit_saves is not None:
             self.fit_saves.wait()  # before memory is taken for this one
@@ -504,8 +518,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
                 self.lightning_module.__dict__.pop(name, None)  # see watch_toggling and shard_averages
             refuse_again(self.lightning_module)
-        if self.model is not None and self.backend.is_sharded(self.model):
-            self.backend.reshard(self.model)
+        sharded = self._sharded_or_none
+        if sharded is not None:
+            sharded.reshard()
         self.accelerator.teardown()
         async_saves, self._fitting = self.fit_saves, False
         try:

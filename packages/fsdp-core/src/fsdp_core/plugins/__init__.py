@@ -1,5 +1,6 @@
 """What plugins provide: strategies by name, how they are found, and what can be said of each without torch."""
 
+from fsdp_core.plugins.constructors import COMMON_OPTIONS, options_in
 from fsdp_core.plugins.contract import CONTRACT_VERSION
 from fsdp_core.plugins.hookspecs import ENTRY_POINT_GROUP, fsdp_strategies, hookimpl
 from fsdp_core.plugins.options import refuse_unknown_options
@@ -7,6 +8,7 @@ from fsdp_core.plugins.registry import describe, resolve, strategies
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd, Option, Plain, StrategyInfo
 
 __all__ = [
+    "COMMON_OPTIONS",
     "CONTRACT_VERSION",
     "ENTRY_POINT_GROUP",
     "Capability",
@@ -17,6 +19,7 @@ __all__ = [
     "describe",
     "fsdp_strategies",
     "hookimpl",
+    "options_in",
     "refuse_unknown_options",
     "resolve",
     "strategies",

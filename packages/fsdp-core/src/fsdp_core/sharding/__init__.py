@@ -8,8 +8,9 @@ from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepW
 from fsdp_core.initialization.marking import marked, options_of, wrap
 from fsdp_core.initialization.materialize import materialize, note_initialisers, place
 from fsdp_core.initialization.sharded_init import KeptPart, is_part, kept_as_built, let_go_of
-from fsdp_core.sharding.backend import Backend, StateTensor
+from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.sharded import Sharded, StateTensor, sharded_around, sharded_of
 from fsdp_core.sharding.wrapping import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
@@ -29,6 +30,7 @@ __all__ = [
     "KeptPart",
     "ReplicatedParameters",
     "ShardPrecision",
+    "Sharded",
     "StateTensor",
     "StepGradients",
     "StepWrites",
@@ -50,6 +52,8 @@ __all__ = [
     "place",
     "repeated_blocks",
     "select_units",
+    "sharded_around",
+    "sharded_of",
     "stays_whole",
     "wrap",
 ]

@@ -6,32 +6,31 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.gradients.clipping import is_sharded_dtensor, local_tensor
 from fsdp_core.gradients.step_gradients import plain
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.chunks import ChunkedTensor
 from fsdp_core.state.layout import Part
 
 __all__ = ["norms_of_gradients"]
 
 
-def norms_of_gradients(backend: Backend, root: nn.Module, order: float) -> dict[str, Tensor]:
+def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
     """The norm of each gradient of a sharded root, the same on every rank. All ranks must call it.
 
     Args:
-        backend: Which has sharded it.
-        root: What :meth:`~fsdp_core.Backend.shard` has returned. None of its forward passes may be going on.
+        sharded: The root, of which no forward pass may be going on.
         order: The order *p* of the norms, positive; ``inf`` for the largest absolute value.
 
     Returns:
         0-dim tensors of at least fp32 on the CPU, by the parameter's name, without those that have no gradient.
     """
-    runtime = backend.runtime
-    parts = {part.name: (p, part) for p, of_it in backend.layout(root).items() for part in of_it}
-    names = [name for name in dict.fromkeys(backend.remembered_names(root)) if name in parts]
+    runtime = sharded.runtime
+    parts = {part.name: (p, part) for p, of_it in sharded.layout().items() for part in of_it}
+    names = [name for name in dict.fromkeys(sharded.names) if name in parts]
     # where one rank has nothing of a parameter, it may have no gradient either
     has, powers, is_nan = (torch.zeros(len(names), dtype=torch.float64) for _ in range(3))
     for index, name in enumerate(names):

@@ -17,12 +17,12 @@ from fsdp_core.torch_private import hooks_on
 __all__ = ["check_shardable"]
 
 
-def check_shardable(module: nn.Module, owner_of: Callable[[nn.Module], Any]) -> None:
+def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -> None:
     """Refuse a module that no backend can shard.
 
     Args:
         module: The root, before it is sharded.
-        owner_of: What has sharded a module, or ``None``.
+        sharded_of: What is known of a sharded module; ``None`` if it is not sharded.
 
     Raises:
         ShardingError: It has no parameters, a part of it is sharded already, it writes to parameters in its forward
@@ -43,7 +43,7 @@ def check_shardable(module: nn.Module, owner_of: Callable[[nn.Module], Any]) -> 
             "Build its layers in __init__ or configure_model, or use strategy='ddp'."
         )
     for fqn, submodule in module.named_modules():
-        if submodule is not module and owner_of(submodule) is not None:
+        if submodule is not module and sharded_of(submodule) is not None:
             raise ShardingError(
                 f"{fqn!r} inside {name} was set up and sharded before, by itself.\n"
                 "Set up the whole model, and not its parts."

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing.state import full_state
 
 __all__ = ["assert_says", "assert_unchanged", "refusal", "was_refused"]
@@ -45,15 +46,15 @@ def assert_says(message: str, *words: str) -> None:
         assert word in message, f"{word!r} is not in:\n{message}"
 
 
-def assert_unchanged(strategy: Any, before: Mapping[str, Tensor], root: nn.Module | None = None) -> None:
+def assert_unchanged(strategy: Any, before: Mapping[str, Tensor], sharded: Sharded | None = None) -> None:
     """A refusal has left the module as it was. All ranks must call it.
 
     Args:
         strategy: A Trainer's or Fabric's.
         before: The whole state by name.
-        root: The sharded root; the only one when ``None``.
+        sharded: The root; the only one when ``None``.
     """
-    now = full_state(strategy, root)
+    now = full_state(strategy, sharded)
     assert now.keys() == before.keys()
     for name, tensor in before.items():
         assert torch.equal(now[name], tensor), f"{name} was changed by what was refused"

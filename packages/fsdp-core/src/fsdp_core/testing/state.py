@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import each_whole
 from fsdp_core.testing.rank_context import here
 
@@ -19,45 +20,44 @@ __all__ = [
     "held_by",
     "local",
     "poison_gradient",
-    "root_of",
+    "sharded_by",
     "trained_by",
 ]
 
 
-def root_of(strategy: Any) -> nn.Module:
-    """The one root that a strategy has sharded.
+def sharded_by(strategy: Any) -> Sharded:
+    """What a strategy knows of the one module that it has sharded.
 
     Args:
         strategy: Of a Trainer whose stage has begun, or of a Fabric that has set one module up.
     """
-    (root,) = strategy.roots if hasattr(strategy, "roots") else [strategy.model]
-    assert isinstance(root, nn.Module)
-    return root
+    (sharded,) = strategy.roots if hasattr(strategy, "roots") else [strategy.sharded]
+    assert isinstance(sharded, Sharded)
+    return sharded
 
 
-def full_state(strategy: Any, root: nn.Module | None = None) -> dict[str, Any]:
+def full_state(strategy: Any, sharded: Sharded | None = None) -> dict[str, Any]:
     """The whole state of a root by name, copied, on every rank. All ranks must call it.
 
     Args:
         strategy: A Trainer's or Fabric's.
-        root: A sharded root; the only one when ``None``.
+        sharded: A sharded root; the only one when ``None``.
     """
-    state = strategy.backend.model_state(root_of(strategy) if root is None else root)
+    state = (sharded_by(strategy) if sharded is None else sharded).model_state()
     gathered = each_whole(state, strategy.runtime)
     return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in gathered}
 
 
-def full_optimizer_state(strategy: Any, optimizer: Any, root: nn.Module | None = None) -> dict[str, dict[str, Any]]:
+def full_optimizer_state(strategy: Any, optimizer: Any, sharded: Sharded | None = None) -> dict[str, dict[str, Any]]:
     """The whole state of an optimizer by parameter name, on every rank. All ranks must call it.
 
     Args:
         strategy: A Trainer's or Fabric's.
         optimizer: The user's optimizer, or Lightning's around it.
-        root: The sharded root that it trains; the only one when ``None``.
+        sharded: The root that it trains; the only one when ``None``.
     """
     plain = getattr(optimizer, "_optimizer", optimizer)
-    root = root_of(strategy) if root is None else root
-    state = strategy.backend.optimizer_state(root, plain)["state"]
+    state = (sharded_by(strategy) if sharded is None else sharded).optimizer_state(plain)["state"]
     flat = {(name, key): state[name][key] for name in sorted(state) for key in sorted(state[name])}
     found: dict[str, dict[str, Any]] = {name: {} for name in sorted(state)}
     for (name, key), value in each_whole(flat, strategy.runtime):

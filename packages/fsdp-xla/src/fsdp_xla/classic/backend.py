@@ -9,44 +9,29 @@ from __future__ import annotations
 
 import gc
 import inspect
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch_xla.runtime
 from torch import Tensor, nn
 
-from fsdp_core import Backend, ShardingError, UnsupportedCapabilityError
+from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
     ShardPrecision,
-    StepWrites,
     WrapPolicy,
     checkpoint_activations,
-    clip_grads_by_norm,
     describe_policy,
     kept_as_built,
     select_units,
 )
-from fsdp_core.state import (
-    ChunkedTensor,
-    HeldGradients,
-    Layout,
-    Part,
-    SavedTensor,
-    aliases,
-    clean_name,
-    load_optimizer_state,
-    optimizer_state,
-    state_by_name,
-)
-from fsdp_xla.classic.accumulated_gradients import forget_in_units, held_by_units, restore_to_units
-from fsdp_xla.classic.host_state import HostOptimizer, flat_on_host
-from fsdp_xla.classic.lazy_state import DeviceFlat, gathered_in_turn, read_late
+from fsdp_core.state import ChunkedTensor
+from fsdp_xla.classic.lazy_state import gathered_in_turn
 from fsdp_xla.classic.runtime import XLARuntime
-from fsdp_xla.classic.unflattened import layout_of, named_members, note_order, put_in_place, user_module, written
+from fsdp_xla.classic.sharded import XLASharded
+from fsdp_xla.classic.unflattened import parameter_orders, put_in_place
 from fsdp_xla.classic.unit_placement import place
 from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.options import check_collectives, check_options
@@ -89,8 +74,6 @@ class XLABackend(Backend):
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.sequential_save = sequential_save
-        #: Roots with backward passes or steps inside their forward pass.
-        self._by_hand: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.first_steps = FirstSteps(lambda like: xla.as_data(torch.zeros(like.shape, dtype=like.dtype), like.device))
         self.options = options
 
@@ -121,23 +104,22 @@ class XLABackend(Backend):
     def units(self, module: nn.Module) -> list[nn.Module]:
         return select_units(module, _as_torch_policy(self.auto_wrap_policy))
 
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module) -> Sharded:
         self.runtime.claim(module)
-        if self.is_sharded(module):
-            known: nn.Module = _root_of(module)
-            return known
+        return super().shard(module)
+
+    def shard_module(self, module: nn.Module) -> XLASharded:
         self._check(module)
-        self.remember(module)
         chosen = self.units(module)
         checkpoint_activations(module, self.activation_checkpointing_policy, recompute)
         for submodule in module.modules():
             forward = submodule.__dict__.get("forward")
             if forward is not None and not hasattr(forward, "__func__"):  # of activation checkpointing, or compiled
                 forward.__func__ = type(submodule).forward  # torch_xla looks for it
-        note_order(module.modules())
+        orders = parameter_orders(module.modules())
         sharded: set[nn.Module] = set()
         buffers: list[tuple[nn.Module, str, Tensor]] = []
-        root: nn.Module | None = None
+        root: XlaFullyShardedDataParallel | None = None
         for unit in (*chosen, module):
             own = [
                 m
@@ -163,14 +145,10 @@ class XLABackend(Backend):
         root.register_forward_pre_hook(lambda root, _: units.follow_freezing(root))
         gc.collect()
         xla.settle()
-        module.__dict__[_ROOT] = (root,)  # in a tuple, so that it becomes no submodule
-        self.mark_sharded(module)
-        self.mark_sharded(root)
-        return root
+        return XLASharded(root, module, orders)
 
     def _check(self, module: nn.Module) -> None:
         check_collectives(self.options, on_cpu=torch_xla.runtime.device_type() == "CPU")
-        self.check_shardable(module)
         if type(module).forward is nn.Module.forward:
             raise ShardingError(
                 f"{type(module).__name__} has no forward(), for which XlaFullyShardedDataParallel gathers parameters.\n"
@@ -209,203 +187,17 @@ class XLABackend(Backend):
             wrapped.coalesce_all_gather_ops = False  # it would gather an empty list, which XLA doesn't survive
         return wrapped
 
-    def written_module(self, root: nn.Module) -> nn.Module:
-        return user_module(root)
-
-    @contextmanager
-    def as_written(self, module: nn.Module) -> Iterator[None]:
-        root = _root_of(module)
-        with written(root) as by_name:
-            for name, parameter in by_name.items():
-                self._note_written(user_module(root), name, parameter)
-            yield
-
-    @contextmanager
-    def unmanaged(self, module: nn.Module) -> Iterator[None]:
-        user = user_module(_root_of(module))
-        with super().unmanaged(module):
-            root = user.__dict__.pop(_ROOT)  # which a copy of it would copy too
-            try:
-                yield
-            finally:
-                user.__dict__[_ROOT] = root
-
-    def layout(self, module: nn.Module) -> Layout:
-        return layout_of(_root_of(module))
-
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
         optimizers = list(optimizers)
-        super().repoint(optimizers, modules)
+        super().repoint(optimizers, roots)
         held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
         if xla.put_in_order([parameter for parameter in held if is_shard(parameter)]):
             xla.settle()
-
-    # -- steps -----------------------------------------------------------------------------------------------------
-
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        return units.no_reduction(_root_of(module))
-
-    def reshard(self, module: nn.Module) -> None:
-        if _root_of(module) in self._by_hand:
-            self._by_hand.discard(_root_of(module))
-            units.end_step(_root_of(module))
-        units.free_gathered(_root_of(module))
-
-    def suspend_forward(self, module: nn.Module, loss: Tensor | None = None) -> None:
-        root = _root_of(module)
-        self._by_hand.add(root)
-        if loss is not None:  # an optimizer's step needs nothing
-            units.suspend_forward(root)
-
-    def resume_forward(self, module: nn.Module) -> None:
-        self._by_hand.add(_root_of(module))
-        units.resume_forward(_root_of(module))
-
-    def watch_writes(self, module: nn.Module) -> StepWrites | None:
-        root = _root_of(module)
-        return units.Writes(root, lambda: root in self._by_hand)
-
-    def follow_requires_grad(self, module: nn.Module) -> None:
-        self._by_hand.add(_root_of(module))
-        units.follow_requires_grad(_root_of(module))
-
-    def reset(self, module: nn.Module) -> None:
-        self._by_hand.discard(_root_of(module))
-        units.reset(_root_of(module))
-
-    def holds_part(self, parameter: Tensor) -> bool:
-        return is_shard(parameter)
-
-    def clip_norm(
-        self,
-        parameters: Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        return clip_grads_by_norm(
-            parameters,
-            max_norm,
-            runtime=self.runtime.in_graph(),
-            is_sharded=self.holds_part,
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-        )
-
-    # -- state -----------------------------------------------------------------------------------------------------
-
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        root = _root_of(module)
-        self.reshard(root)
-        xla.settle()
-        held: dict[str, ChunkedTensor] = {}
-        for shard, parts in self.layout(root).items():
-            here = DeviceFlat(shard, parts).part if self.sequential_save else _on(flat_on_host(shard))
-            held.update((part.name, here(part)) for part in parts)
-        with self.as_written(root):
-            user = user_module(root)
-            state = {clean_name(name): value for name, value in type(user).state_dict(user).items()}
-            first = aliases(user)
-        found: dict[str, Any] = {}
-        for name, value in state.items():
-            known = first.get(name, name)
-            if known in held:
-                found[name] = held[known]
-            else:
-                found[name] = xla.on_host(value) if isinstance(value, Tensor) else value
-        return found
-
-    def load_model_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False
-    ) -> None:
-        late, self.sequential_save = self.sequential_save, False  # what is read into has to be in memory
-        try:
-            super().load_model_state(module, state, strict, check_only=check_only)
-        finally:
-            self.sequential_save = late
-
-    def adopt_model_state(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        root = _root_of(module)
-        flats: dict[nn.Parameter, Tensor] = {}
-        for name, member in named_members(root):
-            if name in state:
-                if member.shard not in flats:
-                    flats[member.shard] = flat_on_host(member.shard)
-                at = member.offset
-                for chunk in state[name].chunks:
-                    flats[member.shard][at : at + chunk.data.numel()] = chunk.data.reshape(-1)
-                    at += chunk.data.numel()
-        for shard in xla.in_order(flats):  # which they are to stay in
-            xla.replace(shard, flats[shard].view(shard.shape))
-        for name, buffer in user_module(root).named_buffers():
-            loaded = state.get(clean_name(name))
-            if isinstance(loaded, Tensor):
-                xla.replace(buffer, loaded)
-        xla.settle()
-
-    def accumulated_gradients(self, module: nn.Module) -> HeldGradients:
-        root = _root_of(module)
-        self.reshard(root)
-        xla.settle()
-        return held_by_units(root, self.layout(root))
-
-    def forget_unreduced(self, module: nn.Module, names: Collection[str]) -> None:
-        forget_in_units(_root_of(module), names)
-
-    def restore_gradients(
-        self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
-    ) -> None:
-        root = _root_of(module)
-        self.reshard(root)
-        restore_to_units(root, self.layout(root), own, reduced, self.runtime)
-        xla.settle()
-
-    def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self.reshard(module)
-        xla.settle()
-        layout = self.layout(module)
-        host: Any = HostOptimizer(optimizer, layout, late=self.sequential_save)
-        described = optimizer_state(host, host.layout, self.runtime)
-        return read_late(described, optimizer, layout) if self.sequential_save else described
-
-    def load_optimizer_state(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: Mapping[str, Any],
-        *,
-        check_only: bool = False,
-    ) -> None:
-        self.reshard(module)
-        xla.settle()
-        host: Any = HostOptimizer(optimizer, self.layout(module), with_state=False)
-        load_optimizer_state(host, host.layout, state, check_only=check_only)
-        if check_only:
-            return
-        host.complete(state_by_name(host, host.layout, state)["state"])
-        host.give_back()
-        xla.settle()
 
     def full_tensor(self, value: Any) -> Any:
         if self.sequential_save and isinstance(value, ChunkedTensor):
             return gathered_in_turn(value, self.runtime)
         return super().full_tensor(value)
-
-
-_ROOT = "_fsdp_xla_root"
-
-
-def _root_of(module: nn.Module) -> XlaFullyShardedDataParallel:
-    """The root that stands for a module, or the root itself."""
-    if isinstance(module, XlaFullyShardedDataParallel):
-        return module
-    (root,) = module.__dict__[_ROOT]
-    assert isinstance(root, XlaFullyShardedDataParallel)
-    return root
-
-
-def _on(flat: Tensor) -> Callable[[Part], Any]:
-    return lambda part: part.of(flat)
 
 
 def _is_flattener(module: nn.Module) -> bool:

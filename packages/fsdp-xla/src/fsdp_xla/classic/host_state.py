@@ -2,7 +2,7 @@
 
 Slices and copies of state are made on the host: on the device each would be a graph to compile.
 
-So a backend may adopt what a checkpoint was read into (``Backend.adopt_model_state``).
+So a sharded root may adopt what a checkpoint was read into (``Sharded.adopt_model_state``).
 """
 
 from __future__ import annotations

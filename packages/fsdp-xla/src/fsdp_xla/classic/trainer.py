@@ -188,9 +188,9 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None and self.model is not None
+        assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            self.backend.reshard(self.model)
+            self.sharded.reshard()
             sync()  # it may have taken no step, and the next one's graph would go on with this one's
         return output
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -19,17 +18,12 @@ from fsdp_xla.torch_xla_private.units import (
     units_of,
 )
 
-__all__ = ["layout_of", "named_members", "note_order", "put_in_place", "user_module", "written"]
-
-#: In which order modules were written to hold their parameters; sharding takes them away.
-_ORDERS: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+__all__ = ["layout_of", "named_members", "parameter_orders", "put_in_place", "user_module", "written"]
 
 
-def note_order(modules: Iterable[nn.Module]) -> None:
-    """Note in which order modules hold their parameters, before these are taken away."""
-    for module in modules:
-        if module._parameters:
-            _ORDERS[module] = tuple(module._parameters)
+def parameter_orders(modules: Iterable[nn.Module]) -> dict[nn.Module, tuple[str, ...]]:
+    """In which order modules hold their parameters. Sharding takes these away."""
+    return {module: tuple(module._parameters) for module in modules if module._parameters}
 
 
 def put_in_place(root: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
@@ -71,10 +65,14 @@ def layout_of(root: nn.Module) -> Layout:
 
 
 @contextmanager
-def written(root: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+def written(root: nn.Module, orders: Mapping[nn.Module, tuple[str, ...]]) -> Iterator[dict[str, nn.Parameter]]:
     """A context in which units are the user's own modules, and parameters have their shapes but take no memory.
 
     What is frozen or unfrozen meanwhile is afterwards.
+
+    Args:
+        root: The root.
+        orders: In which order modules were written to hold their parameters; see :func:`parameter_orders`.
 
     Yields:
         The parameters that stand in, by the user's names.
@@ -99,7 +97,7 @@ def written(root: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
         for name in shards[holder]:
             del holder._parameters[name]
     for owner, stand_ins in by_place.items():
-        for name in (*_ORDERS.get(owner, ()), *stand_ins):
+        for name in (*orders.get(owner, ()), *stand_ins):
             if name in stand_ins and name not in owner._parameters:
                 owner._parameters[name] = stand_ins[name]
                 if name in owner.__dict__:

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from torch import nn
 
-from fsdp_core import StrategyUnavailableError, UnsupportedCapabilityError
+from fsdp_core import Sharded, StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.lightning import set_rank_zero
 from fsdp_xla.classic.runtime import XLARuntime
 from fsdp_xla.cpu_ranks import uses_cpu_devices
@@ -123,11 +123,11 @@ class XLADeviceRanks(OnXLADevices):
             meet_at_infinite_barriers(self.runtime.barrier)
         self.runtime.barrier()  # ranks may share one generator of the host's, which each has now seeded
 
-    def _sharded(self, module: nn.Module) -> nn.Module:
+    def _shard(self, module: nn.Module) -> Sharded:
         if self.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
             refuse_synced_norms("nn.SyncBatchNorm")
-        root: nn.Module = super()._sharded(module)  # type: ignore[misc]  # as above
-        return root
+        sharded: Sharded = super()._shard(module)  # type: ignore[misc]  # as above
+        return sharded
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait for every rank. Whatever else is given is ignored, as by Lightning's XLA strategies."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_core import Backend, CheckpointMismatchError, UnsupportedCapabilityError
+from fsdp_core import Backend, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
     ShardPrecision,
@@ -23,25 +21,15 @@ from fsdp_core.sharding import (
     options_of,
     select_units,
 )
-from fsdp_core.state import (
-    ChunkedTensor,
-    HeldGradients,
-    Part,
-    SavedTensor,
-    clean_name,
-    fill,
-    fill_all,
-    load_optimizer_state,
-    named_parameters,
-    optimizer_state,
-)
+from fsdp_core.state import ChunkedTensor, named_parameters
 from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.spmd.boundaries import Boundaries
 from fsdp_xla.spmd.partitioning import PartitionSpec, batch_spec, parameter_spec, planned_dims, replicated_spec
 from fsdp_xla.spmd.runtime import FSDP_AXIS, XLASPMDRuntime
-from fsdp_xla.spmd.shards import HostShards, held_by_devices, layout_on_devices
-from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, local_boxes, mark, mark_as, sharding_of
+from fsdp_xla.spmd.sharded import XLASPMDSharded
+from fsdp_xla.spmd.shards import HostShards, layout_on_devices
+from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, mark, mark_as, sharding_of
 
 __all__ = ["XLASPMDBackend"]
 
@@ -62,9 +50,6 @@ class XLASPMDBackend(Backend):
     """
 
     accelerators: ClassVar[tuple[str, ...]] = ("xla",)
-
-    # by root, and not by backend, for a root outlives the strategy that sharded it
-    _boundaries: ClassVar[weakref.WeakKeyDictionary[nn.Module, Boundaries]] = weakref.WeakKeyDictionary()
 
     def __init__(
         self,
@@ -109,14 +94,11 @@ class XLASPMDBackend(Backend):
     def units(self, module: nn.Module) -> list[nn.Module]:
         return select_units(module, self.auto_wrap_policy)
 
-    def shard(self, module: nn.Module) -> nn.Module:
-        if self.is_sharded(module):
-            return module
+    def shard_module(self, module: nn.Module) -> XLASPMDSharded:
         self._check(module)
         planned = planned_dims(module, self.tensor_plan)
         units = self.units(module)
         checkpoint_activations(module, self.activation_checkpointing_policy, recompute)
-        self.remember(module)
         names = {id(parameter): name for name, parameter in named_parameters(module)}
         dims = {key: planned.get(name) for key, name in names.items()}
         placed: dict[int, nn.Parameter] = {}
@@ -130,13 +112,11 @@ class XLASPMDBackend(Backend):
             for one in own:
                 self._place(one, dims, placed, written)
         module.to(self.runtime.device)  # what else follows a module's device, such as metrics
-        self._boundaries[module] = Boundaries(module, units, self.spmd.mesh)
+        sharded = XLASPMDSharded(module, Boundaries(module, units, self.spmd.mesh))
         self.spmd.settle()
-        self.mark_sharded(module)
-        return module
+        return sharded
 
     def _check(self, module: nn.Module) -> None:
-        self.check_shardable(module)
         if self.tensor_plan and self.spmd.tensor_parallel_size == 1:
             raise UnsupportedCapabilityError(
                 "tensor_plan says how to cut weights along the mesh axis 'model', and there is none.\n"
@@ -163,7 +143,7 @@ class XLASPMDBackend(Backend):
                 continue
             if id(parameter) not in placed:
                 spec = parameter_spec(tuple(parameter.shape), shards, dims.get(id(parameter)))
-                on_devices = nn.Parameter(self._marked(parameter.detach(), spec), parameter.requires_grad)
+                on_devices = nn.Parameter(self.marked(parameter.detach(), spec), parameter.requires_grad)
                 on_devices.__dict__.update(parameter.__dict__)  # what users note on parameters
                 placed[id(parameter)] = on_devices
                 written.append(parameter)
@@ -172,27 +152,24 @@ class XLASPMDBackend(Backend):
             setattr(module, name, placed[id(parameter)])
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                setattr(module, name, self._marked(buffer, replicated_spec(buffer.ndim)))
+                setattr(module, name, self.marked(buffer, replicated_spec(buffer.ndim)))
 
-    def _marked(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
+    def marked(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
         """The tensor on the devices, which each get their shard of it alone."""
         moved = tensor.to(self.runtime.device)
         if not is_marked(moved):
             mark_as(moved, self.spmd.mesh, spec)
         return moved
 
-    def bytes_held(self, module: nn.Module) -> int:
-        return sum(prod(local_boxes(p)[0][2]) * p.element_size() for p in self.layout(module))
-
     def shard_batch(self, tensor: Tensor) -> Tensor:
         """Shard a tensor of a batch along its first dimension, which XLA pads if need be. One on the CPU stays."""
         if tensor.device.type != "xla":
             return tensor
-        return self._marked(tensor, batch_spec(tensor.ndim) if tensor.ndim and 0 not in tensor.shape else ())
+        return self.marked(tensor, batch_spec(tensor.ndim) if tensor.ndim and 0 not in tensor.shape else ())
 
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
         optimizers = list(optimizers)
-        super().repoint(optimizers, modules)
+        super().repoint(optimizers, roots)
         for optimizer in optimizers:
             if optimizer not in self._followed:
                 self._followed.add(optimizer)
@@ -215,147 +192,6 @@ class XLASPMDBackend(Backend):
         else:
             mark_as(value, self.spmd.mesh, replicated_spec(value.ndim))
 
-    # -- steps -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Gradients accumulate where they are. Each micro-batch is a program of its own, the same for all of them."""
-        yield
-        self.reshard(module)
-
-    def reshard(self, module: nn.Module) -> None:
-        """Run what was recorded up to here, as one program. Nothing else in a step does."""
-        if module in self._boundaries:
-            self._boundaries[module].clear()
-        self.spmd.run_pending()
-
-    def resume_forward(self, module: nn.Module) -> None:
-        self.reshard(module)
-
-    def reset(self, module: nn.Module) -> None:
-        self._boundaries[module].clear()
-
-    def clip_norm(
-        self,
-        parameters: Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        if error_if_nonfinite:
-            # the norm will be looked at, which must not be a program that computes the gradients once for itself
-            self.spmd.run_pending()
-        return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
-
-    # -- state -----------------------------------------------------------------------------------------------------
-
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's state by name, copied to the host: by the shards that the devices hold, or extra state."""
-        self.spmd.settle()
-        return {name: _on_host(value) for name, value in super().model_state(module).items()}
-
-    def load_model_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False
-    ) -> None:
-        self.spmd.settle()
-        held = {clean_name(n): t for of in (module.named_parameters, module.named_buffers) for n, t in of(**_EVERY)}
-        live = super().model_state(module)
-        targets: dict[str, Any] = {}
-        shards: dict[str, HostShards] = {}
-        for name, value in live.items():
-            if not isinstance(value, Tensor):
-                continue
-            if name in held and name in state and is_marked(held[name]):
-                shards[name] = HostShards(held[name])
-                targets[name] = shards[name].chunks
-            else:
-                targets[name] = torch.empty(value.shape, dtype=value.dtype)  # empty_like() of XLA's has no memory
-        tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, _TENSORS)}
-        fill_all(targets, tensors, strict=strict, cast=not strict, check_only=check_only)
-        if check_only:
-            return
-        for name, of_name in shards.items():
-            held[name].data = of_name.tensor()
-        raw_names = {clean_name(name): name for name in type(module).state_dict(module)}
-        rest = {
-            raw_names[name]: targets.get(name, _whole(value))
-            for name, value in state.items()
-            if name in live and name not in shards
-        }
-        if rest:
-            type(module).load_state_dict(module, rest, strict=False)
-
-    def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self.spmd.settle()
-        described = optimizer_state(optimizer, self.layout(module), self.runtime)
-        return {
-            "state": {
-                name: {key: _on_host(value) for key, value in values.items()}
-                for name, values in described["state"].items()
-            },
-            "param_groups": [
-                {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
-                for group in described["param_groups"]
-            ],
-        }
-
-    def load_optimizer_state(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: Mapping[str, Any],
-        *,
-        check_only: bool = False,
-    ) -> None:
-        self.spmd.settle()
-        load_optimizer_state(optimizer, self.layout(module), state, check_only=check_only, restore=self._restored_state)
-
-    def _restored_state(
-        self, parameter: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, values: Sequence[Any]
-    ) -> Any:
-        """A value of an optimizer's state where a step would have put it, so that the next one is no other program."""
-        value = values[0]
-        if not isinstance(value, SavedTensor | Tensor):
-            return value
-        shape = tuple(value.shape)
-        is_count = key == "step" and not shape
-        if shape == tuple(parameter.shape) and not is_count:
-            shards = HostShards(parameter, value.dtype)
-            fill(shards.chunks, value)
-            return shards.tensor()
-        whole = torch.empty(shape, dtype=value.dtype)
-        fill(whole, value)
-        if is_count and not (group.get("capturable") or group.get("fused")):
-            return whole
-        return self._marked(whole, replicated_spec(whole.ndim))
-
-    def accumulated_gradients(self, module: nn.Module) -> HeldGradients:
-        self.spmd.settle()
-        return HeldGradients(
-            reduced={name: held_by_devices(p.grad) for name, p in named_parameters(module) if p.grad is not None}
-        )
-
-    def restore_gradients(
-        self, module: nn.Module, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
-    ) -> None:
-        self.spmd.settle()
-        parameters = dict(named_parameters(module))
-        unknown = [name for name in (*own, *reduced) if name not in parameters]
-        if unknown:
-            raise CheckpointMismatchError(
-                f"the checkpoint holds an accumulated gradient of {unknown[0]!r}, which is no parameter of "
-                f"{type(module).__name__}.\nLoad it into the model that it was saved from, or load the weights alone."
-            )
-        for name, parameter in parameters.items():
-            parameter.grad = None
-            if name in own or name in reduced:
-                total = HostShards(parameter)
-                if name in reduced:
-                    fill(total.chunks, reduced[name], cast=True)
-                if name in own:
-                    _add(total.chunks, own[name]())
-                parameter.grad = total.tensor()
-
     def full_tensor(self, value: Any) -> Any:
         if isinstance(value, ChunkedTensor):
             whole = torch.empty(value.shape, dtype=value.dtype)
@@ -369,9 +205,6 @@ class XLASPMDBackend(Backend):
 #: What each device holds of parameters that optimizers hold.
 _layouts = WeakTensorKeyDictionary()
 
-_TENSORS = (Tensor, ChunkedTensor, SavedTensor)
-_EVERY: dict[str, Any] = {"remove_duplicate": False}
-
 
 def _materialize(modules: Sequence[nn.Module], dims: Mapping[int, int | None]) -> dict[int, int | None]:
     """Fill what was built on the meta device, and tell the planned dimensions of the parameters that this makes."""
@@ -383,17 +216,3 @@ def _materialize(modules: Sequence[nn.Module], dims: Mapping[int, int | None]) -
 def _zeros_like(parameter: Tensor) -> Tensor | None:
     layout = _layouts.get(parameter)
     return None if layout is None else HostShards(layout).tensor()
-
-
-def _add(chunks: ChunkedTensor, whole: Tensor) -> None:
-    for chunk in chunks.chunks:
-        box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
-        cast(Tensor, chunk.data).add_(whole[box])
-
-
-def _on_host(value: Any) -> Any:
-    return held_by_devices(value) if isinstance(value, Tensor) and value.device.type == "xla" else value
-
-
-def _whole(value: Any) -> Any:
-    return value.full() if isinstance(value, SavedTensor) else value

@@ -102,11 +102,11 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
         kind = type(dataloader)
         if not hasattr(kind, "gives_shards"):
             # the same object, for core keeps track of its position; how a loader is iterated is its class's
-            methods = {"__iter__": lambda loader: map(loader.sharded, kind.__iter__(loader)), "gives_shards": True}
+            methods = {"__iter__": lambda loader: map(loader.batch_to_devices, kind.__iter__(loader)), "gives_shards": True}
             dataloader.__class__ = type(kind.__name__, (kind,), methods)
-        dataloader.sharded = self.sharded
+        dataloader.batch_to_devices = self.batch_to_devices
         return dataloader
 
-    def sharded(self, batch: Any) -> Any:
+    def batch_to_devices(self, batch: Any) -> Any:
         """Bring a batch to the devices, each tensor cut along its first dimension."""
         return self._shard_batch(move_data_to_device(batch, self.root_device))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import sharded_of
 from fsdp_core.state.held_gradients import described, of_this_rank
 
 __all__ = ["AccumulatedGradients"]
@@ -33,26 +33,20 @@ class AccumulatedGradients:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        owned = [module for module in model.modules() if Backend.owner_of(module) is not None]
-        if not owned:
+        found = [sharded for module in model.modules() if (sharded := sharded_of(module)) is not None]
+        if not found:
             raise ShardingError(
                 f"{type(model).__name__} is not sharded, so its gradients are its parameters' own .grad.\n"
                 "Give AccumulatedGradients the model that fabric.setup(model) has returned under a sharded strategy."
             )
-        self.module = owned[0]
+        self._sharded = found[0]
+        self.module = self._sharded.written
 
     def state_dict(self) -> dict[str, Any]:
         """The gradients of all ranks. All of them must call it."""
-        backend = self._backend()
-        return described(backend.accumulated_gradients(self.module), backend.runtime) or {}
+        return described(self._sharded.accumulated_gradients(), self._sharded.runtime) or {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from gradients that were saved, instead of those that are there."""
         if state:
-            backend = self._backend()
-            backend.restore_gradients(self.module, of_this_rank(state, backend.runtime), state["reduced"])
-
-    def _backend(self) -> Backend:
-        backend = Backend.owner_of(self.module)
-        assert backend is not None  # a module stays sharded
-        return backend
+            self._sharded.restore_gradients(of_this_rank(state, self._sharded.runtime), state["reduced"])

@@ -8,11 +8,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.held_gradients import described, of_this_rank
 from fsdp_core.state.random_state import random_state, set_random_state, state_of_rank
 
@@ -48,11 +47,11 @@ class ExactResume:
 
     # -- what is saved ---------------------------------------------------------------------------------------------
 
-    def state(self, backend: Backend, root: nn.Module) -> dict[str, Any]:
+    def state(self, sharded: Sharded) -> dict[str, Any]:
         """What to save beside model and optimizers. All ranks must call it."""
         mine = random_state(self._runtime) if self._before_validation is None else self._before_validation
         state: dict[str, Any] = {"ranks": [{"random": one} for one in self._runtime.gather_objects(mine)]}
-        gradients = described(backend.accumulated_gradients(root), self._runtime) if self._waiting else None
+        gradients = described(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
         return state if gradients is None else {**state, "gradients": gradients}
 
     def take(self, state: Mapping[str, Any] | None) -> None:
@@ -66,11 +65,11 @@ class ExactResume:
             self._to_restore = state_of_rank([of_rank["random"] for of_rank in state["ranks"]], self._runtime)
             self._gradients = state.get("gradients")
 
-    def restore_gradients(self, backend: Backend, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def restore_gradients(self, sharded: Sharded, optimizers: Sequence[Optimizer]) -> None:
         """Go on from gradients that wait. All ranks must call it, after Lightning has zeroed them as a fit begins."""
         gradients, self._gradients = self._gradients, None
         if gradients is not None:
-            backend.restore_gradients(root, of_this_rank(gradients, self._runtime), gradients["reduced"])
+            sharded.restore_gradients(of_this_rank(gradients, self._runtime), gradients["reduced"])
             self.on_backward(optimizers)
 
     # -- when gradients wait ---------------------------------------------------------------------------------------

@@ -5,10 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, Protocol
 
-from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,14 +16,14 @@ from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
-from fsdp_core.lightning.checkpoints.file_layout import as_trainers_file
-from fsdp_core.lightning.checkpoints.full_file import gathered, numbered, write_full
+from fsdp_core.lightning.checkpoints.either_kind import SavingStrategy, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.reading import read_checkpoint
-from fsdp_core.lightning.hooks.forwarding import root_of
+from fsdp_core.lightning.checkpoints.one_file.full_file import gathered
+from fsdp_core.lightning.checkpoints.one_file.layout import as_trainers_file, numbered
+from fsdp_core.lightning.hooks.forwarding import sharded_in
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
-from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.state.fqn import aliases
 from fsdp_core.state.random_state import RandomState, of_ranks
 
 __all__ = ["load_checkpoint", "owner_of", "save_checkpoint"]
@@ -33,38 +31,23 @@ __all__ = ["load_checkpoint", "owner_of", "save_checkpoint"]
 _INSTEAD = 'Give the objects themselves: fabric.save(path, {"model": model, "optimizer": optimizer}).'
 
 
-class _Strategy(Protocol):
-    backend: Backend
-    runtime: Runtime
-    roots: list[nn.Module]
+class _Strategy(SavingStrategy, Protocol):
+    roots: list[Sharded]
     optimizers: weakref.WeakSet[Optimizer]
-    strategy_name: str
-
-    @property
-    def accumulating(self) -> Collection[nn.Module]: ...
-
     async_saves: AsyncSaves | None
 
     @property
-    def state_dict_type(self) -> str: ...
-
-    @property
-    def sequential_save(self) -> bool: ...
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO: ...
-
-    def refuse_storage_options(self, storage_options: Any) -> None: ...
+    def accumulating(self) -> Collection[Sharded]: ...
 
 
-def owner_of(optimizer: Optimizer, roots: Sequence[nn.Module], backend: Backend) -> nn.Module:
+def owner_of(optimizer: Optimizer, roots: Sequence[Sharded]) -> Sharded:
     """Find the sharded root whose parameters an optimizer holds.
 
     Raises:
         OptimizerMismatchError: None does, or more than one.
     """
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    owners = [root for root in roots if not held.isdisjoint(backend.layout(root))]
+    owners = [root for root in roots if not held.isdisjoint(root.layout())]
     if len(owners) == 1:
         return owners[0]
     if not owners:
@@ -98,17 +81,18 @@ def save_checkpoint(
     if async_saves is not None:
         async_saves.wait()  # before memory is taken for this one
     _warn_of_gradients(strategy, state)
-    backend, kinds, tied = strategy.backend, dict[str, str](), dict[str, str]()
+    kinds, tied = dict[str, str](), dict[str, str]()
     converted: dict[str, Any] = {}
     for key, obj in state.items():
         if isinstance(obj, nn.Module):
-            root = root_of(obj)
-            converted[key] = backend.model_state(root)
+            sharded = sharded_in(obj)
+            converted[key] = obj.state_dict() if sharded is None else sharded.model_state()
             kinds[join_path(key)] = "model"
-            names = backend.aliases(root) if key not in filters else {}
-            tied.update({join_path(key, a): join_path(key, b) for a, b in names.items()})
+            if key not in filters:
+                names = aliases(obj) if sharded is None else sharded.aliases()
+                tied.update({join_path(key, a): join_path(key, b) for a, b in names.items()})
         elif isinstance(obj, Optimizer):
-            converted[key] = backend.optimizer_state(owner_of(obj, strategy.roots, strategy.backend), obj)
+            converted[key] = owner_of(obj, strategy.roots).optimizer_state(obj)
             kinds[join_path(key)] = "optimizer"
         elif is_left_out(key, obj, strategy.runtime):
             continue
@@ -120,30 +104,20 @@ def save_checkpoint(
         if key in filters and isinstance(converted[key], dict):
             converted[key] = {k: v for k, v in converted[key].items() if filters[key](k, v)}
     plain = {key: value for key, value in converted.items() if join_path(key) not in kinds}
-    refuse_local_shards(plain, backend, strategy.roots, strategy.optimizers, strategy.runtime, _INSTEAD)
+    refuse_local_shards(plain, strategy.roots, strategy.optimizers, strategy.runtime, _INSTEAD)
     if strategy.state_dict_type == "full":
-        whole = gathered(converted, backend)
+        whole = gathered(converted, strategy.backend)
         whole = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in whole.items()}
-        write_full(
-            path,
-            whole,
-            converted,
-            write=lambda it: strategy.checkpoint_io.save_checkpoint(it, path, storage_options=storage_options),
-            runtime=strategy.runtime,
-            async_saves=async_saves,
-        )
+        write_file(strategy, path, whole, converted, storage_options, async_saves)
         return
-    strategy.refuse_storage_options(storage_options)
-    in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
-    save = in_order if async_saves is None else async_saves.save
-    save(path, converted, strategy=strategy.strategy_name, kinds=kinds, aliases=tied)
+    write_folder(strategy, path, converted, storage_options, async_saves, kinds=kinds, aliases=tied)
 
 
 def _warn_of_gradients(strategy: _Strategy, state: dict[str, Any]) -> None:
     """Tell of gradients that wait for their step and are not among what is saved."""
     saved = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
-    roots = [root for root in strategy.accumulating if any(root_of(o) is root for o in _modules(state))]
-    forgotten = [root for root in roots if not any(strategy.backend.written_module(root) is one for one in saved)]
+    roots = [root for root in strategy.accumulating if any(sharded_in(o) is root for o in _modules(state))]
+    forgotten = [root for root in roots if not any(root.written is one for one in saved)]
     if forgotten and strategy.runtime.rank == 0:
         warnings.warn(
             "this checkpoint is saved between the micro-batches of a step, without the gradients that they have "
@@ -207,13 +181,14 @@ def load_checkpoint(
 
 def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:
     """Restore one object in place; ``False`` if it is plain data, which can't be."""
-    if isinstance(obj, nn.Module) and strategy.backend.is_sharded(root_of(obj)):
-        strategy.backend.load_model_state(root_of(obj), value, strict, check_only=check_only)
-    elif isinstance(obj, nn.Module):
-        _restore_unsharded(obj, value, strict, check_only=check_only)
+    if isinstance(obj, nn.Module):
+        sharded = sharded_in(obj)
+        if sharded is None:
+            _restore_unsharded(obj, value, strict, check_only=check_only)
+        else:
+            sharded.load_model_state(value, strict, check_only=check_only)
     elif isinstance(obj, Optimizer):
-        owner = owner_of(obj, strategy.roots, strategy.backend)
-        strategy.backend.load_optimizer_state(owner, obj, value, check_only=check_only)
+        owner_of(obj, strategy.roots).load_optimizer_state(obj, value, check_only=check_only)
     elif is_loader(obj):
         load_loader(obj, _whole(value), strategy.runtime, check_only=check_only)
     elif callable(getattr(obj, "load_state_dict", None)):

@@ -12,7 +12,7 @@ from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.torch_private import Place, place_of
 
 __all__ = ["refuse_local_shards"]
@@ -20,8 +20,7 @@ __all__ = ["refuse_local_shards"]
 
 def refuse_local_shards(
     state: Mapping[str, Any],
-    backend: Backend,
-    roots: Iterable[nn.Module],
+    roots: Iterable[Sharded],
     optimizers: Iterable[Optimizer],
     runtime: Runtime,
     remedy: str,
@@ -34,7 +33,6 @@ def refuse_local_shards(
 
     Args:
         state: What is saved besides modules and optimizers.
-        backend: How modules are sharded.
         roots: The sharded modules.
         optimizers: What may hold parameters of theirs.
         runtime: The ranks.
@@ -46,7 +44,7 @@ def refuse_local_shards(
     shards: dict[Place, str] = {}
     any_flat = False
     for root in roots:
-        flat = {p: parts for p, parts in backend.layout(root).items() if any(part.range is not None for part in parts)}
+        flat = {p: parts for p, parts in root.layout().items() if any(part.range is not None for part in parts)}
         any_flat |= bool(flat)
         for parameter, parts in flat.items():
             shards.update(dict.fromkeys(_memory([parameter]), f"parameter {parts[0].name!r}"))

@@ -3,55 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
-from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
+from fsdp_core.lightning.checkpoints.either_kind import SavingStrategy, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
-from fsdp_core.lightning.checkpoints.full_file import gathered, numbered, write_full
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.reading import read_checkpoint
+from fsdp_core.lightning.checkpoints.one_file.full_file import gathered
+from fsdp_core.lightning.checkpoints.one_file.layout import numbered
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
-from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded
 
 __all__ = ["load_checkpoint", "load_optimizers", "save_checkpoint"]
 
 _ALREADY_SAVED = "Leave it out: the checkpoint holds the model and its optimizers anyway."
 
 
-class _Strategy(Protocol):
-    backend: Backend
-    runtime: Runtime
-    strategy_name: str
+class _Strategy(SavingStrategy, Protocol):
     optimizers: list[Optimizer]
 
     @property
-    def model(self) -> nn.Module | None: ...
+    def sharded(self) -> Sharded: ...
 
     @property
     def lightning_module(self) -> pl.LightningModule | None: ...
 
     @property
     def fit_saves(self) -> AsyncSaves | None: ...
-
-    @property
-    def state_dict_type(self) -> str: ...
-
-    @property
-    def sequential_save(self) -> bool: ...
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO: ...
-
-    def refuse_storage_options(self, storage_options: Any) -> None: ...
 
 
 def save_checkpoint(
@@ -72,37 +54,28 @@ def save_checkpoint(
         loaders: The positions of the training loaders.
         resume: What an exact resume needs besides.
     """
-    root = strategy.model
-    assert strategy.lightning_module is not None and root is not None
+    assert strategy.lightning_module is not None
+    sharded = strategy.sharded
     rest = loaders.save(checkpoint, strategy.lightning_module.trainer, strategy.runtime)
     model, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
-    refuse_local_shards(rest, strategy.backend, [root], strategy.optimizers, strategy.runtime, _ALREADY_SAVED)
+    refuse_local_shards(rest, [sharded], strategy.optimizers, strategy.runtime, _ALREADY_SAVED)
     if optimizers is not None:
-        rest[KEY] = resume.state(strategy.backend, root)
+        rest[KEY] = resume.state(sharded)
     if strategy.state_dict_type == "full":
         whole = gathered({"state_dict": model, **rest}, strategy.backend)
         if optimizers is not None:
             whole["optimizer_states"] = [numbered(gathered(state, strategy.backend)) for state in optimizers]
-        write_full(
-            path,
-            whole,
-            [checkpoint, rest],
-            write=lambda it: strategy.checkpoint_io.save_checkpoint(it, path, storage_options=storage_options),
-            runtime=strategy.runtime,
-            async_saves=strategy.fit_saves,
-        )
+        write_file(strategy, path, whole, [checkpoint, rest], storage_options, strategy.fit_saves)
         return
-    strategy.refuse_storage_options(storage_options)
-    tied = strategy.backend.aliases(root)
+    tied = sharded.aliases()
     state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
     kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
-    async_saves = strategy.fit_saves
-    in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
-    save = in_order if async_saves is None else async_saves.save
-    save(
+    write_folder(
+        strategy,
         path,
         state,
-        strategy=strategy.strategy_name,
+        storage_options,
+        strategy.fit_saves,
         kinds=kinds,
         aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
     )
@@ -141,11 +114,10 @@ def load_optimizers(strategy: _Strategy, states: Sequence[Mapping[str, Any]], *,
     Raises:
         CheckpointMismatchError: There are more or fewer, or a state does not fit its optimizer.
     """
-    assert strategy.model is not None
     if len(states) != len(strategy.optimizers):
         raise CheckpointMismatchError(
             f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers made "
             f"{len(strategy.optimizers)}.\nReturn the optimizers that it was saved with."
         )
     for optimizer, state in zip(strategy.optimizers, states, strict=True):
-        strategy.backend.load_optimizer_state(strategy.model, optimizer, state, check_only=check_only)
+        strategy.sharded.load_optimizer_state(optimizer, state, check_only=check_only)

@@ -12,30 +12,30 @@ from torch import nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.hooks.exporting import whole_state
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import clean_name
 
 __all__ = ["check_finetuning", "check_pruning", "shard_averages", "show_written_shapes"]
 
 
-def shard_averages(trainer: pl.Trainer, backend: Backend, root: nn.Module, *, full: bool) -> None:
+def shard_averages(trainer: pl.Trainer, sharded: Sharded, *, full: bool) -> None:
     """Shard the copies of the module that weight-averaging callbacks keep, and let the callbacks save and load shards.
 
     The callback takes and restores state by calling ``state_dict`` and ``load_state_dict`` of both modules, which a
-    library that shards may answer with a gathered copy, or not at all. On these instances the backend answers.
+    library that shards may answer with a gathered copy, or not at all. On these instances the shards answer.
 
     Args:
         trainer: Whose callbacks to look at; nothing is done without an average.
-        backend: Which has sharded the module.
-        root: The sharded root of the module itself.
+        sharded: The module itself.
         full: Whether what is saved of an average is whole, on rank 0 alone, as of the module.
     """
     for average in _averages(trainer):
-        _retie(average.module, backend.aliases(root))
-        copy = backend.shard(average.module)
-        _take_shards(average, backend, "module.", copy, full=full)
-        _take_shards(average.module, backend, "", copy)
-        _take_shards(backend.written_module(root), backend, "", root)
+        _retie(average.module, sharded.aliases())
+        copy = sharded.backend.shard(average.module)
+        copy.strategy_name = sharded.strategy_name
+        _take_shards(average, "module.", copy, full=full)
+        _take_shards(average.module, "", copy)
+        _take_shards(sharded.written, "", sharded)
 
 
 def _averages(trainer: pl.Trainer) -> Iterator[Any]:
@@ -54,17 +54,17 @@ def _retie(copy: nn.Module, tied: Mapping[str, str]) -> None:
             setattr(copy.get_submodule(place), name, held[first])
 
 
-def _take_shards(module: nn.Module, backend: Backend, prefix: str, root: nn.Module, *, full: bool = False) -> None:
-    """Let ``module``, which keeps what ``root`` stands for under ``prefix``, give and take sharded state."""
+def _take_shards(module: nn.Module, prefix: str, sharded: Sharded, *, full: bool = False) -> None:
+    """Let ``module``, which keeps what is sharded under ``prefix``, give and take sharded state."""
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         own = dict(module.named_buffers(recurse=False)) if prefix else {}
-        state = whole_state(backend, root) if full else backend.model_state(root)
+        state = whole_state(sharded) if full else sharded.model_state()
         return {**own, **{prefix + name: value for name, value in state.items()}}
 
     def load_state_dict(state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
-        sharded = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        backend.load_model_state(root, sharded, strict)
+        named = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        sharded.load_model_state(named, strict)
         for name, buffer in module.named_buffers(recurse=False) if prefix else ():
             if name in state:
                 buffer.copy_(state[name])
@@ -73,7 +73,7 @@ def _take_shards(module: nn.Module, backend: Backend, prefix: str, root: nn.Modu
     instance.state_dict, instance.load_state_dict = state_dict, load_state_dict
 
 
-def show_written_shapes(trainer: pl.Trainer, backend: Backend, root: nn.Module) -> None:
+def show_written_shapes(trainer: pl.Trainer, sharded: Sharded) -> None:
     """Let the summary callbacks of ``trainer`` look at the module as it was written.
 
     It is sharded already when they do, and they would count shards. An ``example_input_array`` finds sizes only:
@@ -81,24 +81,24 @@ def show_written_shapes(trainer: pl.Trainer, backend: Backend, root: nn.Module) 
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
-            _look_as_written(callback, backend, root)
+            _look_as_written(callback, sharded)
 
 
-def _look_as_written(callback: ModelSummary, backend: Backend, root: nn.Module) -> None:
+def _look_as_written(callback: ModelSummary, sharded: Sharded) -> None:
     look = type(callback).on_fit_start
 
     @wraps(look)
     def on_fit_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.strategy.model is not root:  # the callback has moved on to another Trainer
+        if trainer.strategy.model is not sharded.root:  # the callback has moved on to another Trainer
             return look(callback, trainer, pl_module)
-        with backend.as_written(root):
+        with sharded.as_written():
             return look(callback, trainer, pl_module)
 
     instance: Any = callback
     instance.on_fit_start = on_fit_start
 
 
-def check_finetuning(trainer: pl.Trainer, backend: Backend, root: nn.Module, strategy: str) -> None:
+def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> None:
     """Refuse a callback that would find no parameters to unfreeze.
 
     It looks for them in the modules that held them when they were written, and for what the optimizer holds among them.
@@ -106,8 +106,7 @@ def check_finetuning(trainer: pl.Trainer, backend: Backend, root: nn.Module, str
 
     Args:
         trainer: Whose callbacks to look at.
-        backend: Which has sharded the module.
-        root: The sharded root.
+        sharded: The module.
         strategy: The name that users type.
 
     Raises:
@@ -116,11 +115,11 @@ def check_finetuning(trainer: pl.Trainer, backend: Backend, root: nn.Module, str
     asked = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
     if not asked:
         return
-    backend.reshard(root)
-    shown = {clean_name(name): p for name, p in backend.written_module(root).named_parameters(remove_duplicate=False)}
+    sharded.reshard()
+    shown = {clean_name(name): p for name, p in sharded.written.named_parameters(remove_duplicate=False)}
     held = set(map(id, shown.values()))
-    hidden = [name for name in backend.remembered_names(root) if name not in shown]
-    hidden += [part.name for p, parts in backend.layout(root).items() if id(p) not in held for part in parts]
+    hidden = [name for name in sharded.names if name not in shown]
+    hidden += [part.name for p, parts in sharded.layout().items() if id(p) not in held for part in parts]
     if hidden:
         raise UnsupportedCapabilityError(
             f"{type(asked[0]).__name__} can't be used with {strategy!r} as it is: it unfreezes the parameters that it "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import MissingKeyError, ShardingError
 from fsdp_core.lightning.hooks.redirection import is_inside_forward, normal_tensors
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.full_tensor import check_not_gathered
 from fsdp_core.torch_private import refuse_unreduced_values
 
@@ -48,30 +48,27 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> full_state_dict(nn.Linear(2, 1)).keys()
         dict_keys(['weight', 'bias'])
     """
-    found = Backend.root_around(written_of(module))
+    found = sharded_around(written_of(module))
     if found is None:
         if dist.is_initialized() and dist.get_rank():
             return _OnRankZero()
         state = written_of(module).state_dict()
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
-    root, prefix = found
-    check_not_gathered(root, "full_state_dict()")
-    if is_inside_forward(root):
+    sharded, prefix = found
+    check_not_gathered(sharded.root, "full_state_dict()")
+    if is_inside_forward(sharded.root):
         raise ShardingError(
             "full_state_dict() was called inside a step, whose forward pass holds parameters gathered.\n"
             "Call it in a hook before or after it, such as on_train_batch_end() or on_train_end()."
         )
-    backend = Backend.owner_of(root)
-    assert backend is not None
-    return whole_state(backend, root, prefix)
+    return whole_state(sharded, prefix)
 
 
-def whole_state(backend: Backend, root: nn.Module, prefix: str = "") -> dict[str, Any]:
+def whole_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
     """Gather the state of a sharded root, or of a part of one, on rank 0's CPU. All ranks must call it.
 
     Args:
-        backend: Which has sharded it.
-        root: The root.
+        sharded: The root.
         prefix: What names of the part begin with, which is left out of them.
 
     Returns:
@@ -80,17 +77,17 @@ def whole_state(backend: Backend, root: nn.Module, prefix: str = "") -> dict[str
     Raises:
         ShardingError: Another rank did not call it.
     """
-    backend.runtime.meet("a gathering of whole weights, of which all ranks hold parts,")
-    first = backend.aliases(root)
+    sharded.runtime.meet("a gathering of whole weights, of which all ranks hold parts,")
+    first = sharded.aliases()
     gathered: dict[str, Any] = {}  # of every rank, for all must gather the same
-    for name, value in backend.model_state(root).items():
+    for name, value in sharded.model_state().items():
         if name.startswith(prefix):
             original = first.get(name, name)
             if original not in gathered:
-                full = backend.full_tensor(value)  # of a tensor that each rank has, this one's own memory
+                full = sharded.backend.full_tensor(value)  # of a tensor that each rank has, this one's own memory
                 gathered[original] = full.clone() if isinstance(full, Tensor) else full
             gathered[name] = gathered[original]
-    if backend.runtime.rank:
+    if sharded.runtime.rank:
         return _OnRankZero()
     return {name.removeprefix(prefix): value for name, value in gathered.items() if name.startswith(prefix)}
 

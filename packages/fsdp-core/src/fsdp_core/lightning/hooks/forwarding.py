@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.lightning.hooks.redirection import called_as_written, normal_tensors
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
 
-__all__ = ["ShardedForward", "root_of"]
+__all__ = ["ShardedForward", "sharded_in"]
 
 
 class ShardedForward(nn.Module):
@@ -23,33 +23,32 @@ class ShardedForward(nn.Module):
     walk down a module, such as ``FullyShardedDataParallel.summon_full_params``, find the root as its child.
 
     Args:
-        root: The sharded root.
-        backend: The backend that has sharded it.
+        sharded: The root, and what is known of it.
     """
 
-    root: nn.Module
+    sharded: Sharded
 
-    def __init__(self, root: nn.Module, backend: Backend) -> None:
+    def __init__(self, sharded: Sharded) -> None:
         super().__init__()
-        object.__setattr__(self, "root", root)
-        self._backend = backend
+        self.sharded = sharded
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.root in gathered_modules:
-            return self._backend.written_module(self.root)(*args, **kwargs)
+        root = self.sharded.root
+        if root in gathered_modules:
+            return self.sharded.written(*args, **kwargs)
         try:
-            with called_as_written(self.root), normal_tensors():
-                output = self.root(*args, **kwargs)
+            with called_as_written(root), normal_tensors():
+                output = root(*args, **kwargs)
         except BaseException:
-            self._backend.abandon_forward(self.root)
-            self._backend.reshard(self.root)
+            self.sharded.abandon_forward()
+            self.sharded.reshard()
             raise
         if not torch.is_grad_enabled():
-            self._backend.reshard(self.root)
+            self.sharded.reshard()
         return output
 
     def children(self) -> Iterator[nn.Module]:
-        yield self.root
+        yield self.sharded.root
 
     # what walks down by children() and changes parameters reaches them by the user's own module, and once
 
@@ -65,6 +64,6 @@ class ShardedForward(nn.Module):
         return self
 
 
-def root_of(module: nn.Module) -> nn.Module:
-    """The sharded root that a module of Fabric's stands for."""
-    return module.root if isinstance(module, ShardedForward) else module
+def sharded_in(module: nn.Module) -> Sharded | None:
+    """What is known of a module that Fabric hands to its strategy; ``None`` if it is not sharded."""
+    return module.sharded if isinstance(module, ShardedForward) else sharded_of(module)

@@ -16,7 +16,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.redirection import is_inside_forward, normal_tensors
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import each_whole, gathered_modules
 from fsdp_core.torch_private import not_managed
@@ -59,32 +59,30 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         >>> model.weight.tolist()
         [[1.0, 1.0]]
     """
-    found = Backend.root_around(written_of(module))
+    found = sharded_around(written_of(module))
     if found is None:
         yield
         if modifier_rank is not None and dist.is_initialized():
             for parameter in written_of(module).parameters():
                 dist.broadcast(parameter.data, modifier_rank)
         return
-    root, prefix = found
-    _check_at_rest(root)
-    backend = Backend.owner_of(root)
-    assert backend is not None
-    backend.reshard(root)
-    first = backend.aliases(root)
-    tensors = _whole_parameters(backend, root, prefix, first)
+    sharded, prefix = found
+    _check_at_rest(sharded.root)
+    sharded.reshard()
+    first = sharded.aliases()
+    tensors = _whole_parameters(sharded, prefix, first)
     before = {name: _digest(tensor) for name, tensor in tensors.items()}
     values: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     raised: BaseException | None = None
-    with backend.unmanaged(root), ExitStack() as cleanup:
-        user = backend.written_module(root)
+    with sharded.unmanaged(), ExitStack() as cleanup:
+        user = sharded.written
         part = next(inner for raw, inner in user.named_modules() if clean_name(raw) == prefix.removesuffix("."))
         cleanup.enter_context(not_managed(part))
         places = _put_in_place(part, prefix, tensors, first)
         cleanup.callback(_take_back, places, {inner: dict(inner._modules) for inner in part.modules()})
         _refuse_others(user, part, cleanup)
-        known = {root, user, *part.modules()}
+        known = {sharded.root, user, *part.modules()}
         gathered_modules.update(known)
         cleanup.callback(gathered_modules.difference_update, known)
         buffers = {prefix + clean_name(name): buffer for name, buffer in part.named_buffers()}
@@ -96,10 +94,10 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         except Exception as error:  # other ranks are to know, who wait for this one
             raised, problems = error, [f"{type(error).__name__} was raised: {error}"]
         values = {place.name: place.shown.detach() for place in places}
-    changed = _agree_on_changes(backend.runtime, values, buffers, before, problems, raised, modifier_rank)
+    changed = _agree_on_changes(sharded.runtime, values, buffers, before, problems, raised, modifier_rank)
     if changed:
         with normal_tensors():
-            backend.load_model_state(root, changed, strict=False)
+            sharded.load_model_state(changed, strict=False)
 
 
 def _check_at_rest(root: nn.Module) -> None:
@@ -116,15 +114,13 @@ def _check_at_rest(root: nn.Module) -> None:
 
 
 @normal_tensors()
-def _whole_parameters(backend: Backend, root: nn.Module, prefix: str, first: Mapping[str, str]) -> dict[str, Tensor]:
+def _whole_parameters(sharded: Sharded, prefix: str, first: Mapping[str, str]) -> dict[str, Tensor]:
     """The parameters of a part of a root, each once, on this rank's device."""
-    state = backend.model_state(root)
-    names = dict.fromkeys(first.get(name, name) for name in backend.remembered_names(root) if name.startswith(prefix))
-    device = backend.runtime.device
+    state = sharded.model_state()
+    names = dict.fromkeys(first.get(name, name) for name in sharded.names if name.startswith(prefix))
+    wholes = each_whole({name: state[name] for name in names}, sharded.runtime)
     # what is kept whole has its own memory
-    return {
-        name: full.to(device, copy=True) for name, full in each_whole({n: state[n] for n in names}, backend.runtime)
-    }
+    return {name: full.to(sharded.runtime.device, copy=True) for name, full in wholes}
 
 
 @dataclass(frozen=True)

@@ -36,31 +36,30 @@ def _counts_all_ranks(grad_norm: Callable[..., Any]) -> Callable[..., Any]:
     return marked(of_all_ranks, grad_norm, _counts_all_ranks)
 
 
-def _sharded_around(module: Any) -> tuple[Any, str, Any] | None:
+def _sharded_around(module: Any) -> tuple[Any, str] | None:
     if "fsdp_core.lightning.strategy" not in sys.modules:
         return None  # nothing is sharded where it was not imported
-    from fsdp_core.sharding.backend import Backend
+    from fsdp_core.sharding.sharded import sharded_around
 
-    found = Backend.root_around(module)
-    return None if found is None else (*found, Backend.owner_of(found[0]))
+    return sharded_around(module)
 
 
-def _grad_norm(module: Any, root: Any, prefix: str, backend: Any, order: float, separator: str) -> dict[str, Any]:
+def _grad_norm(module: Any, sharded: Any, prefix: str, order: float, separator: str) -> dict[str, Any]:
     import torch
 
     from fsdp_core.lightning.hooks.redirection import is_inside_forward
     from fsdp_core.sharding.gradient_norms import norms_of_gradients
 
-    if is_inside_forward(root):
+    if is_inside_forward(sharded.root):
         raise ShardingError(
             f"grad_norm({type(module).__name__}) was called inside of a step, where parameters are gathered and their "
             "gradients are with the shards.\n"
             "Call it in on_before_optimizer_step() with automatic optimization; with manual optimization, "
-            "self.trainer.strategy.backend.clip_norm(parameters, float('inf')) returns the norm of what an optimizer "
+            "self.trainer.strategy.sharded.clip_norm(parameters, float('inf')) returns the norm of what an optimizer "
             "holds."
         )
-    backend.runtime.meet("grad_norm, which needs the gradients of all ranks,")
-    norms = norms_of_gradients(backend, root, order)
+    sharded.runtime.meet("grad_norm, which needs the gradients of all ranks,")
+    norms = norms_of_gradients(sharded, order)
     found: dict[str, Any] = {
         f"grad_{order}_norm{separator}{name.removeprefix(prefix)}": value
         for name, value in norms.items()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_core.lightning.precision import compute_context
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules
 from fsdp_core.torch_private import in_backward
@@ -211,7 +211,7 @@ def _enter_watched(module: nn.Module, args: Any) -> None:
         _watched[module] = (sys.exc_info()[1],)
         _begin(root, module)
     if module is root and root not in gathered_modules:
-        _backend_of(root).mend_interrupted(root)
+        _sharded(root).mend_interrupted()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -242,10 +242,10 @@ def _root_of(module: nn.Module) -> nn.Module | None:
     return None if found is None else found[0]()
 
 
-def _backend_of(root: nn.Module) -> Backend:
-    backend = Backend.owner_of(root)
-    assert backend is not None
-    return backend
+def _sharded(root: nn.Module) -> Sharded:
+    sharded = sharded_of(root)
+    assert sharded is not None
+    return sharded
 
 
 #: What torch says where a shard is used as if it were the parameter: a DTensor, or a rank's piece as a plain tensor.
@@ -309,11 +309,11 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     if root is None or root in _inside or module in gathered_modules:
         return forward(*args, **kwargs)
     _begin(root, module)
-    backend, failed = _backend_of(root), True
+    sharded, failed = _sharded(root), True
     try:
-        with compute_context(backend.precision, backend.runtime.device.type):
+        with compute_context(sharded.precision, sharded.runtime.device.type):
             call = functools.partial(forward, *args, **kwargs)
-            output = call_inside_forward(root, backend.written_module(root), call)
+            output = call_inside_forward(root, sharded.written, call)
         failed = False
     finally:
         _end(root, failed=failed)
@@ -326,12 +326,12 @@ def _begin(root: nn.Module, module: nn.Module) -> None:
     name = f"{type(module).__name__} ({path!r})" if path else type(module).__name__
     check_not_gathered(root, f"a call of {name}, which is not gathered,")
     if _followed.get(root):
-        _backend_of(root).runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
+        _sharded(root).runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
 
 
 def _end(root: nn.Module, *, failed: bool) -> None:
     """End it: its backward pass, if one follows, gathers again what it needs."""
-    backend = _backend_of(root)
+    sharded = _sharded(root)
     if failed:
-        backend.abandon_forward(root)
-    backend.reshard(root)
+        sharded.abandon_forward()
+    sharded.reshard()

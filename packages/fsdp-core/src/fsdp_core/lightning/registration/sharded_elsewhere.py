@@ -35,12 +35,12 @@ def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
         ranks = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded where it was not imported
         if ranks is not None and not isinstance(self, ranks.RanksOfStrategy):
             module: Any = inspect.signature(take).bind(self, *args, **kwargs).args[1]
-            sharded = [part for part in module.modules() if part in ranks.sharded_by]
+            sharded = [one for part in module.modules() if (one := ranks.sharded_of(part)) is not None]
             if sharded:
                 from fsdp_core.lightning.private import forget_module
 
                 forget_module(self)  # or its teardown would move shards, and end in torch's error all the same
-                raise _refusal(type(self).__name__, *ranks.sharded_by[sharded[0]])
+                raise _refusal(type(self).__name__, sharded[0].strategy_name, sharded[0].class_name)
         return take(self, *args, **kwargs)
 
     return marked(take_or_refuse, take, _refuses_shards)

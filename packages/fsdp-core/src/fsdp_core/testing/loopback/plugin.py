@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from fsdp_core import Capability, Option, StrategyInfo, hookimpl
+from fsdp_core import Capability, StrategyInfo, hookimpl
+from fsdp_core.plugins import options_in
 
 __all__ = ["LOOPBACK", "fsdp_strategies"]
+
+_TRAINER = "fsdp_core.testing.loopback.trainer:LoopbackTrainerStrategy"
+_FABRIC = "fsdp_core.testing.loopback.fabric:LoopbackFabricStrategy"
 
 LOOPBACK = StrategyInfo(
     name="loopback",
     summary="Parameters sharded by hand over gloo, for tests and as an example.",
-    trainer="fsdp_core.testing.loopback.trainer:LoopbackTrainerStrategy",
-    fabric="fsdp_core.testing.loopback.fabric:LoopbackFabricStrategy",
+    trainer=_TRAINER,
+    fabric=_FABRIC,
     accelerators=("cpu",),
     capabilities=frozenset(
         {
@@ -23,17 +27,7 @@ LOOPBACK = StrategyInfo(
             Capability.SHARDED_CHECKPOINT,
         }
     ),
-    options=(
-        Option(name="state_dict_type", default="sharded", help="'sharded' (a folder) or 'full' (one file)."),
-        Option(name="timeout", default=None, help="How long a collective waits for its peers, a timedelta."),
-        Option(name="async_save", default=False, help="Write checkpoints in the background."),
-        Option(name="accelerator", default=None, help="A Lightning Accelerator; None: Lightning chooses."),
-        Option(name="parallel_devices", default=None, help="The devices of this host; None: Lightning chooses."),
-        Option(name="cluster_environment", default=None, help="A Lightning ClusterEnvironment."),
-        Option(name="checkpoint_io", default=None, help="A Lightning CheckpointIO, for full checkpoints."),
-        Option(name="precision_plugin", default=None, help="Under Trainer: a Lightning Precision plugin."),
-        Option(name="precision", default=None, help="Under Fabric: a Lightning Precision plugin."),
-    ),
+    options=options_in(_TRAINER, _FABRIC),
     requires=("torch>=2.9", "lightning>=2.6.6"),
 )
 

@@ -223,7 +223,7 @@ def _regrouped(strategy: str, tmp: str, path: str) -> tuple[list[str], list[str]
     run, module = new_trainer(tmp, strategy, 2, max_epochs=2), RegroupsLater()
     run.fit(module, loader(1, 2), ckpt_path=path)
     used: Any = run.strategy
-    before, now, layout = fsdp_core.load_state_dict(path), full_state(used), used.backend.layout(used.model)
+    before, now, layout = fsdp_core.load_state_dict(path), full_state(used), used.sharded.layout()
     kept = [part.name for p in run.optimizers[0].param_groups[0]["params"] for part in layout[p]]
     return [name for name, tensor in before.items() if not torch.equal(tensor, now[name].cpu())], kept
 

@@ -19,7 +19,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
-from fsdp_core.testing.state import root_of
+from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.bad_options import set_up
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.numbers import options_id
@@ -72,8 +72,7 @@ def _two_dtypes(strategy: str) -> tuple[str, bool]:
 
     def set_up_and_look() -> None:
         fabric.setup(net)
-        root = root_of(fabric.strategy)
-        state = fabric.strategy.backend.model_state(root)  # type: ignore[attr-defined]
+        state = sharded_by(fabric.strategy).model_state()
         kept.update((name, state[name].dtype) for name in written)
 
     return refusal(ShardingError, set_up_and_look), kept == written

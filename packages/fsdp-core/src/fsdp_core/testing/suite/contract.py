@@ -18,7 +18,12 @@ from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.testing import oracle
+from fsdp_core.testing.ranks import Ranks
+from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import new_fabric
 
 __all__ = ["ContractSuite", "accelerators_disagree", "misfits"]
 
@@ -141,8 +146,14 @@ def _plain(signature: inspect.Signature) -> str:
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
+def _misfits_of_sharded(strategy: str) -> list[str]:
+    fabric = new_fabric(strategy, 1)
+    fabric.setup_module(oracle.new_net())
+    return misfits(type(sharded_by(fabric.strategy)), Sharded)
+
+
 class ContractSuite(Clauses):
-    """Core's adapters, and a backend and a runtime that core can call."""
+    """Core's adapters, and a backend, a sharded root and a runtime that core can call."""
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_its_class_is_an_adapter_of_cores(self, front_end: FrontEnd) -> None:
@@ -168,6 +179,10 @@ class ContractSuite(Clauses):
             assert not inspect.isabstract(made)
             told = misfits(made, contract)
             assert not told, "\n".join(told)
+
+    def test_a_sharded_root_is_asked_as_the_contract_says(self, ranks: Ranks) -> None:
+        (told,) = ranks.run(1, _misfits_of_sharded, self.strategy)
+        assert not told, "\n".join(told)
 
     def _device_on_the_cpu(self, front_end: FrontEnd) -> str:
         """The type of the device that ``accelerator="cpu"`` gets: a library may have devices of its own there."""

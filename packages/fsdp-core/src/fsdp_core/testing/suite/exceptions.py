@@ -17,7 +17,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import root_of
+from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.clauses import Clauses, requires
 from fsdp_core.testing.suite.parameters import Gains, gains_of, own_share
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
@@ -80,7 +80,7 @@ def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, 
     with pytest.raises(ZeroDivisionError):
         fabric.backward(model(inputs).sum())
     used: Any = fabric.strategy
-    used.backend.reset(root_of(used))
+    sharded_by(used).reset()
     if refused:
         return refusal(ShardingError, lambda: fabric.setup(net)), {}
     optimizer.zero_grad()
@@ -111,7 +111,7 @@ def _losses_after_no_sync(strategy: str, tmp: str, of: str) -> list[float]:
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     used: Any = fabric.strategy
-    context = fabric.no_backward_sync(model) if of == "fabric" else used.backend.no_sync(root_of(used))
+    context = fabric.no_backward_sync(model) if of == "fabric" else sharded_by(used).no_sync()
     with suppress(ZeroDivisionError), context:
         raise ZeroDivisionError
     losses = []

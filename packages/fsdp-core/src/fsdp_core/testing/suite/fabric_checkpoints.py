@@ -70,8 +70,8 @@ def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, An
         rest = fabric.load(path, state)
     used: Any = fabric.strategy
     wholes = [
-        (full_state(used, root), full_optimizer_state(used, opt, root))
-        for root, opt in zip(used.roots, (optimizer, other_optimizer), strict=True)
+        (full_state(used, sharded), full_optimizer_state(used, opt, sharded))
+        for sharded, opt in zip(used.roots, (optimizer, other_optimizer), strict=True)
     ]
     return {
         "model": {f"{i}.{k}": v for i, (weights, _) in enumerate(wholes) for k, v in weights.items()},

@@ -21,7 +21,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, root_of, trained_by
+from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, sharded_by, trained_by
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.parameters import own_share
 from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
@@ -37,7 +37,7 @@ class NanGradient(Lit):
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         used: Any = self.trainer.strategy
-        used.backend.clip_norm(trained_by(optimizer), 1.0, error_if_nonfinite=True)
+        sharded_by(used).clip_norm(trained_by(optimizer), 1.0, error_if_nonfinite=True)
 
 
 def _nonfinite(strategy: str, tmp: str) -> list[str]:
@@ -58,7 +58,7 @@ def _infinite_norm(strategy: str) -> str:
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     fabric.backward(model(fabric.to_device(torch.ones(2, FEATURES))).sum())
     used: Any = fabric.strategy
-    layout = used.backend.layout(root_of(used))
+    layout = sharded_by(used).layout()
     linear = [p for p, parts in layout.items() if any(".up." in one.name or ".down." in one.name for one in parts)]
     poison_gradient(linear, torch.nan, here_too=fabric.global_rank == fabric.world_size - 1)
     infinite = float("inf")
@@ -84,7 +84,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
         "policy": getattr(used.backend, "auto_wrap_policy", "auto")
         is policy
         is options.get("auto_wrap_policy", "auto"),
-        "held": held_by(root_of(used).parameters()),
+        "held": held_by(sharded_by(used).root.parameters()),
         "predicted": torch.cat(predicted),
         "rows": 2 * BATCH // here().shares(2),
     }
@@ -250,7 +250,8 @@ def _recomputation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
 
 def _dropout(strategy: str, tmp: str, checkpointing: bool) -> Trained:
     options = {"activation_checkpointing_policy": {Block}} if checkpointing else {}
-    pl.seed_everything(5, verbose=False)
+    with oracle.seeded(5):
+        pl.seed_everything(5, verbose=False)
     return fit(strategy, tmp, 1, 3, "sgd", options, None, {"dropout": 0.5})
 
 

@@ -86,7 +86,7 @@ class LitNormsByHand(LitNorms):
         self.manual_backward(mse_loss(self(batch[0]), batch[1]))
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self.told = refusal(ShardingError, lambda: grad_norm(self, 2))
-        self.norm = float(self.trainer.strategy.backend.clip_norm(held, float("inf")))  # type: ignore[attr-defined]
+        self.norm = float(self.trainer.strategy.sharded.clip_norm(held, float("inf")))  # type: ignore[attr-defined]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
@@ -123,7 +123,7 @@ class NormsSuite(Clauses):
         """They are refused, and what is advised is right."""
         want = _plain_norms(2.0, "")["grad_2.0_norm_total"]
         for told, norm in ranks.run(2, _norms_by_hand, self.strategy, str(tmp_path)):
-            assert_says(told, "grad_norm(", "inside of a step", "on_before_optimizer_step()", "backend.clip_norm(")
+            assert_says(told, "grad_norm(", "inside of a step", "on_before_optimizer_step()", "sharded.clip_norm(")
             assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
 
     @requires(Capability.CLIP_BY_NORM)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import assert_sharded, full_state, held_by, root_of, trained_by
+from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
@@ -139,7 +140,7 @@ def _fit_epochs(strategy: str, tmp: str, module_class: type[Lit], epochs: int) -
     return means(module.losses), {name.removeprefix("net."): tensor for name, tensor in state.items()}
 
 
-def _two_steps(fabric: Fabric, model: Any, optimizer: Any, root: nn.Module | None = None) -> Trained:
+def _two_steps(fabric: Fabric, model: Any, optimizer: Any, sharded: Sharded | None = None) -> Trained:
     losses = []
     for x, y in fabric.setup_dataloaders(loader(2, 2)):
         loss = mse_loss(model(x), y)
@@ -147,7 +148,7 @@ def _two_steps(fabric: Fabric, model: Any, optimizer: Any, root: nn.Module | Non
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return means(losses), full_state(fabric.strategy, root)
+    return means(losses), full_state(fabric.strategy, sharded)
 
 
 def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
@@ -165,7 +166,7 @@ def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
         model = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(optimizer)
     used: Any = fabric.strategy
-    live = {id(p) for p in used.backend.layout(root_of(used))}
+    live = {id(p) for p in sharded_by(used).layout()}
     assert all(id(p) in live for p in trained_by(optimizer))
     held = held_by(trained_by(optimizer))
     return _two_steps(fabric, model, optimizer), held

@@ -181,9 +181,9 @@ def _fit(
     **trainer: Any,
 ) -> tuple[dict[str, Any], pl.Trainer]:
     rank = here().rank  # every rank draws numbers of its own
-    torch.manual_seed(seed + rank)
-    random.seed(seed + rank)
-    numpy.random.seed(seed + rank)
+    with oracle.seeded(seed + rank):  # and not while another rank, with the same generators, makes its net
+        random.seed(seed + rank)
+        numpy.random.seed(seed + rank)
     accumulating = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3} if module.automatic_optimization else {}
     run = new_trainer(tmp, strategy, world_size, options, **{"max_epochs": EPOCHS, **accumulating, **trainer})
     run.fit(module, data, loader(1, world_size), ckpt_path=resume)
@@ -257,9 +257,9 @@ def _fabric(strategy: str, tmp: str, kind: str) -> list[dict[str, Any]]:
 
 def _fabric_run(strategy: str, tmp: str, kind: str, load: bool) -> dict[str, Any]:
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
-    torch.manual_seed(100 * load + fabric.global_rank)
     net = oracle.new_net(dropout=0.2)
-    torch.manual_seed(100 * load + fabric.global_rank)
+    with oracle.seeded(100 * load + fabric.global_rank):  # devices have generators of their own
+        pass
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
     state: dict[str, Any] = {
         "model": model,

@@ -24,7 +24,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import assert_sharded, full_state, held_by, root_of, trained_by
+from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
 from fsdp_core.testing.suite.clauses import Clauses, precisions, requires, with_options
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
@@ -49,7 +49,7 @@ def _held_after_evaluation(strategy: str, tmp: str, options: dict[str, Any]) -> 
     module = Lit("sgd", width=WIDE)
     run = new_trainer(tmp, strategy, 2, options)
     run.validate(module, loader(1, 2), verbose=False)
-    return held_by(root_of(run.strategy).parameters())
+    return held_by(sharded_by(run.strategy).root.parameters())
 
 
 def _largest_tensor(strategy: str) -> int:
@@ -312,7 +312,7 @@ def _announced(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
     with _logged_by(front_end) as said:
         owner = begin(net)
         units = len(owner.backend.units(Wide()))
-        held = held_by(owner.backend.layout(root_of(owner)))
+        held = held_by(sharded_by(owner).layout())
         if fabric is None:
             begin(net)  # it is sharded already, and nothing more is to be said
     before = log.level

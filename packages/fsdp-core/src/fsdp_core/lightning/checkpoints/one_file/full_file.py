@@ -19,11 +19,10 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.storage.folder import open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
-from fsdp_core.lightning.checkpoints.file_layout import numbered
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 
-__all__ = ["gathered", "numbered", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
+__all__ = ["gathered", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
 
 
 def gathered(value: Any, backend: Backend) -> Any:

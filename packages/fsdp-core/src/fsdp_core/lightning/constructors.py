@@ -1,0 +1,76 @@
+"""What a strategy's constructor takes, where it passes on to the next one what it does not name."""
+
+from __future__ import annotations
+
+import inspect
+
+from fsdp_core.plugins.constructors import explained
+
+__all__ = ["described_constructor"]
+
+#: What a package gives to core's constructors, and no user does.
+_BY_THE_PACKAGE = ("backend", "strategy_name", "runtime")
+
+
+def described_constructor(cls: type) -> tuple[inspect.Signature, str | None]:
+    r"""The signature of a class's constructor and the class's docstring, both with the options that it passes on.
+
+    A constructor passes on what it does not name if it takes ``*common`` and hands that to the next one.
+
+    Args:
+        cls: The class.
+
+    Example:
+        >>> class Adapter:
+        ...     '''Runs.
+        ...
+        ...     Args:
+        ...         backend: How.
+        ...         timeout: How long it waits.
+        ...     '''
+        ...     def __init__(self, backend, timeout=None, *, strategy_name): ...
+        >>> class Options:
+        ...     '''What is mine.
+        ...
+        ...     Args:
+        ...         size: How large it is.
+        ...     '''
+        ...     def __init__(self, *common, size=2, **others):
+        ...         super().__init__(size, *common, strategy_name="mine", **others)
+        >>> class Mine(Options, Adapter):
+        ...     '''Runs mine.'''
+        >>> signature, docstring = described_constructor(Mine)
+        >>> print(f"{signature}\n{docstring}")
+        (timeout=None, *, size=2)
+        Runs mine.
+        <BLANKLINE>
+        Args:
+            timeout: How long it waits.
+            size: How large it is.
+    """
+    kinds = inspect.Parameter
+    parameters: dict[str, inspect.Parameter] = {}
+    told: dict[str, str] = {}
+    passed_on = False
+    for one in cls.__mro__:
+        constructor = vars(one).get("__init__")
+        if constructor is None:
+            continue
+        own = list(inspect.signature(constructor).parameters.values())[1:]
+        passes_on = any(each.kind is kinds.VAR_POSITIONAL for each in own)
+        for each in own:
+            named = each.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+            if (named or not passes_on) and not (passed_on and each.name in _BY_THE_PACKAGE):
+                parameters.setdefault(each.name, each)
+        told = {**explained(one.__doc__), **told}
+        if not passes_on:
+            break
+        passed_on = True
+    # the next constructor's positional ones come first, for they are what *common hands on
+    signature = inspect.Signature(sorted(parameters.values(), key=lambda each: each.kind))
+    docstring = vars(cls).get("__doc__")
+    if not passed_on or docstring is None or explained(docstring):
+        return signature, docstring
+    lines = [f"    {name}: {told[name]}" for name in signature.parameters if name in told]
+    summary, *rest = inspect.cleandoc(docstring).split("\n\nExample:")
+    return signature, "\n\nExample:".join(["\n".join([f"{summary}\n\nArgs:", *lines]), *rest])

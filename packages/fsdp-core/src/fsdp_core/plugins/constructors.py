@@ -1,0 +1,145 @@
+"""Options as plain data, read from the source of the constructor that takes them: nothing of it is imported."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from fsdp_core.errors import StrategyInfoError
+from fsdp_core.plugins.strategy_info import Option
+
+__all__ = ["COMMON_OPTIONS", "explained", "options_in"]
+
+#: What the constructors of core's adapters take, and pass on.
+COMMON_OPTIONS = (
+    Option(
+        name="state_dict_type",
+        default="sharded",
+        help="How checkpoints are saved: 'sharded' (a folder, every rank writes its part) or 'full' (one file).",
+    ),
+    Option(name="timeout", default=None, help="How long a collective waits for its peers, a timedelta."),
+    Option(
+        name="async_save",
+        default=False,
+        help="Write checkpoints in the background: a save returns when this rank's part is copied to host memory.",
+    ),
+    Option(name="accelerator", default=None, help="A Lightning Accelerator; None: Lightning chooses."),
+    Option(name="parallel_devices", default=None, help="The devices of this host; None: Lightning chooses."),
+    Option(name="cluster_environment", default=None, help="A Lightning ClusterEnvironment; None: Lightning chooses."),
+    Option(name="checkpoint_io", default=None, help="A Lightning CheckpointIO, which full checkpoints go through."),
+    Option(name="precision_plugin", default=None, help="Under Trainer: a Lightning Precision plugin."),
+    Option(name="precision", default=None, help="Under Fabric: a Lightning Precision plugin."),
+)
+
+
+def options_in(*references: str) -> tuple[Option, ...]:
+    """What the constructors of classes name, with defaults, and what the classes' docstrings say of it.
+
+    So an option is said once, where it is taken, and listing strategies imports neither torch nor Lightning.
+
+    Args:
+        *references: ``"module:Class"`` for each class, such as the two front ends'. A class has a Google-style
+            docstring, whose ``Args`` explain each parameter.
+
+    Returns:
+        The parameters in their order, those of several classes once; one of :data:`COMMON_OPTIONS` where the docstring
+        says that it is as in Lightning. A default that is no plain data is given as it is written.
+
+    Raises:
+        StrategyInfoError: There is no source of such a class, or it does not explain one of its options.
+    """
+    found: dict[str, Option] = {}
+    for reference in references:
+        module, _, name = reference.partition(":")
+        for option in _options(reference, _class(reference, _tree(module), name)):
+            found.setdefault(option.name, option)
+    return tuple(found.values())
+
+
+def _class(reference: str, tree: ast.Module, name: str) -> ast.ClassDef:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node
+    raise StrategyInfoError(f"{reference!r} is no class.\nWrite 'module:Class', as it is called there.")
+
+
+def _options(reference: str, made: ast.ClassDef) -> Iterator[Option]:
+    constructors = [node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    if not constructors:
+        raise StrategyInfoError(
+            f"{reference!r} has no constructor of its own, whose parameters are its options.\n"
+            "Name the class that has, or write the options out."
+        )
+    told, taken = explained(ast.get_docstring(made)), constructors[0].args
+    positional = [*taken.posonlyargs, *taken.args][1:]
+    defaults = [None] * (len(positional) - len(taken.defaults)) + taken.defaults
+    common = {option.name: option for option in COMMON_OPTIONS}
+    parameters = zip([*positional, *taken.kwonlyargs], [*defaults, *taken.kw_defaults], strict=True)
+    for one, default in parameters:
+        if one.arg not in told:
+            raise StrategyInfoError(
+                f"{reference} does not explain its option {one.arg!r}.\nAdd it to Args in the class's docstring."
+            )
+        if told[one.arg].startswith("As in Lightning") and one.arg in common:
+            yield common[one.arg]
+        else:
+            yield Option(name=one.arg, default=_plain(default), help=_without_markup(told[one.arg]))
+
+
+def _tree(module: str) -> ast.Module:
+    spec = find_spec(module)  # which imports the packages around it
+    file = Path(spec.origin) if spec is not None and spec.origin else None
+    if file is not None and file.suffix == ".py" and file.is_file():
+        return ast.parse(file.read_bytes())
+    source: str | None = getattr(spec and spec.loader, "get_source", lambda _: None)(module)  # in a zip file
+    if source is None:
+        raise StrategyInfoError(
+            f"there is no source of {module!r}, from which its options are read.\n"
+            "Install the package with its .py files, or write the options out."
+        )
+    return ast.parse(source)
+
+
+def explained(docstring: str | None) -> dict[str, str]:
+    """What a Google-style docstring says under ``Args``, by name, each in one line.
+
+    Example:
+        >>> explained('''Cuts.
+        ...
+        ...     Args:
+        ...         size: How large
+        ...             it is.
+        ...         *rest: What else.
+        ...
+        ...     Raises:
+        ...         ValueError: Never.
+        ...     ''')
+        {'size': 'How large it is.', 'rest': 'What else.'}
+    """
+    section = re.search(r"^Args:\n((?:[ ]+.*\n|\n)+)", f"{inspect.cleandoc(docstring or '')}\n", flags=re.MULTILINE)
+    entries = re.findall(r"^ {4}\**(\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _without_markup(text: str) -> str:
+    """Plain text of a docstring's.
+
+    Example:
+        >>> _without_markup("A :class:`~torch.Tensor`, or ``None``.")
+        'A Tensor, or None.'
+    """
+    return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"\1", text).replace("``", "").replace("ModuleList s", "ModuleLists")
+
+
+def _plain(default: ast.expr | None) -> str | int | float | bool | None:
+    if default is None:
+        return None
+    try:
+        value: str | int | float | bool | None = ast.literal_eval(default)
+    except ValueError:
+        return ast.unparse(default)
+    return value

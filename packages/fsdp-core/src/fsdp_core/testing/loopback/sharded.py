@@ -1,0 +1,191 @@
+"""A root whose parameters are runs of elements, and whole while a forward and backward pass need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core import Runtime, Sharded
+from fsdp_core.sharding import (
+    ComparedShards,
+    EndOfBackward,
+    GatheredShard,
+    ReplicatedParameters,
+    StepGradients,
+    StepWrites,
+    sharded_of,
+)
+from fsdp_core.state import (
+    HeldGradients,
+    Layout,
+    Part,
+    SavedTensor,
+    gathered_modules,
+    named_parameters,
+    refuse_half_gradients,
+    stand_in,
+)
+from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
+
+__all__ = ["LoopbackSharded"]
+
+
+class LoopbackSharded(Sharded):
+    """Cuts the parameters of a module.
+
+    A forward pass of the root gathers all of them. The end of the backward pass averages their gradients, leaves each
+    rank the run that its optimizer needs, and puts the runs back in the places of the whole parameters.
+
+    Args:
+        module: The module, with the same values on every rank.
+        shard_class: How a parameter is cut.
+        runtime: The ranks.
+
+    Attributes:
+        shards: Of its parameters, in the module's order.
+        replicated: Its 0-dim parameters, which stay whole.
+        end: Tells when to reduce gradients.
+        step: What gathered parameters show for their gradients inside a step by hand.
+    """
+
+    def __init__(self, module: nn.Module, shard_class: type[FlatShard], runtime: Runtime) -> None:
+        super().__init__(module)
+        found = list(places_of(module))
+        whole = [parameter for parameter, _, _ in found if not parameter.ndim]
+        self.shards = [shard_class(names, p, places, runtime) for p, names, places in found if p.ndim]
+        self.replicated = ReplicatedParameters(whole, module, runtime)
+        self.end = EndOfBackward([], module, lambda: self._after_backward())
+        self.step = StepGradients(module)
+        module.register_forward_pre_hook(_gather)
+
+    # -- what it is made of ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        self.reshard()
+        stand_ins = [stand_in(shard.shape, shard.held) for shard in self.shards]
+        self.remember((shard.names[0], parameter) for shard, parameter in zip(self.shards, stand_ins, strict=True))
+        for shard, parameter in zip(self.shards, stand_ins, strict=True):
+            shard.put(parameter)
+        try:
+            yield
+        finally:
+            for shard, parameter in zip(self.shards, stand_ins, strict=True):
+                shard.held.requires_grad_(parameter.requires_grad)
+                shard.put(shard.held)
+
+    def layout(self) -> Layout:
+        self.reshard()
+        parts = {shard.held: shard.part for shard in self.shards}
+        return {p: (parts.get(p) or Part(name=name, shape=tuple(p.shape)),) for name, p in named_parameters(self.root)}
+
+    def holds_part(self, parameter: Tensor) -> bool:
+        return parameter.ndim > 0
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Put whole parameters in the places of the shards, those aside that are whole already."""
+        for shard in self.shards:
+            if shard.gathered is None:
+                shard.gathered = nn.Parameter(shard.whole())
+                shard.gathered.register_post_accumulate_grad_hook(shard.take_gradient)
+                self.end.follow(shard.gathered)
+                shard.gathered.requires_grad_(shard.held.requires_grad)
+                shard.put(shard.gathered)
+
+    def _after_backward(self) -> None:
+        self.reduce()
+        self.reshard()
+
+    def reduce(self) -> None:
+        """Add the mean of what the ranks have computed to the gradients of the shards. All ranks must call it."""
+        has = torch.tensor([float(shard.own is not None) for shard in self.shards])
+        some_rank_has = self.runtime.all_reduce(has, "max")
+        for shard, used in zip(self.shards, some_rank_has.tolist(), strict=True):
+            if used:
+                own = shard.held.new_zeros(shard.shape) if shard.own is None else shard.own
+                mine = shard.reduced(own.detach())
+                shard.held.grad = mine if shard.held.grad is None else shard.held.grad + mine
+                shard.own = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.end.enabled = self.replicated.sync = False
+        try:
+            yield
+        finally:
+            self.end.enabled = self.replicated.sync = True
+
+    def reshard(self) -> None:
+        for shard in self.shards:
+            if shard.gathered is not None:
+                shard.gathered = None
+                shard.put(shard.held)
+
+    def suspend_forward(self, loss: Tensor | None = None) -> None:
+        self.step.on = False
+
+    def resume_forward(self) -> None:
+        self.reshard()
+        self.gather()
+        for shard in self.shards:
+            if shard.gathered is not None:
+                self.step.follow(shard.gathered, shard.held, is_part=True)
+        self.step.on = True
+
+    def watch_writes(self) -> StepWrites | None:
+        return ComparedShards(
+            GatheredShard(name=one.names[0], shard=partial(getattr, one, "held"), gathered=one.gathered_run)
+            for one in self.shards
+        )
+
+    def follow_requires_grad(self) -> None:
+        for shard in self.shards:
+            if shard.gathered is not None:
+                shard.gathered.requires_grad_(shard.held.requires_grad)
+
+    def reset(self) -> None:
+        self.reshard()
+        for shard in self.shards:
+            shard.own = None
+
+    def abandon_forward(self) -> None:
+        self.reshard()
+
+    def mend_interrupted(self) -> None:
+        if self.end.interrupted:
+            refuse_half_gradients(self.root, self.layout())
+            self.reset()
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        self.reshard()
+        shards = {name: shard for shard in self.shards for name in shard.names}
+        state = super().model_state()
+        return {name: shards[name].part.of(shards[name].held) if name in shards else state[name] for name in state}
+
+    def accumulated_gradients(self) -> HeldGradients:
+        held = super().accumulated_gradients()
+        held.own.update({s.names[0]: s.own for s in self.shards if s.own is not None})
+        return held
+
+    def restore_gradients(
+        self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
+    ) -> None:
+        shards = {shard.names[0]: shard for shard in self.shards}
+        super().restore_gradients({n: read for n, read in own.items() if n not in shards}, reduced)
+        for name, shard in shards.items():
+            shard.own = own[name]().to(shard.held) if name in own else None
+
+
+def _gather(root: nn.Module, args: Any) -> None:
+    sharded = sharded_of(root)
+    if isinstance(sharded, LoopbackSharded) and root not in gathered_modules:  # a copy of a root has none
+        sharded.gather()

@@ -1,0 +1,247 @@
+"""A root of torch's ``FullyShardedDataParallel`` (FSDP1): its steps and its state. Knows no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_core import Runtime, Sharded, UnsupportedCapabilityError
+from fsdp_core.sharding import (
+    ComparedShards,
+    ReplicatedParameters,
+    StepGradients,
+    StepWrites,
+    clip_grads_by_norm,
+    is_flattened,
+    sharded_of,
+)
+from fsdp_core.state import HeldGradients, Layout, SavedTensor, aliases, clean_name, refuse_half_gradients
+from fsdp_cuda_native.accumulated_gradients import held_by_units, restore_to_units
+from fsdp_cuda_native.torch_private import flat_parameters as torch_private
+from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients
+from fsdp_cuda_native.unflattened import layout_of, local_parts, named_members, stand_ins, unwrapped
+
+if TYPE_CHECKING:
+    from fsdp_cuda_native.backend import NativeBackend
+
+__all__ = ["NativeSharded"]
+
+
+class NativeSharded(Sharded):
+    """A module whose units FSDP1 has wrapped and flattened.
+
+    Args:
+        root: What FSDP1 has wrapped around the user's module.
+        written: The user's module.
+        orders: In which order its modules were written to hold their parameters.
+        whole: The parameters that no unit has flattened, in any order.
+        runtime: The ranks to average the gradients of these over.
+    """
+
+    backend: NativeBackend
+    root: FullyShardedDataParallel
+
+    def __init__(
+        self,
+        root: FullyShardedDataParallel,
+        written: nn.Module,
+        orders: Mapping[nn.Module, tuple[str, ...]],
+        whole: Sequence[nn.Parameter],
+        runtime: Runtime,
+    ) -> None:
+        super().__init__(root, written)
+        self._orders = orders
+        self._layout: tuple[tuple[nn.Parameter, ...], Layout] | None = None
+        self._units = tuple(torch_private.units_of(root))
+        self._steps = StepGradients(root)
+        # while a forward pass that was suspended is still going on
+        self._pending: list[torch_private.Pending] | None = None
+        for unit in self._units:
+            unit.register_forward_hook(partial(_follow_gathered, self))
+        self.reshard()
+        in_order = [p for p in written.parameters() if any(p is w for w in whole)]
+        self._replicated = ReplicatedParameters(in_order, root, runtime) if in_order else None
+        written.register_forward_hook(_leave_gradients)
+        root.register_forward_hook(_forget_pending)
+
+    # -- what it is made of ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        self.reshard()
+        with stand_ins(self.root, self._orders) as by_name, unwrapped(self.written):
+            self.remember(by_name.items())
+            yield
+
+    def layout(self) -> Layout:
+        self.reshard()
+        held = tuple(self.written.parameters())
+        known, found = self._layout or ((), None)
+        # a save asks for it four times, and it changes only if the user puts another parameter instead of one
+        if found is None or len(held) != len(known) or any(a is not b for a, b in zip(held, known, strict=True)):
+            found = layout_of(self.root)
+            self._layout = (held, found)
+        return found
+
+    def holds_part(self, parameter: Tensor) -> bool:
+        return self.backend.shards and is_flattened(parameter)
+
+    def aliases(self) -> dict[str, str]:
+        self.reshard()
+        if self.backend.use_orig_params and not any(any(torch_private.tied_members(unit)) for unit in self._units):
+            return aliases(self.written)  # each parameter is there by itself, and none has two names inside one unit
+        return super().aliases()
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        if self.backend.sync_each_batch:
+            yield
+            return
+        if self._replicated is not None:
+            self._replicated.sync = False
+        try:
+            with torch_private.no_reduction(self.root):
+                yield
+        finally:
+            if self._replicated is not None:
+                self._replicated.sync = True
+
+    def reshard(self) -> None:
+        for unit in self._units:
+            torch_private.reshard(unit)
+            if self._pending is None:
+                torch_private.forget_views(unit)
+
+    def suspend_forward(self, loss: Tensor | None = None) -> None:
+        if any(unit.forward_prefetch for unit in self._units):
+            # torch would take units that it has gathered ahead for current after a step inside the forward pass
+            raise UnsupportedCapabilityError(
+                "forward_prefetch=True can't be combined with manual optimization, whose steps are taken while units "
+                "are gathered ahead.\nLeave forward_prefetch out."
+            )
+        self._steps.on = False
+        if self._pending is None:
+            self._pending = []
+        torch_private.suspend_forward(self.root, loss, self._pending)
+
+    def resume_forward(self) -> None:
+        if self._pending is None:
+            self._pending = []
+        torch_private.resume_forward(self.root, self._pending)
+        self._follow(self.root)
+        self._steps.on = True
+
+    def watch_writes(self) -> StepWrites | None:
+        names = {part: clean_name(name) for name, part in self.written.named_modules()}
+        return ComparedShards(torch_private.gathered_shard(unit, names) for unit in self._units)
+
+    def follow_requires_grad(self) -> None:
+        if torch_private.follow_requires_grad(self.root):
+            self.resume_forward()
+
+    def reset(self) -> None:
+        for unit in self._units:
+            drop_gradients(unit)
+        torch_private.reset(self.root)
+        self._forget_pending()
+
+    def abandon_forward(self) -> None:
+        torch_private.abandon_forward(self.root)
+
+    def mend_interrupted(self) -> None:
+        if torch_private.is_interrupted(self.root):
+            refuse_half_gradients(self.written, self.root.parameters())
+            self.reset()
+
+    def clip_norm(
+        self,
+        parameters: Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        return clip_grads_by_norm(
+            parameters,
+            max_norm,
+            runtime=self.runtime,
+            is_sharded=self.holds_part,
+            group=self.backend.group_to_shard_over(),
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        written = self.written
+        with self.as_written():
+            state = {clean_name(name): value for name, value in type(written).state_dict(written).items()}
+            first = aliases(written)
+        parts = {name: part.of(flat) for name, part, flat in local_parts(self.root)}
+        return {name: parts.get(first.get(name, name), value) for name, value in state.items()}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        if not self.backend.use_orig_params:
+            # flat parameters come unit by unit; who loads the state by number has the module's own order
+            with self.as_written():
+                named = self.written.named_parameters(remove_duplicate=False)
+                order = {clean_name(name): number for number, (name, _) in enumerate(named)}
+            for group in state["param_groups"]:
+                group["params"].sort(key=order.__getitem__)
+        return state
+
+    def accumulated_gradients(self) -> HeldGradients:
+        self.reshard()
+        held, flattened = held_by_units(self.root, self.runtime), {name for name, _ in named_members(self.root)}
+        for parameter, (part, *_) in self.layout().items():
+            if part.name not in flattened and parameter.grad is not None:  # kept whole
+                held.own[part.name] = parameter.grad
+        return held
+
+    def restore_gradients(
+        self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
+    ) -> None:
+        self.reshard()
+        flattened = {name for name, _ in named_members(self.root)}
+        whole = {name: read for name, read in own.items() if name not in flattened}
+        super().restore_gradients(whole, {n: grad for n, grad in reduced.items() if n not in flattened})
+        restore_to_units(self.root, own, reduced)
+
+    # -- what hooks do ---------------------------------------------------------------------------------------------
+
+    def _follow(self, unit: FullyShardedDataParallel) -> None:
+        """Let what a unit has gathered inside a step by hand show the gradients of its shards."""
+        if self._pending is not None and unit in self._units:
+            for gathered, shard, is_part in torch_private.gathered_parameters(unit):
+                self._steps.follow(gathered, shard, is_part=is_part)
+
+    def _forget_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            torch_private.forget_pending(self.root, pending)
+
+
+def _follow_gathered(sharded: NativeSharded | None, unit: FullyShardedDataParallel, args: Any, output: Any) -> None:
+    if sharded is not None:  # as it is in the hooks of a deep copy
+        sharded._follow(unit)
+
+
+def _leave_gradients(module: nn.Module, args: Any, output: Any) -> None:
+    sharded = sharded_of(module)
+    if isinstance(sharded, NativeSharded) and sharded._pending is not None:
+        torch_private.leave_gradients(sharded.root)
+
+
+def _forget_pending(root: nn.Module, args: Any, output: Any) -> None:
+    sharded = sharded_of(root)
+    if isinstance(sharded, NativeSharded):
+        sharded._forget_pending()

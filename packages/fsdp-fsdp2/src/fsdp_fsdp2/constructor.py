@@ -1,0 +1,63 @@
+"""The options of ``strategy="fsdp2"``, the same under Trainer and Fabric."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fsdp_core import ProcessGroupRuntime
+from fsdp_core.lightning import StrategyOptions
+from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_fsdp2.backend import FSDP2Backend
+from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["FSDP2Options"]
+
+
+class FSDP2Options(StrategyOptions):
+    """The constructor of both classes, which come with core's adapters and the options that all strategies have.
+
+    Args:
+        auto_wrap_policy: Which submodules are gathered and freed together: a set of classes, a function
+            ``module -> bool`` or one of torch's policies, ``"auto"`` for the blocks
+            repeated in ``ModuleList`` s, or ``None`` for the root alone.
+        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
+            classes or a function ``module -> bool``.
+        reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
+            them sharded over groups of so many ranks. ``None``: all do but the root and the last unit, which the
+            backward pass needs first.
+        cpu_offload: Whether shards, gradients and optimizer state live in host memory.
+        mp_policy: A :class:`~torch.distributed.fsdp.MixedPrecisionPolicy`, which wins over ``precision``.
+        sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation, which keeps accumulated
+            gradients sharded, for more communication.
+        process_group_backend: As in :func:`torch.distributed.init_process_group`; chosen by device when ``None``.
+    """
+
+    backend: FSDP2Backend
+    others_options: ClassVar = OTHERS_OPTIONS
+    happens_anyway: ClassVar = ALWAYS
+
+    def __init__(
+        self,
+        *common: Any,
+        auto_wrap_policy: WrapPolicy | None = "auto",
+        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
+        reshard_after_forward: bool | int | None = None,
+        cpu_offload: bool | OffloadPolicy = False,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        sync_each_batch: bool = False,
+        process_group_backend: str | None = None,
+        **others: Any,
+    ) -> None:
+        backend = FSDP2Backend(
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            mp_policy=mp_policy,
+            sync_each_batch=sync_each_batch,
+        )
+        runtime = ProcessGroupRuntime(process_group_backend)
+        super().__init__(backend, *common, strategy_name="fsdp2", runtime=runtime, **others)

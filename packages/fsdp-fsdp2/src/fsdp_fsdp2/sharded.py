@@ -1,0 +1,210 @@
+"""A root that ``fully_shard`` has sharded: steps, gradients that wait, and calls outside of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_core import Runtime, Sharded, ShardingError
+from fsdp_core.sharding import ComparedShards, ReplicatedParameters, StepGradients, StepWrites, sharded_of
+from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
+from fsdp_fsdp2.torch_private import (
+    AssignedData,
+    Gathering,
+    UnusedParameters,
+    abandon_forward,
+    finish_backward,
+    gathered_parameters,
+    gathered_shards,
+    is_interrupted,
+    set_unreduced_gradients,
+    take_unfrozen,
+    unreduced_gradients,
+    without_hooks,
+)
+
+if TYPE_CHECKING:
+    from fsdp_fsdp2.backend import FSDP2Backend
+
+__all__ = ["FSDP2Sharded"]
+
+
+class FSDP2Sharded(Sharded):
+    """What is known of a module whose units ``fully_shard`` has sharded, and the module itself as the last of them.
+
+    Args:
+        module: The module.
+        units: Its units in the order in which they were sharded, without itself.
+        whole: Its parameters that stay whole on every rank.
+        casts: Whether units compute in another dtype than that of their shards.
+        runtime: The ranks.
+
+    Attributes:
+        units: The units, and the root as the last.
+        shards: The parameters, by the names that the module gives them.
+        replicated: Those that stay whole; ``None`` if there are none.
+        step: What gathered parameters show for their gradients inside a step by hand.
+        gathering: Which units are gathered.
+        unused: What has a backward pass wait for units that it does not reach.
+        assigned: Finds values that were assigned to what is sharded.
+        interrupted: Whether an exception has ended a step, with a torch that can't bring a module back from that.
+    """
+
+    backend: FSDP2Backend
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[nn.Module],
+        whole: Sequence[nn.Parameter],
+        *,
+        casts: bool,
+        runtime: Runtime,
+    ) -> None:
+        super().__init__(module)
+        self._fsdp = _fsdp(module)
+        self.replicated = ReplicatedParameters(whole, module, runtime) if whole else None
+        self.units = [_fsdp(unit) for unit in (*units, module)]
+        self.gathering = Gathering(self.units)
+        self.unused = UnusedParameters(self.units, runtime)
+        self.step = StepGradients(module)
+        self.assigned = AssignedData(self.units)
+        self.shards = dict(module.named_parameters())
+        self.interrupted = False
+        module.register_forward_pre_hook(_check_assigned, prepend=True)
+        if casts:
+            module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
+
+    def check_not_interrupted(self) -> None:
+        """Refuse to go on after an exception in a step that torch can't bring the module back from.
+
+        Raises:
+            ShardingError: There was one.
+        """
+        if self.interrupted:
+            raise ShardingError(
+                f"an exception has interrupted a step of {type(self.root).__name__}, and torch {torch.__version__} "
+                "can't bring a sharded module back from that: its next losses would be wrong.\n"
+                "Build the module anew and load a checkpoint, or upgrade to torch 2.13, which can."
+            )
+
+    @contextmanager
+    def unmanaged(self) -> Iterator[None]:
+        with super().unmanaged(), without_hooks(self.root):
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        root, replicated = self._fsdp, self.replicated
+        if self.backend.sync_each_batch:
+            yield
+            return
+        root.set_requires_gradient_sync(False)
+        if replicated is not None:
+            replicated.sync = False
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            if replicated is not None:
+                replicated.sync = True
+
+    def reshard(self) -> None:
+        self.gathering.reshard()
+
+    def suspend_forward(self, loss: Tensor | None = None) -> None:
+        if loss is not None:  # else a step over the shards, and hooks before it that look at gradients
+            self.step.on = False
+            self.unused.begin()
+
+    def resume_forward(self) -> None:
+        root, step = self._fsdp, self.step
+        step.on = False
+        finish_backward(root, self.unused)
+        self.reshard()  # all units: one that is kept after forward and got no gradient would be stale
+        root.unshard()
+        for unit in self.units:
+            for gathered, shard in gathered_parameters(unit):
+                step.follow(gathered, shard, is_part=False)
+        step.on = True
+
+    def watch_writes(self) -> StepWrites | None:
+        names = {part: clean_name(name) for name, part in self.root.named_modules()}
+        return ComparedShards(one for unit in self.units for one in gathered_shards(unit, names))
+
+    def follow_requires_grad(self) -> None:
+        for name, parameter in self.root.named_parameters():
+            parameter.requires_grad_(self.shards[name].requires_grad)
+        for unit in self.units:
+            take_unfrozen(unit)  # to gather a root anew whose parameters are frozen makes it forget its dtypes
+
+    def reset(self) -> None:
+        self.unused.forget()
+        reset = getattr(self.root, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+        else:
+            self.interrupted = True
+
+    def abandon_forward(self) -> None:
+        abandon_forward(self._fsdp, self.units)
+
+    def mend_interrupted(self) -> None:
+        if is_interrupted(self._fsdp):
+            refuse_half_gradients(self.root, self.shards.values())
+            self.reset()
+
+    def accumulated_gradients(self) -> HeldGradients:
+        self.reshard()  # gathered parameters have gradients too, those that are found below
+        held = super().accumulated_gradients()
+        layout = self.layout()
+        for unit in self.units:
+            held.own.update((layout[shard][0].name, grad) for shard, grad in unreduced_gradients(unit))
+        return held
+
+    def forget_unreduced(self, names: Collection[str]) -> None:
+        given_up = {id(shard) for name, shard in self.shards.items() if clean_name(name) in names}
+        for unit in self.units:
+            for shard, gradient in unreduced_gradients(unit):
+                if id(shard) in given_up:
+                    gradient.zero_()
+
+    def restore_gradients(
+        self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
+    ) -> None:
+        self.reshard()
+        layout = self.layout()
+        shards: dict[str, nn.Parameter] = {part.name: p for p, (part,) in layout.items() if isinstance(p, DTensor)}
+        at_parameters = {name: read for name, read in own.items() if name not in shards}
+        super().restore_gradients(at_parameters, reduced)
+        unreduced = {shards[name]: read for name, read in own.items() if name in shards}
+        for unit in self.root.modules():  # in one order on every rank, for each is gathered
+            if isinstance(unit, FSDPModule):
+                set_unreduced_gradients(self._fsdp, unit, unreduced)
+        self.unused.expect()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_assigned(root: nn.Module, args: Any) -> None:
+    sharded = sharded_of(root)  # a copy of a root has none
+    if isinstance(sharded, FSDP2Sharded) and root not in gathered_modules:
+        for unit in sharded.units:
+            sharded.assigned.check(unit)
+
+
+def _take_unfrozen_units(root: nn.Module, args: Any) -> None:
+    sharded = sharded_of(root)
+    if isinstance(sharded, FSDP2Sharded) and root not in gathered_modules:
+        for unit in sharded.units:
+            take_unfrozen(unit)
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule), f"{type(module).__name__} was not sharded by this backend"
+    return module

@@ -1,0 +1,207 @@
+"""A module that ``XlaFullyShardedDataParallel`` has sharded: its steps and its state. Knows no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core import Sharded
+from fsdp_core.sharding import StepWrites, clip_grads_by_norm
+from fsdp_core.state import (
+    ChunkedTensor,
+    HeldGradients,
+    Layout,
+    Part,
+    SavedTensor,
+    aliases,
+    clean_name,
+    load_optimizer_state,
+    optimizer_state,
+    state_by_name,
+)
+from fsdp_xla.classic.accumulated_gradients import forget_in_units, held_by_units, restore_to_units
+from fsdp_xla.classic.host_state import HostOptimizer, flat_on_host
+from fsdp_xla.classic.lazy_state import DeviceFlat, read_late
+from fsdp_xla.classic.unflattened import layout_of, named_members, written
+from fsdp_xla.torch_xla_private import devices as xla
+from fsdp_xla.torch_xla_private import units
+from fsdp_xla.torch_xla_private.units import XlaFullyShardedDataParallel, is_shard
+
+if TYPE_CHECKING:
+    from fsdp_xla.classic.backend import XLABackend
+
+__all__ = ["XLASharded"]
+
+
+class XLASharded(Sharded):
+    """A module of whose parameters each rank holds a run of their elements.
+
+    Args:
+        root: What torch_xla has wrapped around the user's module.
+        module: The user's module.
+        orders: In which order modules were written to hold their parameters.
+    """
+
+    backend: XLABackend
+
+    def __init__(
+        self, root: XlaFullyShardedDataParallel, module: nn.Module, orders: Mapping[nn.Module, tuple[str, ...]]
+    ) -> None:
+        super().__init__(root, module)
+        self._orders = orders
+        #: Whether there are backward passes or steps inside the forward pass.
+        self._by_hand = False
+        self._loading = False
+
+    # -- what it is made of ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        with written(self.root, self._orders) as by_name:
+            self.remember(by_name.items())
+            yield
+
+    def layout(self) -> Layout:
+        return layout_of(self.root)
+
+    def holds_part(self, parameter: Tensor) -> bool:
+        return is_shard(parameter)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return units.no_reduction(self.root)
+
+    def reshard(self) -> None:
+        if self._by_hand:
+            self._by_hand = False
+            units.end_step(self.root)
+        units.free_gathered(self.root)
+
+    def suspend_forward(self, loss: Tensor | None = None) -> None:
+        self._by_hand = True
+        if loss is not None:  # an optimizer's step needs nothing
+            units.suspend_forward(self.root)
+
+    def resume_forward(self) -> None:
+        self._by_hand = True
+        units.resume_forward(self.root)
+
+    def watch_writes(self) -> StepWrites | None:
+        return units.Writes(self.root, lambda: self._by_hand)
+
+    def follow_requires_grad(self) -> None:
+        self._by_hand = True
+        units.follow_requires_grad(self.root)
+
+    def reset(self) -> None:
+        self._by_hand = False
+        units.reset(self.root)
+
+    def clip_norm(
+        self,
+        parameters: Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        return clip_grads_by_norm(
+            parameters,
+            max_norm,
+            runtime=self.backend.runtime.in_graph(),
+            is_sharded=self.holds_part,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        self.reshard()
+        xla.settle()
+        late = self.backend.sequential_save and not self._loading  # what is read into has to be in memory
+        held: dict[str, ChunkedTensor] = {}
+        for shard, parts in self.layout().items():
+            here = DeviceFlat(shard, parts).part if late else _on(flat_on_host(shard))
+            held.update((part.name, here(part)) for part in parts)
+        with self.as_written():
+            user = self.written
+            state = {clean_name(name): value for name, value in type(user).state_dict(user).items()}
+            first = aliases(user)
+        found: dict[str, Any] = {}
+        for name, value in state.items():
+            known = first.get(name, name)
+            if known in held:
+                found[name] = held[known]
+            else:
+                found[name] = xla.on_host(value) if isinstance(value, Tensor) else value
+        return found
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
+        self._loading = True
+        try:
+            super().load_model_state(state, strict, check_only=check_only)
+        finally:
+            self._loading = False
+
+    def adopt_model_state(self, state: Mapping[str, Any]) -> None:
+        flats: dict[nn.Parameter, Tensor] = {}
+        for name, member in named_members(self.root):
+            if name in state:
+                if member.shard not in flats:
+                    flats[member.shard] = flat_on_host(member.shard)
+                at = member.offset
+                for chunk in state[name].chunks:
+                    flats[member.shard][at : at + chunk.data.numel()] = chunk.data.reshape(-1)
+                    at += chunk.data.numel()
+        for shard in xla.in_order(flats):  # which they are to stay in
+            xla.replace(shard, flats[shard].view(shard.shape))
+        for name, buffer in self.written.named_buffers():
+            loaded = state.get(clean_name(name))
+            if isinstance(loaded, Tensor):
+                xla.replace(buffer, loaded)
+        xla.settle()
+
+    def accumulated_gradients(self) -> HeldGradients:
+        self.reshard()
+        xla.settle()
+        return held_by_units(self.root, self.layout())
+
+    def forget_unreduced(self, names: Collection[str]) -> None:
+        forget_in_units(self.root, names)
+
+    def restore_gradients(
+        self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
+    ) -> None:
+        self.reshard()
+        restore_to_units(self.root, self.layout(), own, reduced, self.runtime)
+        xla.settle()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self.reshard()
+        xla.settle()
+        layout, late = self.layout(), self.backend.sequential_save
+        host: Any = HostOptimizer(optimizer, layout, late=late)
+        described = optimizer_state(host, host.layout, self.runtime)
+        return read_late(described, optimizer, layout) if late else described
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, check_only: bool = False
+    ) -> None:
+        self.reshard()
+        xla.settle()
+        host: Any = HostOptimizer(optimizer, self.layout(), with_state=False)
+        load_optimizer_state(host, host.layout, state, check_only=check_only)
+        if check_only:
+            return
+        host.complete(state_by_name(host, host.layout, state)["state"])
+        host.give_back()
+        xla.settle()
+
+
+def _on(flat: Tensor) -> Callable[[Part], Any]:
+    return lambda part: part.of(flat)

@@ -1,0 +1,205 @@
+"""A module whose tensors XLA's partitioner shards: its steps and its state. Knows no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core import CheckpointMismatchError, Sharded
+from fsdp_core.state import (
+    ChunkedTensor,
+    HeldGradients,
+    Part,
+    SavedTensor,
+    clean_name,
+    fill,
+    fill_all,
+    load_optimizer_state,
+    named_parameters,
+    optimizer_state,
+)
+from fsdp_xla.spmd.boundaries import Boundaries
+from fsdp_xla.spmd.partitioning import replicated_spec
+from fsdp_xla.spmd.shards import HostShards, held_by_devices
+from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, local_boxes
+
+if TYPE_CHECKING:
+    from fsdp_xla.spmd.backend import XLASPMDBackend
+
+__all__ = ["XLASPMDSharded"]
+
+
+class XLASPMDSharded(Sharded):
+    """A module whose parameters are marked, each along one of its dimensions.
+
+    Args:
+        root: The user's module.
+        boundaries: Its hooks.
+    """
+
+    backend: XLASPMDBackend
+
+    def __init__(self, root: nn.Module, boundaries: Boundaries) -> None:
+        super().__init__(root)
+        self._boundaries = boundaries
+
+    def bytes_held(self) -> int:
+        return sum(prod(local_boxes(p)[0][2]) * p.element_size() for p in self.layout())
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate where they are. Each micro-batch is a program of its own, the same for all of them."""
+        yield
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Run what was recorded up to here, as one program. Nothing else in a step does."""
+        self._boundaries.clear()
+        self.backend.spmd.run_pending()
+
+    def resume_forward(self) -> None:
+        self.reshard()
+
+    def reset(self) -> None:
+        self._boundaries.clear()
+
+    def clip_norm(
+        self,
+        parameters: Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        if error_if_nonfinite:
+            # the norm will be looked at, which must not be a program that computes the gradients once for itself
+            self.backend.spmd.run_pending()
+        return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        """The module's state by name, copied to the host: by the shards that the devices hold, or extra state."""
+        self.backend.spmd.settle()
+        return {name: _on_host(value) for name, value in super().model_state().items()}
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
+        self.backend.spmd.settle()
+        root = self.root
+        held = {clean_name(n): t for of in (root.named_parameters, root.named_buffers) for n, t in of(**_EVERY)}
+        live = super().model_state()
+        targets: dict[str, Any] = {}
+        shards: dict[str, HostShards] = {}
+        for name, value in live.items():
+            if not isinstance(value, Tensor):
+                continue
+            if name in held and name in state and is_marked(held[name]):
+                shards[name] = HostShards(held[name])
+                targets[name] = shards[name].chunks
+            else:
+                targets[name] = torch.empty(value.shape, dtype=value.dtype)  # empty_like() of XLA's has no memory
+        tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, _TENSORS)}
+        fill_all(targets, tensors, strict=strict, cast=not strict, check_only=check_only)
+        if check_only:
+            return
+        for name, of_name in shards.items():
+            held[name].data = of_name.tensor()
+        raw_names = {clean_name(name): name for name in type(root).state_dict(root)}
+        rest = {
+            raw_names[name]: targets.get(name, _whole(value))
+            for name, value in state.items()
+            if name in live and name not in shards
+        }
+        if rest:
+            type(root).load_state_dict(root, rest, strict=False)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self.backend.spmd.settle()
+        described = optimizer_state(optimizer, self.layout(), self.runtime)
+        return {
+            "state": {
+                name: {key: _on_host(value) for key, value in values.items()}
+                for name, values in described["state"].items()
+            },
+            "param_groups": [
+                {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
+                for group in described["param_groups"]
+            ],
+        }
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, check_only: bool = False
+    ) -> None:
+        self.backend.spmd.settle()
+        load_optimizer_state(optimizer, self.layout(), state, check_only=check_only, restore=self._restored_state)
+
+    def _restored_state(
+        self, parameter: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, values: Sequence[Any]
+    ) -> Any:
+        """A value of an optimizer's state where a step would have put it, so that the next one is no other program."""
+        value = values[0]
+        if not isinstance(value, SavedTensor | Tensor):
+            return value
+        shape = tuple(value.shape)
+        is_count = key == "step" and not shape
+        if shape == tuple(parameter.shape) and not is_count:
+            shards = HostShards(parameter, value.dtype)
+            fill(shards.chunks, value)
+            return shards.tensor()
+        whole = torch.empty(shape, dtype=value.dtype)
+        fill(whole, value)
+        if is_count and not (group.get("capturable") or group.get("fused")):
+            return whole
+        return self.backend.marked(whole, replicated_spec(whole.ndim))
+
+    def accumulated_gradients(self) -> HeldGradients:
+        self.backend.spmd.settle()
+        return HeldGradients(
+            reduced={name: held_by_devices(p.grad) for name, p in named_parameters(self.root) if p.grad is not None}
+        )
+
+    def restore_gradients(
+        self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
+    ) -> None:
+        self.backend.spmd.settle()
+        parameters = dict(named_parameters(self.root))
+        unknown = [name for name in (*own, *reduced) if name not in parameters]
+        if unknown:
+            raise CheckpointMismatchError(
+                f"the checkpoint holds an accumulated gradient of {unknown[0]!r}, which is no parameter of "
+                f"{type(self.root).__name__}.\nLoad it into the model that it was saved from, or load the weights "
+                "alone."
+            )
+        for name, parameter in parameters.items():
+            parameter.grad = None
+            if name in own or name in reduced:
+                total = HostShards(parameter)
+                if name in reduced:
+                    fill(total.chunks, reduced[name], cast=True)
+                if name in own:
+                    _add(total.chunks, own[name]())
+                parameter.grad = total.tensor()
+
+
+_TENSORS = (Tensor, ChunkedTensor, SavedTensor)
+_EVERY: dict[str, Any] = {"remove_duplicate": False}
+
+
+def _add(chunks: ChunkedTensor, whole: Tensor) -> None:
+    for chunk in chunks.chunks:
+        box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
+        cast(Tensor, chunk.data).add_(whole[box])
+
+
+def _on_host(value: Any) -> Any:
+    return held_by_devices(value) if isinstance(value, Tensor) and value.device.type == "xla" else value
+
+
+def _whole(value: Any) -> Any:
+    return value.full() if isinstance(value, SavedTensor) else value

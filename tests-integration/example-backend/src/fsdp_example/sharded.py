@@ -1,0 +1,182 @@
+"""Parameters that every rank holds whole, and the run of elements of each that a rank's optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from fsdp_core import Runtime, Sharded
+from fsdp_core.sharding import EndOfBackward, StepGradients, sharded_of
+from fsdp_core.state import (
+    FlatRange,
+    HeldGradients,
+    Layout,
+    Part,
+    SavedTensor,
+    fill,
+    named_parameters,
+    refuse_half_gradients,
+)
+
+if TYPE_CHECKING:
+    from fsdp_example.backend import ZeRO1Backend
+
+__all__ = ["ZeRO1Sharded"]
+
+
+class ZeRO1Sharded(Sharded):
+    """A module of whole parameters, each cut into one run of elements for each rank.
+
+    A rank's run shares memory with the whole parameter. What a step of the optimizer changes in it is there at once;
+    :meth:`gather` brings the runs of the other ranks.
+
+    Args:
+        root: The module, with the same values on every rank.
+        runtime: The ranks.
+
+    Attributes:
+        ranks: How many there are.
+        whole: The module's parameters, by name.
+        shards: The shard of each parameter.
+        parts: Which elements of which parameter each shard has.
+        end: The end of each backward pass, where gradients are reduced.
+        step: What whole parameters show for their gradients inside a step by hand.
+    """
+
+    backend: ZeRO1Backend
+
+    def __init__(self, root: nn.Module, runtime: Runtime) -> None:
+        super().__init__(root)
+        self.ranks = runtime.world_size
+        self.whole = dict(named_parameters(root))
+        self.shards: dict[nn.Parameter, nn.Parameter] = {}
+        self.parts: dict[nn.Parameter, tuple[Part, ...]] = {}
+        for name, whole in self.whole.items():
+            size = self._size(whole)
+            start = min(runtime.rank * size, whole.numel())
+            run = whole.data.view(-1)[start : start + size]
+            shard = self.shards[whole] = nn.Parameter(run, requires_grad=whole.requires_grad)
+            elements = FlatRange(offset=0, start=start, length=run.numel())
+            self.parts[shard] = (Part(name=name, shape=tuple(whole.shape), range=elements),)
+        self.step = StepGradients(root)
+        for whole, shard in self.shards.items():
+            self.step.follow(whole, shard, is_part=True)
+        self.end = EndOfBackward(list(self.whole.values()), root, partial(_reduce, root))
+        root.register_forward_pre_hook(_follow_whole)
+
+    def layout(self) -> Layout:
+        return self.parts
+
+    def holds_part(self, parameter: Tensor) -> bool:
+        return True
+
+    def reduce(self) -> None:
+        """Add the mean of what the ranks have computed to the gradients of the shards."""
+        trained = [whole for whole in self.whole.values() if whole.requires_grad]
+        has = self.runtime.all_reduce(torch.tensor([float(whole.grad is not None) for whole in trained]), "max")
+        used = [whole for whole, some_rank_has in zip(trained, has.tolist(), strict=True) if some_rank_has]
+        if not used:
+            return
+        # half-precision gradients are summed in fp32
+        rows = self._rows([(torch.zeros_like(w) if w.grad is None else w.grad.detach()).float() for w in used])
+        runs = self.runtime.reduce_scatter(rows).split([self._size(whole) for whole in used])
+        for whole, run in zip(used, runs, strict=True):
+            shard = self.shards[whole]
+            mean = run[: shard.numel()].to(shard.dtype)
+            shard.grad = mean if shard.grad is None else shard.grad + mean
+            whole.grad = None
+
+    def gather(self) -> None:
+        """Give every rank the runs that the others have changed."""
+        own = [pad(shard.detach(), (0, self._size(whole) - shard.numel())) for whole, shard in self.shards.items()]
+        rows = self.runtime.all_gather(torch.cat(own))
+        columns = rows.split([run.numel() for run in own], dim=1)
+        for whole, runs in zip(self.shards, columns, strict=True):
+            whole.data.copy_(runs.reshape(-1)[: whole.numel()].view(whole.shape))
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.backend.sync_each_batch else self.end.disabled()
+
+    def suspend_forward(self, loss: Tensor | None = None) -> None:
+        self.step.on = False
+
+    def resume_forward(self) -> None:
+        self.step.on = True
+
+    def follow_requires_grad(self) -> None:
+        for whole, shard in self.shards.items():
+            whole.requires_grad_(shard.requires_grad)
+
+    def reset(self) -> None:
+        for whole, shard in self.shards.items():
+            whole.grad = shard.grad = None
+
+    def abandon_forward(self) -> None:
+        """Nothing is gathered for a forward pass."""
+
+    def mend_interrupted(self) -> None:
+        if self.end.interrupted:
+            refuse_half_gradients(self.root, self.layout())
+            self.reset()
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        first = self.aliases()
+        own = {part.name: part.of(shard) for shard, (part,) in self.parts.items()}
+        return {name: own.get(first.get(name, name), value) for name, value in super().model_state().items()}
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
+        super().load_model_state(state, strict, check_only=check_only)
+        if not check_only:
+            self.gather()
+
+    def accumulated_gradients(self) -> HeldGradients:
+        held = super().accumulated_gradients()
+        held.own.update((name, whole.grad) for name, whole in self.whole.items() if whole.grad is not None)
+        return held
+
+    def restore_gradients(
+        self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
+    ) -> None:
+        super().restore_gradients({n: read for n, read in own.items() if n not in self.whole}, reduced)
+        for name, whole in self.whole.items():
+            whole.grad = None
+            if name in own:
+                whole.grad = torch.empty_like(whole, requires_grad=False)
+                fill(whole.grad, own[name](), cast=True)
+
+    def _size(self, whole: Tensor) -> int:
+        """How many elements each rank has, the last ones perhaps fewer."""
+        return ceil(whole.numel() / self.ranks)
+
+    def _rows(self, tensors: list[Tensor]) -> Tensor:
+        """Whole tensors as one row for each rank, which holds its runs of all of them."""
+        flat = [pad(t.reshape(-1), (0, self._size(t) * self.ranks - t.numel())).view(self.ranks, -1) for t in tensors]
+        return torch.cat(flat, dim=1)
+
+
+# What hooks of the module call, which a copy of it has too; a copy is not sharded.
+
+
+def _reduce(root: nn.Module) -> None:
+    sharded = sharded_of(root)
+    if isinstance(sharded, ZeRO1Sharded):
+        sharded.reduce()
+
+
+def _follow_whole(root: nn.Module, args: Any) -> None:
+    """Let shards require gradients as the parameters do, which the user may have frozen or unfrozen since."""
+    sharded = sharded_of(root)
+    if isinstance(sharded, ZeRO1Sharded):
+        for whole, shard in sharded.shards.items():
+            shard.requires_grad_(whole.requires_grad)
