@@ -15,13 +15,13 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core import wrap
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.initialization.marking import marked
+from fsdp_core.initialization.wrap import marked
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, sharded_by
-from fsdp_core.testing.suite.numbers import assert_same
+from fsdp_core.testing.suite.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 

@@ -35,7 +35,7 @@ from fsdp_core.checkpoint.storage import folder, publishing, rereading, writers
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.cli.checkpoint import checkpoint as command
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
-from fsdp_core.lightning.checkpoints.one_file.opening import read_whole
+from fsdp_core.lightning.checkpoints.full.opening import read_whole
 from test_checkpoint_publishing import Stop, files_in, interrupt, is_tidy, save_state, value_of
 
 pytestmark = pytest.mark.timeout(100)

@@ -34,7 +34,7 @@ from fsdp_core.checkpoint import (
     verify,
 )
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
-from fsdp_core.lightning.checkpoints.one_file.consolidation import consolidate_lightning
+from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
 
 pytestmark = pytest.mark.timeout(100)
 

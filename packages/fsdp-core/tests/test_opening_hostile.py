@@ -20,8 +20,8 @@ from fsdp_core import load_state_dict
 from fsdp_core.checkpoint import describe, load, save
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
 from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
-from fsdp_core.lightning.checkpoints.one_file.consolidation import consolidate_lightning
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from fsdp_core.runtime import ProcessGroupRuntime
 from hostile_openings import CLI, RAN, Data, Net

@@ -17,9 +17,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
-from fsdp_core.sharding.wrapping import describe_policy
+from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import RankPool
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.sharding.wrapping import describe_policy
+from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal

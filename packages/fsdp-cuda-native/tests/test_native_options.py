@@ -30,14 +30,14 @@ from torch.nn.functional import mse_loss
 import fsdp_core
 from fsdp_core.errors import OptimizerMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.sharding.wrapping import describe_policy
+from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE, Block, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.bad_options import BOTH, unfit_options
 from fsdp_core.testing.suite.loops import losses_of
-from fsdp_core.testing.suite.numbers import assert_same
+from fsdp_core.testing.suite.parity import assert_same
 from fsdp_core.testing.suite.precision import seen_by_a_block
 from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedStrategy

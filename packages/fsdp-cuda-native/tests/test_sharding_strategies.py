@@ -29,7 +29,7 @@ from fsdp_core.testing.state import (
     trained_by,
 )
 from fsdp_core.testing.suite.checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.numbers import assert_same, options_id
+from fsdp_core.testing.suite.parity import assert_same, options_id
 from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
 
 CLIP = 0.2

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_core import wrap
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal

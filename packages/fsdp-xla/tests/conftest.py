@@ -1,12 +1,40 @@
-"""XLA's ranks are forked from a process that has imported torch_xla too, which takes two seconds."""
+"""Ranks of XLA. They are forked from a process that has imported torch_xla too, which takes two seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 
-from fsdp_core.testing import forking
+from fsdp_core.testing import Ranks, forking
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if "torch_xla" not in forking.preloads:
         forking.preloads.append("torch_xla")
+
+
+@pytest.fixture(scope="session")
+def launching(_rank_pools: Callable[[type[Ranks]], Ranks]) -> Any:
+    """Runs functions that launch ranks, in a process that lives through the session."""
+    from launching import Launching
+
+    return _rank_pools(Launching)
+
+
+@pytest.fixture
+def afresh() -> Iterator[Any]:
+    """The same in a process that nothing has run in, and nothing will after the test."""
+    from launching import Launching
+
+    with Launching() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def spmd(_rank_pools: Callable[[type[Ranks]], Ranks]) -> Ranks:
+    """The process that drives all devices; it lives through the session."""
+    from fsdp_xla.testing import SPMDRanks
+
+    return _rank_pools(SPMDRanks)

@@ -1,4 +1,4 @@
-"""Training with SPMD as the scripts of these tests do it."""
+"""Training with SPMD as these tests and their scripts do it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch_xla.debug.metrics as met
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -15,9 +14,8 @@ from torch.utils.data import DataLoader
 
 from fsdp_core.sharding import sharded_of
 from fsdp_core.testing import oracle
-from fsdp_core.testing.oracle import BATCH, dataset, new_net
+from fsdp_core.testing.oracle import new_net
 from fsdp_core.testing.training import Lit, loader, strategy_argument
-from fsdp_xla.torch_xla_private.sharded_tensors import local_shards
 
 NAME = "xla_fsdp_spmd"
 
@@ -106,6 +104,8 @@ def fit(
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[int, ...]]]:
     """What each device holds of tensors, by name."""
+    from fsdp_xla.torch_xla_private.sharded_tensors import local_shards
+
     return {name: [tuple(shard.shape) for shard in local_shards(tensor)] for name, tensor in tensors.items()}
 
 
@@ -118,12 +118,8 @@ def moments(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
     }
 
 
-def uneven_batches() -> DataLoader[Any]:
-    """A batch of 12 rows, and one of 7: no multiple of 4."""
-    data: Any = dataset(BATCH + 7)
-    return DataLoader(data, batch_size=BATCH)
-
-
 def compiled() -> int:
     """How many programs XLA has compiled in this process."""
+    import torch_xla.debug.metrics as met
+
     return int(met.counter_value("UncachedCompile") or 0)

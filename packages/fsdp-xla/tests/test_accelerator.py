@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.fabric.accelerators import XLAAccelerator as FabricXLAAccelerator
+from lightning.pytorch.accelerators import XLAAccelerator
 
 from fsdp_core import StrategyUnavailableError
 from fsdp_xla import XLACPUAccelerator
 from fsdp_xla.lightning.accelerator import accelerator_for
-from xla_process import error, run_script
+from launching import Launching
 
 
 @pytest.mark.parametrize("device", ["CPU", "TPU", None])
@@ -45,20 +49,92 @@ def test_the_cpu_is_refused_where_xla_runs_elsewhere(monkeypatch: pytest.MonkeyP
         accelerator_for("xla_fsdp", CUDAAccelerator())
 
 
-def test_devices_and_ranks_by_name(tmp_path: Path) -> None:
-    """By name and by instance, with ``accelerator`` left out, "cpu", and given."""
-    results = run_script("accelerators.py", 2, tmp_path)
-    told = error(results, "used before")
+def told(strategy: Any) -> list[Any]:
+    devices = [str(device) for device in strategy.parallel_devices]
+    return [type(strategy.accelerator).__name__, strategy.num_processes, devices]
+
+
+def trainer(strategy: Any = "xla_fsdp", **kwargs: Any) -> Any:
+    quiet: dict[str, Any] = {"devices": 2, "logger": False, "enable_checkpointing": False}
+    return L.Trainer(strategy=strategy, **{**quiet, **kwargs}).strategy
+
+
+def chosen() -> list[list[Any]]:
+    return [
+        told(trainer()),
+        told(trainer(accelerator="cpu")),
+        told(trainer(accelerator=XLACPUAccelerator(), devices=-1)),
+        told(L.Fabric(strategy="xla_fsdp", devices=2).strategy),
+    ]
+
+
+def test_xlas_devices_are_chosen(launching: Launching) -> None:
+    """With ``accelerator`` left out, "cpu", and given; and by Fabric."""
+    assert launching.call(2, chosen) == [["XLACPUAccelerator", 2, ["xla:0", "xla:1"]]] * 4
+
+
+def precisions() -> list[str]:
+    from fsdp_xla import XLAFSDPStrategy, fabric
+
+    asked: dict[str, Any] = {"precision": "bf16-mixed"}
+    return [
+        trainer(**asked).precision_plugin.precision,
+        trainer(XLAFSDPStrategy(), **asked).precision_plugin.precision,
+        L.Fabric(strategy="xla_fsdp", devices=2, **asked).strategy.precision.precision,
+        L.Fabric(strategy=fabric.XLAFSDPStrategy(), devices=2, **asked).strategy.precision.precision,
+    ]
+
+
+def test_precision_is_that_asked_for_by_name_and_by_instance(launching: Launching) -> None:
+    assert launching.call(2, precisions) == ["bf16-mixed"] * 4
+
+
+@contextmanager
+def as_on_a_tpu() -> Iterator[None]:
+    """A context in which Lightning's accelerator counts two devices: nothing here has a chip that it could find."""
+    with pytest.MonkeyPatch.context() as patch:
+        for one in (FabricXLAAccelerator, XLAAccelerator):
+            patch.setattr(one, "auto_device_count", staticmethod(lambda: 2))
+            patch.setattr(one, "is_available", staticmethod(lambda: True))
+        yield
+
+
+@as_on_a_tpu()
+def on_a_tpu() -> list[Any]:
+    strategy = trainer(accelerator="tpu", precision="bf16-mixed")
+    return [*told(strategy), strategy.precision_plugin.precision]
+
+
+@as_on_a_tpu()
+def fabric_on_a_tpu() -> list[Any]:
+    strategy = L.Fabric(strategy="xla_fsdp", accelerator="tpu", devices=2, precision="bf16-mixed").strategy
+    return [*told(strategy), strategy.precision.precision]
+
+
+@as_on_a_tpu()
+def spmd_fabric_on_a_tpu() -> list[Any]:
+    from lightning.fabric.strategies import XLAFSDPStrategy as LightningsXLAFSDPStrategy
+
+    strategy = L.Fabric(strategy="xla_fsdp_spmd", accelerator="tpu", devices=2).strategy
+    return [*told(strategy), isinstance(strategy, LightningsXLAFSDPStrategy)]
+
+
+@pytest.mark.parametrize("made", [on_a_tpu, fabric_on_a_tpu])
+def test_on_a_tpu_ranks_are_its_devices(launching: Launching, made: Any) -> None:
+    assert launching.call(2, made) == ["XLAAccelerator", 2, ["xla:0", "xla:1"], "bf16-mixed"]
+
+
+def test_on_a_tpu_spmd_is_one_rank(launching: Launching) -> None:
+    found = launching.call(2, spmd_fabric_on_a_tpu)
+    assert found == ["XLAAccelerator", 1, ["xla:0", "xla:1"], True]  # Lightning's accelerator asks for its own
+
+
+def used_before() -> None:
+    torch.zeros(1, device="xla").cpu()
+    L.Fabric(strategy="xla_fsdp", devices=2).launch(lambda fabric: None)
+
+
+def test_xla_used_before_the_launch_is_refused(afresh: Launching) -> None:
+    told = afresh.error(2, used_before)
     for words in ("XLA has been used in this process before", "Touch no XLA device before"):
         assert words in told
-    del results["used before"]
-    assert results == {
-        "auto": ["XLACPUAccelerator", 2, ["xla:0", "xla:1"]],
-        "cpu": ["XLACPUAccelerator", 2, ["xla:0", "xla:1"]],
-        "given": ["XLACPUAccelerator", 2, ["xla:0", "xla:1"]],
-        "fabric": ["XLACPUAccelerator", 2, ["xla:0", "xla:1"]],
-        "precision": ["bf16-mixed", "bf16-mixed", "bf16-mixed", "bf16-mixed"],
-        "tpu": ["XLAAccelerator", 2, ["xla:0", "xla:1"], "bf16-mixed"],
-        "tpu fabric": ["XLAAccelerator", 2, ["xla:0", "xla:1"], "bf16-mixed"],
-        "tpu fabric, SPMD": ["XLAAccelerator", 1, ["xla:0", "xla:1"], True],  # Lightning's accelerator asks for its own
-    }

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
+import warnings
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.precision import XLAPrecision as FabricXLAPrecision
 from lightning.pytorch.plugins.precision import XLAPrecision
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 import fsdp_core
+from fsdp_core import load_state_dict
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.testing.oracle import (
     FEATURES,
     FP32_TOLERANCE,
     HALF_TOLERANCE,
     RESUME_TOLERANCE,
+    Block,
+    Net,
     Trained,
     adamw_groups,
     global_batches,
@@ -26,39 +33,7 @@ from fsdp_core.testing.oracle import (
     new_net,
     train_plain,
 )
-from xla_process import error, ok, run_script
-
-STEPS = 4
-
-#: What trains as plain torch does, and with what arguments of :func:`train_plain`.
-SAME: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "options": {},
-    "flat": {},
-    "checkpointed": {},
-    "root checkpointed": {},
-    "full": {},
-    "async": {},
-    "accumulated": {"accumulate": 2},
-    "clipped": {"clip_norm": 0.1},
-    "clipped by value": {"clip_value": 0.01},
-}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every case, on two ranks."""
-    return run_script("classic_runs.py", 2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module", params=[1, 4])
-def other_worlds(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, dict[str, Any]]:
-    """Some cases, on one rank and on four, of which the last hold nothing but padding."""
-    cases = ("plain", "accumulated", "clipped", "resumed", "fabric")
-    folder = tmp_path_factory.mktemp(f"world-{request.param}")
-    return request.param, run_script("classic_runs.py", request.param, folder, *cases)
+from launching import STEPS, Launching, Module, devices, loader, seen, trained, trainer
 
 
 def assert_same(result: dict[str, Any], expected: Trained, tolerance: float = FP32_TOLERANCE) -> None:
@@ -72,95 +47,255 @@ def assert_same(result: dict[str, Any], expected: Trained, tolerance: float = FP
         )
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_it_trains_as_plain_torch_does(two: dict[str, Any], case: str) -> None:
-    assert_same(ok(two, case), train_plain(STEPS, momentum, **SAME[case]))
+def train(
+    path: Path, options: dict[str, Any] | None = None, module: dict[str, Any] | None = None, more: Any = None
+) -> Any:
+    """What comes of a fit, with options of the strategy, and with arguments of the module and of the trainer."""
+    return trained(path, options, module, **(more or {}))
 
 
-@pytest.mark.parametrize("case", ["plain", "accumulated", "clipped"])
-def test_on_one_rank_and_on_four(other_worlds: tuple[int, dict[str, Any]], case: str) -> None:
-    assert_same(ok(other_worlds[1], case), train_plain(STEPS, momentum, **SAME[case]))
+#: What trains as plain torch does: the strategy's options, the trainer's, and the arguments of :func:`train_plain`.
+SAME: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]]] = {
+    "plain": (None, {}, {}),
+    "options": ({"auto_wrap_policy": None, "reshard_after_forward": False}, {}, {}),
+    "flat": ({"flatten_parameters": True, "auto_wrap_policy": {Block}}, {}, {}),
+    "checkpointed": ({"activation_checkpointing_policy": {Block}}, {}, {}),
+    "root checkpointed": ({"activation_checkpointing_policy": {Block}, "auto_wrap_policy": None}, {}, {}),
+    "full": ({"state_dict_type": "full"}, {}, {}),
+    "async": ({"async_save": True}, {}, {}),
+    "accumulated": (None, {"accumulate_grad_batches": 2}, {"accumulate": 2}),
+    "clipped": (None, {"gradient_clip_val": 0.1}, {"clip_norm": 0.1}),
+    "clipped by value": (
+        None,
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"clip_value": 0.01},
+    ),
+}
 
 
-@pytest.mark.parametrize("case", ["plain", "flat"])
-def test_ranks_hold_equal_shares(two: dict[str, Any], case: str) -> None:
+def assert_equal_shares(held: list[int], case: str) -> None:
     """Padded to 128 elements for each rank: of each parameter, or of all of a unit's together."""
-    held = ok(two, case)["held"]
     assert held[0] == held[1]
     sizes = [p.numel() for p in new_net().parameters()]
     want = sum(128 * -(-size // 256) for size in sizes)
     assert held[0] == want if case == "plain" else held[0] < want
 
 
-def test_the_name_for_full_checkpoints_saves_one_file_with_the_optimizer(two: dict[str, Any]) -> None:
-    result = ok(two, "full name")
-    assert [name.removeprefix("net.") for name in result["weights"]] == list(new_net().state_dict())
-    assert result["optimizer"] == sum(p.requires_grad for p in new_net().parameters())
+@pytest.mark.parametrize("case", SAME)
+def test_it_trains_as_plain_torch_does(launching: Launching, tmp_path: Path, case: str) -> None:
+    options, more, plain = SAME[case]
+    result = launching.call(2, train, tmp_path / "run", options, {}, more)
+    assert_same(result, train_plain(STEPS, momentum, **plain))
+    if case in ("plain", "flat"):
+        assert_equal_shares(result["held"], case)
+    if case == "plain":  # losses are logged as the mean over ranks
+        assert result["metrics"]["loss"] == pytest.approx(result["losses"][-1], abs=FP32_TOLERANCE)
 
 
-def test_batches_that_keep_changing_shape_are_warned_of(two: dict[str, Any]) -> None:
-    warned = ok(two, "changing shapes")
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("case", ["plain", "accumulated", "clipped"])
+def test_on_one_rank_and_on_four(launching: Launching, tmp_path: Path, world_size: int, case: str) -> None:
+    """Of four, the last hold nothing but padding."""
+    options, more, plain = SAME[case]
+    result = launching.call(world_size, train, tmp_path / "run", options, {}, more)
+    assert_same(result, train_plain(STEPS, momentum, **plain))
+
+
+def by_full_name(path: Path) -> Any:
+    stage = L.Trainer(
+        strategy="xla_fsdp_full",
+        devices=devices(),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+    )
+    stage.fit(Module(path))
+
+
+def test_the_name_for_full_checkpoints_saves_one_file_with_the_optimizer(launching: Launching, tmp_path: Path) -> None:
+    launching.call(2, by_full_name, tmp_path / "run")
+    saved = torch.load(tmp_path / "run", weights_only=True)
+    assert [name.removeprefix("net.") for name in saved["state_dict"]] == list(new_net().state_dict())
+    assert len(saved["optimizer_states"][0]["state"]) == sum(p.requires_grad for p in new_net().parameters())
+
+
+class Changes(Module):
+    """Batches of four shapes."""
+
+    def train_dataloader(self) -> Any:
+        batches: Any = [[one[:rows] for one in global_batches(1)[0]] for rows in (6, 5, 4, 3)]
+        return DataLoader(batches, batch_size=None)
+
+
+def changing_shapes(path: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(path.parent).fit(Changes(path))
+    return [str(one.message) for one in caught if "different shapes" in str(one.message)]
+
+
+def test_batches_that_keep_changing_shape_are_warned_of(launching: Launching, tmp_path: Path) -> None:
+    warned = launching.call(2, changing_shapes, tmp_path / "run")
     assert len(warned) == 2  # once on each rank
     for words in ("'train' have had 4 different shapes", "(6, 6) and (6, 6), (5, 6)", "drop_last=True"):
         assert words in warned[0]
 
 
-def test_losses_are_logged_as_the_mean_over_ranks(two: dict[str, Any]) -> None:
-    result = ok(two, "plain")
-    assert result["metrics"]["loss"] == pytest.approx(result["losses"][-1], abs=FP32_TOLERANCE)
-
-
-def test_bf16_mixed_computes_in_bf16_over_fp32_shards(two: dict[str, Any]) -> None:
-    result, (losses, _) = ok(two, "bf16"), train_plain(STEPS, momentum)
+def test_bf16_mixed_computes_in_bf16_over_fp32_shards(launching: Launching, tmp_path: Path) -> None:
+    result = launching.call(2, train, tmp_path / "run", None, {}, {"precision": "bf16-mixed"})
+    losses, _ = train_plain(STEPS, momentum)
     assert result["losses"] == pytest.approx(losses, abs=HALF_TOLERANCE)
     assert result["losses"] != pytest.approx(losses, abs=FP32_TOLERANCE)  # or nothing was computed in bf16
     assert {weight.dtype for weight in result["weights"].values()} == {torch.float32}
 
 
-def test_dropout_repeats_itself_when_activations_are_recomputed(two: dict[str, Any]) -> None:
-    result, plain = ok(two, "dropout"), ok(two, "dropout without")
+def test_dropout_repeats_itself_when_activations_are_recomputed(launching: Launching, tmp_path: Path) -> None:
+    module = {"optimizer": "sgd", "dropout": 0.5}
+    result = launching.call(2, train, tmp_path / "run", {"activation_checkpointing_policy": {Block}}, module)
+    plain = launching.call(2, train, tmp_path / "without", {}, module)
     assert_same(result, (plain["losses"], {n.removeprefix("net."): v for n, v in plain["weights"].items()}))
     assert result["losses"] != pytest.approx(train_plain(STEPS, momentum)[0], abs=1e-3)
 
 
-def test_shards_of_whole_rows(two: dict[str, Any]) -> None:
+def mlp() -> nn.Module:
     torch.manual_seed(5)
-    net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, FEATURES))
+    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, FEATURES))
+
+
+def rows(path: Path) -> Any:
+    from fsdp_xla.fabric import XLAFSDPStrategy
+
+    def train(fabric: L.Fabric) -> Any:
+        with fabric.init_module():
+            net = mlp()
+        net = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(momentum(net))
+        for x, y in fabric.setup_dataloaders(loader(fabric.global_rank, STEPS), use_distributed_sampler=False):
+            fabric.backward(mse_loss(net(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.save(path, {"model": net, "optimizer": optimizer})
+
+    strategy = XLAFSDPStrategy(auto_wrap_policy={nn.Linear}, shard_param_on_dim_0=True)
+    L.Fabric(strategy=strategy, devices=devices()).launch(train)
+
+
+def test_shards_of_whole_rows(launching: Launching, tmp_path: Path) -> None:
+    """Of which 7 and 6 are not divided evenly."""
+    launching.call(2, rows, tmp_path / "rows")
+    net = mlp()
     optimizer = momentum(net)
     for x, y in global_batches(STEPS):
         mse_loss(net(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for name, value in ok(two, "rows")["weights"].items():
+    found = load_state_dict(tmp_path / "rows")
+    assert list(found) == list(net.state_dict())
+    for name, value in found.items():
         torch.testing.assert_close(value, net.state_dict()[name], atol=FP32_TOLERANCE, rtol=0)
 
 
-def test_a_model_built_on_the_meta_device_is_filled_as_it_is_elsewhere(two: dict[str, Any]) -> None:
-    torch.manual_seed(5)
-    net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, FEATURES))
-    for name, value in ok(two, "from meta")["weights"].items():
+def from_meta(path: Path) -> None:
+    """Built without memory, and filled as it is sharded."""
+
+    def train(fabric: L.Fabric) -> Any:
+        with fabric.init_module(empty_init=True):
+            net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, FEATURES))
+        assert all(p.is_meta for p in net.parameters())
+        fabric.save(path, {"model": fabric.setup_module(net)})
+
+    L.seed_everything(5, verbose=False)  # which every rank does again
+    L.Fabric(strategy="xla_fsdp", devices=devices()).launch(train)
+
+
+def test_a_model_built_on_the_meta_device_is_filled_as_it_is_elsewhere(launching: Launching, tmp_path: Path) -> None:
+    launching.call(2, from_meta, tmp_path / "from-meta")
+    found, net = load_state_dict(tmp_path / "from-meta"), mlp()
+    assert list(found) == list(net.state_dict())
+    for name, value in found.items():
         assert torch.equal(value, net.state_dict()[name]), name
 
 
-def assert_fabric(result: dict[str, Any]) -> None:
+def fabric_trained(path: Path) -> Any:
+    def train(fabric: L.Fabric) -> Any:
+        with fabric.init_module():  # ranks are threads, and torch's random generator is the process's
+            net = new_net()
+        net = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(momentum(net))
+        losses = []
+        for x, y in fabric.setup_dataloaders(loader(fabric.global_rank, STEPS), use_distributed_sampler=False):
+            loss = mse_loss(net(x), y)
+            fabric.backward(loss)
+            norm = fabric.clip_gradients(net, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(fabric.all_reduce(loss.detach()).item())
+        fabric.save(path, {"model": net, "optimizer": optimizer, "step": STEPS})
+        again = fabric.setup_module(Net())
+        state = {"model": again, "step": 0}
+        fabric.load(path, state, strict=False)
+        same = mse_loss(net(x), again(x)).item()
+        return {"losses": losses, "norm": norm.item(), "step": state["step"], "same": same}
+
+    result = L.Fabric(strategy="xla_fsdp", devices=devices()).launch(train)
+    return {**result, "weights": load_state_dict(path)}
+
+
+@pytest.mark.parametrize("world_size", [2, 1, 4])
+def test_fabric_trains_saves_and_loads(launching: Launching, tmp_path: Path, world_size: int) -> None:
+    result = launching.call(world_size, fabric_trained, tmp_path / "fabric")
     assert_same(result, train_plain(STEPS, momentum, clip_norm=0.5))
     assert (result["step"], result["same"]) == (STEPS, 0.0)
 
 
-def test_fabric_trains_saves_and_loads(two: dict[str, Any]) -> None:
-    assert_fabric(ok(two, "fabric"))
+def joint_setup() -> Any:
+    def train(fabric: L.Fabric) -> Any:
+        with fabric.init_module():
+            net = new_net()
+        model, optimizer = fabric.setup(net, momentum(net))
+        losses = []
+        for x, y in fabric.setup_dataloaders(loader(fabric.global_rank, STEPS), use_distributed_sampler=False):
+            loss = mse_loss(model(x), y)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(fabric.all_reduce(loss.detach()).item())
+        return losses
+
+    return L.Fabric(strategy="xla_fsdp", devices=devices()).launch(train)
 
 
-def test_fabric_on_one_rank_and_on_four(other_worlds: tuple[int, dict[str, Any]]) -> None:
-    assert_fabric(ok(other_worlds[1], "fabric"))
+def test_an_optimizer_from_before_the_set_up_follows_its_parameters(launching: Launching) -> None:
+    assert launching.call(2, joint_setup) == pytest.approx(train_plain(STEPS, momentum)[0], abs=FP32_TOLERANCE)
 
 
-def test_an_optimizer_from_before_the_set_up_follows_its_parameters(two: dict[str, Any]) -> None:
-    assert ok(two, "joint setup") == pytest.approx(train_plain(STEPS, momentum)[0], abs=FP32_TOLERANCE)
+def collectives() -> Any:
+    def talk(fabric: L.Fabric) -> Any:
+        rank, ranks = fabric.global_rank, fabric.world_size
+        fabric.setup_module(nn.Linear(2, 2))
+        own = torch.tensor([float(rank), 1.0], device=fabric.device)
+        mine = torch.tensor([2.0, 3.0]).to(fabric.device).requires_grad_()
+        gathered = fabric.all_gather(mine, sync_grads=True)
+        weights = torch.arange(2.0 * ranks).view(ranks, 2).to(fabric.device)
+        (gathered * weights).sum().backward()
+        return {
+            "mean": fabric.all_reduce(own.clone()).tolist(),
+            "sum": fabric.all_reduce(own.clone(), reduce_op="sum").tolist(),
+            "gathered": fabric.all_gather(own).tolist(),
+            "grad": mine.grad.tolist(),
+            "path": str(fabric.broadcast(Path(f"rank-{rank}"), src=ranks - 1)),
+            "object": fabric.broadcast({"rank": rank}),
+        }
+
+    return L.Fabric(strategy="xla_fsdp", devices=devices()).launch(talk)
 
 
-def test_collectives(two: dict[str, Any]) -> None:
-    assert ok(two, "collectives") == {
+def test_collectives(launching: Launching) -> None:
+    assert launching.call(2, collectives) == {
         "mean": [0.5, 1.0],
         "sum": [1.0, 2.0],
         "gathered": [[0.0, 1.0], [1.0, 1.0]],
@@ -171,20 +306,44 @@ def test_collectives(two: dict[str, Any]) -> None:
     }
 
 
-def test_what_is_written_for_lightnings_strategy_of_this_name(two: dict[str, Any]) -> None:
-    result = ok(two, "as Lightning's")
-    torch.manual_seed(5)
-    plain = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, FEATURES)).state_dict()
-    weights = result.pop("weights")
-    assert weights.keys() == plain.keys()
-    assert all(torch.equal(weights[name], value) for name, value in plain.items())
-    assert result == {
+def as_lightnings(path: Path) -> Any:
+    """Written for Fabric's own XLAFSDPStrategy: its precision object, contexts and signatures."""
+    from torch.distributed.fsdp.wrap import wrap
+
+    from fsdp_xla.fabric import XLAFSDPStrategy
+
+    def train(fabric: L.Fabric) -> Any:
+        strategy: Any = fabric.strategy
+        rank = fabric.global_rank
+        with strategy.module_init_context(), strategy.module_sharded_context():
+            net: Any = mlp()
+            net[2] = wrap(net[2])
+        strategy.barrier("built", "whatever", timeout=1)
+        fabric.save(path, {"model": fabric.setup_module(net)})
+        own = torch.tensor([float(rank), 1.0], device=fabric.device)
+        return {
+            "summed": strategy.all_reduce(output=own.clone()).tolist(),
+            "in place": strategy.all_reduce(own, None, "mean") is own,
+            "numbers": [strategy.all_reduce(rank + 1).item(), strategy.all_reduce(output=0.5, reduce_op=None).item()],
+            "means": [strategy.all_reduce(rank, reduce_op="avg").item(), strategy.all_reduce(rank, None, "max").item()],
+            "precision": strategy.precision.precision,
+        }
+
+    strategy = XLAFSDPStrategy(precision=FabricXLAPrecision("32-true"), auto_wrap_policy=None)
+    return L.Fabric(strategy=strategy, devices=devices()).launch(train)
+
+
+def test_what_is_written_for_lightnings_strategy_of_this_name(launching: Launching, tmp_path: Path) -> None:
+    assert launching.call(2, as_lightnings, tmp_path / "as-lightnings") == {
         "summed": [1.0, 2.0],
         "in place": True,
         "numbers": [3, 1.0],
         "means": [0.5, 1],
         "precision": "32-true",
     }
+    weights, plain = load_state_dict(tmp_path / "as-lightnings"), mlp().state_dict()
+    assert weights.keys() == plain.keys()
+    assert all(torch.equal(weights[name], value) for name, value in plain.items())
 
 
 @pytest.mark.parametrize("made", [FabricXLAPrecision, XLAPrecision])
@@ -199,72 +358,262 @@ def test_lightnings_xla_precision_means_its_string(monkeypatch: pytest.MonkeyPat
     assert "XLA_USE_BF16" not in os.environ  # XLA would compute all that is fp32 in bf16
 
 
-def test_stages_from_a_checkpoint(two: dict[str, Any]) -> None:
-    result = ok(two, "stages")
+def stages(path: Path) -> Any:
+    """Validate and test after a fit, from its checkpoint."""
+    module, stage = Module(path), trainer(path.parent, limit_val_batches=1.0)
+    stage.fit(module)
+    return {
+        "fit": [stage.callback_metrics["val_loss"].item()],
+        "validate": [row["val_loss"] for row in stage.validate(module, ckpt_path=str(path), verbose=False)],
+        "test": [row["test_loss"] for row in stage.test(module, ckpt_path=str(path), verbose=False)],
+    }
+
+
+def test_stages_from_a_checkpoint(launching: Launching, tmp_path: Path) -> None:
+    result = launching.call(2, stages, tmp_path / "stages")
     assert result["validate"] == result["fit"] == result["test"]
 
 
-def assert_resumed(result: dict[str, Any]) -> None:
-    on, whole = result["on"], result["whole"]
+def resumed(folder: Path, **module: Any) -> Any:
+    """An epoch and another from its checkpoint, and two at once."""
+    trained(folder / "first", None, module, max_epochs=1)
+    on = trained(folder / "on", None, module, max_epochs=2, ckpt_path=str(folder / "first"))
+    return on, trained(folder / "whole", None, module, max_epochs=2)
+
+
+def resumed_with_state(folder: Path) -> Any:
+    return resumed(folder, optimizer="adamw_groups", steps=3)
+
+
+def resumed_with_dropout(folder: Path) -> Any:
+    return resumed(folder, optimizer="sgd", dropout=0.5, steps=3)
+
+
+@pytest.mark.parametrize("world_size", [2, 1, 4])
+def test_resuming_repeats_the_very_same_losses(launching: Launching, tmp_path: Path, world_size: int) -> None:
+    on, whole = launching.call(world_size, resumed_with_state, tmp_path)
     assert on["losses"] == whole["losses"][3:]  # bit for bit on the same layout
     for name, value in whole["weights"].items():
         assert torch.equal(on["weights"][name], value), name
     assert whole["losses"][:3] == pytest.approx(train_plain(3, adamw_groups)[0], abs=RESUME_TOLERANCE)
 
 
-def test_resuming_repeats_the_very_same_losses(two: dict[str, Any]) -> None:
-    assert_resumed(ok(two, "resumed"))
+def test_resuming_goes_on_with_the_random_numbers_of_dropout(launching: Launching, tmp_path: Path) -> None:
+    on, whole = launching.call(2, resumed_with_dropout, tmp_path)
+    assert on["losses"] == whole["losses"][3:]
 
 
-def test_resuming_goes_on_with_the_random_numbers_of_dropout(two: dict[str, Any]) -> None:
-    result = ok(two, "resumed with dropout")
-    assert result["on"]["losses"] == result["whole"]["losses"][3:]
+class Buffers(nn.Module):
+    """Buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            self.register_buffer(f"in_{dtype}".replace("torch.", ""), torch.arange(3).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x)
 
 
-def test_buffers_keep_their_dtypes(two: dict[str, Any]) -> None:
-    for name, value in ok(two, "buffers").items():
+def buffers(path: Path) -> None:
+    def save(fabric: L.Fabric) -> None:
+        fabric.save(path, {"model": fabric.setup_module(Buffers())})
+
+    L.Fabric(strategy="xla_fsdp", devices=devices(), precision="bf16-mixed").launch(save)
+
+
+def test_buffers_keep_their_dtypes(launching: Launching, tmp_path: Path) -> None:
+    launching.call(2, buffers, tmp_path / "buffers")
+    found = {name: value for name, value in load_state_dict(tmp_path / "buffers").items() if "linear" not in name}
+    assert len(found) == 3
+    for name, value in found.items():
         assert value.dtype == getattr(torch, name.removeprefix("in_"))
         assert value.tolist() == [0, 1, 2]
 
 
-def test_resuming_on_one_rank_and_on_four(other_worlds: tuple[int, dict[str, Any]]) -> None:
-    assert_resumed(ok(other_worlds[1], "resumed"))
+class SavesAmid(Module):
+    """Saves when one of two micro-batches has been accumulated."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.trainer.save_checkpoint(f"{self.path}-amid")
 
 
-@pytest.mark.parametrize("run", ["amid", "amid-flat"])
-def test_a_checkpoint_amid_an_accumulation_holds_what_waits(two: dict[str, Any], run: str) -> None:
-    whole, on = (ok(two, "amid")[f"{run}-{stage}"] for stage in ("whole", "on"))
+def amid(folder: Path, options: dict[str, Any]) -> Any:
+    """A whole run, and one that goes on from what it saved amid an accumulation."""
+    results = []
+    for path, start in ((folder / "whole", None), (folder / "on", str(folder / "whole-amid"))):
+        L.seed_everything(3, verbose=False)
+        trainer(folder, options, accumulate_grad_batches=2).fit(SavesAmid(path), ckpt_path=start)
+        results.append({**seen[str(path)][0], "weights": load_state_dict(path)})
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, {"flatten_parameters": True}], ids=["amid", "amid-flat"])
+def test_a_checkpoint_amid_an_accumulation_holds_what_waits(
+    launching: Launching, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    whole, on = launching.call(2, amid, tmp_path, options)
     assert on["losses"] == whole["losses"][3:]
     for name, value in whole["weights"].items():
         assert torch.equal(on["weights"][name], value), name
 
 
-def test_nothing_is_compiled_after_the_second_epochs_first_batch(two: dict[str, Any]) -> None:
-    counts = dict(ok(two, "compiles")["after"])
+class Compiles(L.Callback):
+    """How many programs had been compiled after each batch, and after each validation."""
+
+    def __init__(self) -> None:
+        self.after: list[tuple[str, int]] = []
+
+    def note(self, what: str) -> None:
+        import torch_xla.debug.metrics as metrics
+
+        self.after.append((what, metrics.counter_value("UncachedCompile") or 0))
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.note(f"epoch {trainer.current_epoch} batch {args[-1]}")
+
+    def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.note(f"epoch {trainer.current_epoch} validation")
+
+    def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_rank == 0:
+            seen["compiles"] = {0: self.after}
+
+
+class Logs(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+
+def compiles(folder: Path) -> Any:
+    """With progress bar, logging, accumulation, validation and checkpoints on."""
+    stage = trainer(
+        folder,
+        max_epochs=3,
+        accumulate_grad_batches=2,
+        limit_val_batches=1.0,
+        num_sanity_val_steps=1,
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+        log_every_n_steps=1,
+        callbacks=[Compiles(), L.pytorch.callbacks.ModelCheckpoint(folder / "of-compiles", save_top_k=-1)],
+    )
+    stage.fit(Logs(folder / "end", "adamw_groups", 6))
+    return seen["compiles"][0]
+
+
+def test_nothing_is_compiled_after_the_second_epochs_first_batch(afresh: Launching, tmp_path: Path) -> None:
+    counts = dict(afresh.call(2, compiles, tmp_path))
     assert counts["epoch 2 validation"] == counts["epoch 1 batch 0"]
     assert counts["epoch 0 batch 5"] == counts["epoch 0 batch 1"], "a cycle is two micro-batches and a step"
 
 
-REFUSED: dict[str, tuple[str, ...]] = {
-    "lost weights": ("trainer.test()", "ckpt_path='best'"),
-    "saved too late": ("where no rank runs", "on_train_end()"),
-    "bf16-true": ("keeps its shards in fp32", "precision='bf16-mixed'", "xla_fsdp_spmd"),
-    "other number": ("devices=3 was asked for", "CPU_NUM_DEVICES=2", "devices=2"),
-    "foreign optimizer": ("none of the sharded model's", "fabric.setup(model, optimizer)"),
-    "no match": ("matches no submodule of Net", "{MyBlock}"),
-    "no forward": ("ModuleDict has no forward()", "Write a forward()"),
-    "half": ("torch.float16", "precision='bf16-mixed'"),
-    "0-dim rows": ("'blocks.0.gain' is 0-dim", "Leave shard_param_on_dim_0 out"),
-    "torch's option": ("no option 'sharding_strategy'", "reshard_after_forward=True"),
-    "wrapper": ("no option 'auto_wrapper_callable'", "activation_checkpointing_policy={MyBlock}"),
-    "no function": ("needs to be called with a function",),
-    "raising rank": ("ValueError: this rank has had enough",),
-    "after that": ("has failed in this process before", "Start Python anew"),
-}
+def lost_weights(path: Path) -> None:
+    stage, module = trainer(path.parent), Module(path)
+    stage.fit(module)
+    stage.test(module)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_says_what_to_write(two: dict[str, Any], case: str) -> None:
-    told = error(two, case)
-    for words in REFUSED[case]:
+def saved_too_late(path: Path) -> None:
+    stage = trainer(path.parent)
+    stage.fit(Module(path))
+    stage.save_checkpoint(f"{path}-too-late")
+
+
+def in_bf16(path: Path) -> None:
+    trained(path, precision="bf16-true")
+
+
+def on_another_number(_: Path) -> None:
+    L.Trainer(strategy="xla_fsdp", devices=devices() + 1)
+
+
+def foreign_optimizer(_: Path) -> None:
+    def train(fabric: L.Fabric) -> Any:
+        fabric.setup_module(new_net())
+        fabric.setup_optimizers(momentum(new_net()))
+
+    L.Fabric(strategy="xla_fsdp", devices=devices()).launch(train)
+
+
+def set_up(net: nn.Module, **options: Any) -> None:
+    from fsdp_xla.fabric import XLAFSDPStrategy
+
+    L.Fabric(strategy=XLAFSDPStrategy(**options), devices=devices()).launch(
+        lambda fabric: fabric.setup_module(net) and None
+    )
+
+
+def no_match(_: Path) -> None:
+    set_up(new_net(), auto_wrap_policy={nn.Conv2d})
+
+
+def no_forward(_: Path) -> None:
+    set_up(nn.ModuleDict({"linear": nn.Linear(2, 2)}))
+
+
+def in_half(_: Path) -> None:
+    set_up(new_net().half())
+
+
+def rows_of_a_number(_: Path) -> None:
+    set_up(new_net(), shard_param_on_dim_0=True)
+
+
+def torchs_option(_: Path) -> None:
+    set_up(new_net(), sharding_strategy="FULL_SHARD")
+
+
+def a_wrapper(_: Path) -> None:
+    set_up(new_net(), auto_wrapper_callable=None)
+
+
+def no_function(_: Path) -> None:
+    L.Fabric(strategy="xla_fsdp", devices=devices()).launch()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (lost_weights, ["trainer.test()", "ckpt_path='best'"]),
+        (saved_too_late, ["where no rank runs", "on_train_end()"]),
+        (in_bf16, ["keeps its shards in fp32", "precision='bf16-mixed'", "xla_fsdp_spmd"]),
+        (on_another_number, ["devices=3 was asked for", "CPU_NUM_DEVICES=2", "devices=2"]),
+        (foreign_optimizer, ["none of the sharded model's", "fabric.setup(model, optimizer)"]),
+        (no_match, ["matches no submodule of Net", "{MyBlock}"]),
+        (no_forward, ["ModuleDict has no forward()", "Write a forward()"]),
+        (in_half, ["torch.float16", "precision='bf16-mixed'"]),
+        (rows_of_a_number, ["'blocks.0.gain' is 0-dim", "Leave shard_param_on_dim_0 out"]),
+        (torchs_option, ["no option 'sharding_strategy'", "reshard_after_forward=True"]),
+        (a_wrapper, ["no option 'auto_wrapper_callable'", "activation_checkpointing_policy={MyBlock}"]),
+        (no_function, ["needs to be called with a function"]),
+    ],
+)
+def test_what_is_refused_says_what_to_write(launching: Launching, tmp_path: Path, case: Any, words: list[str]) -> None:
+    told = launching.error(2, case, tmp_path / "run")
+    for word in words:
+        assert word in told
+
+
+class Raises(Module):
+    """Fails on the last rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.trainer.global_rank == devices() - 1:
+            raise ValueError("this rank has had enough")
+        return super().training_step(batch, batch_idx)
+
+
+def raising_rank(path: Path) -> None:
+    trainer(path.parent).fit(Raises(path))
+
+
+def test_when_a_rank_has_failed_alone_no_rank_runs_in_its_process_again(afresh: Launching, tmp_path: Path) -> None:
+    assert "ValueError: this rank has had enough" in afresh.error(2, raising_rank, tmp_path / "raises")
+    told = afresh.error(2, train, tmp_path / "after-that")
+    for words in ("has failed in this process before", "Start Python anew"):
         assert words in told

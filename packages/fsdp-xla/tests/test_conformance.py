@@ -14,9 +14,9 @@ from fsdp_core.testing.suite.contract import ContractSuite
 from fsdp_core.testing.suite.exceptions import ExceptionsSuite
 from fsdp_core.testing.suite.fabric_checkpoints import FabricCheckpointsSuite
 from fsdp_core.testing.suite.listing import ListingSuite
-from fsdp_core.testing.suite.numbers import NumbersSuite
 from fsdp_core.testing.suite.optimizers import OptimizersSuite
 from fsdp_core.testing.suite.parameters import ParametersSuite
+from fsdp_core.testing.suite.parity import NumbersSuite
 from fsdp_core.testing.suite.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.shards import ShardsSuite

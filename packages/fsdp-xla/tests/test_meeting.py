@@ -44,6 +44,40 @@ def on_all(function: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(function, range(RANKS)))
 
 
+def until(condition: Callable[[], Any]) -> None:
+    """Return when it holds."""
+    end = time.monotonic() + LATE.total_seconds()
+    while not condition():
+        assert time.monotonic() < end, "it does not come to that"
+        time.sleep(0.001)
+
+
+def event_of_waiting(meeting: Any, rank: int) -> threading.Event:
+    """Is set when a rank has brought what it exchanges, and begins to wait for the others'."""
+    begun = threading.Event()
+    if isinstance(meeting, ThreadMeeting):
+        wait = meeting.rendezvous.wait
+
+        def wait_and_tell(*args: Any) -> None:
+            begun.set()
+            wait(*args)
+
+        meeting.rendezvous.wait = wait_and_tell  # type: ignore[method-assign]
+        return begun
+
+    class Store:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def get(self, key: str) -> Any:
+            if not key.endswith(f"/{rank}"):
+                begun.set()
+            return store.get(key)
+
+    store, meeting._store = meeting._store, Store()
+    return begun
+
+
 KINDS = [of_threads, of_processes]
 
 
@@ -91,8 +125,9 @@ def test_who_waits_keeps_no_other_meeting_of_its_rank_waiting(meetings: list[Mee
         beside = meetings[rank].another(rank)
         with ThreadPoolExecutor(1) as thread:
             if rank == 0:
+                begun = event_of_waiting(meetings[rank], rank)
                 waits = thread.submit(meetings[rank].exchange, rank, f"here {rank}")
-                time.sleep(0.2)  # it waits by now: who comes too soon finds nothing wrong, and never something wrong
+                assert begun.wait(LATE.total_seconds())
             told = beside.exchange(rank, f"beside {rank}")
             beside_is_over.wait()
             return told, waits.result() if rank == 0 else meetings[rank].exchange(rank, f"here {rank}")
@@ -118,9 +153,12 @@ def test_who_waits_for_a_rank_that_does_not_come_is_told(kind: Callable[[timedel
 
 def test_a_broken_up_meeting_raises_at_once() -> None:
     meeting = ThreadMeeting(2)
-    threading.Timer(0.1, meeting.break_up).start()
-    with pytest.raises(RankLostError, match="another rank has failed"):
-        meeting.exchange(0, None)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(meeting.exchange, 0, None)
+        until(lambda: meeting.rendezvous._waiting)
+        meeting.break_up()
+        with pytest.raises(RankLostError, match="another rank has failed"):
+            waits.result(10.0)
 
 
 def test_ranks_that_are_threads_build_from_the_same_random_state() -> None:
@@ -140,17 +178,11 @@ def test_ranks_that_are_threads_build_from_the_same_random_state() -> None:
 
 
 def test_a_rank_that_waits_is_told_of_one_that_has_ended() -> None:
-    meeting, begun = Rendezvous(2, SOON), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        meeting.wait(0, "exchanges values")
+    meeting = Rendezvous(2, LATE)
 
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(wait)
-        assert begun.wait(10.0)
-        while not meeting._waiting:
-            time.sleep(0.001)
+        waits = pool.submit(meeting.wait, 0, "exchanges values")
+        until(lambda: meeting._waiting)
         meeting.leave(1)
         with pytest.raises(RankLostError, match="rank 1 has ended"):
             waits.result(10.0)

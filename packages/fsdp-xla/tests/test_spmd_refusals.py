@@ -5,41 +5,128 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from torch import nn
 
-from xla_process import results_of, start
+from fsdp_core.testing import Ranks
+from fsdp_core.testing.oracle import Block, new_net, sgd
+from fsdp_core.testing.training import Lit, loader
+from spmd_runs import NAME, fit, new_fabric, new_trainer
+from xla_process import start
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    folder = tmp_path_factory.mktemp("spmd_refusals")
-    found: dict[str, tuple[str, str]] = results_of("spmd_refusals.py", folder / "results.pt", str(folder))
-    return found
+def refused(make: Any, tmp: str, asked: dict[str, Any]) -> tuple[str, str]:
+    """What was raised, and its message."""
+    try:
+        make(tmp, **asked)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", "was raised"
+
+
+def fitted(tmp: str, **asked: Any) -> None:
+    Trainer(strategy=NAME, default_root_dir=tmp, **asked).fit(Lit(), loader(1, 1))
+
+
+def made(tmp: str, options: dict[str, Any] | None = None, **asked: Any) -> None:
+    new_trainer(tmp, options, **asked)
+
+
+def sharded(_: str, **options: Any) -> None:
+    new_fabric(options).setup(new_net())
+
+
+def foreign_optimizer(_: str) -> None:
+    fabric = new_fabric()
+    net, other = new_net(), new_net()
+    fabric.setup(net, sgd(other))
+
+
+def other_terms(tmp: str) -> None:
+    module = Lit()
+    fit(tmp, 1, module=module, max_steps=1)
+    new_trainer(tmp, {"auto_wrap_policy": None}).fit(module, loader(1, 1))
+
+
+#: Most are refused with this.
+UNSUPPORTED = "UnsupportedCapabilityError"
 
 
 @pytest.mark.parametrize(
-    ("case", "error", "words"),
+    ("make", "asked", "error", "words"),
     [
-        ("devices", "StrategyUnavailableError", ["devices=3", "XLA has 4", "CPU_NUM_DEVICES=3", "write devices=4"]),
-        ("nodes", "UnsupportedCapabilityError", ["num_nodes=2", "one host", "strategy='xla_fsdp'"]),
-        ("mesh", "UnsupportedCapabilityError", ["tensor_parallel_size=3", "4 devices", "divides 4"]),
-        ("size", "UnsupportedCapabilityError", ["tensor_parallel_size=0", "Write 1, or more"]),
-        ("plan without an axis", "UnsupportedCapabilityError", ["tensor_plan", "tensor_parallel_size=2"]),
-        ("plan of nothing", "ShardingError", ["tensor_plan['*.top.weight']", "inp.weight, blocks.0"]),
-        ("plan of no dimension", "ShardingError", ["tensor_plan['*.up.*']=1", "'blocks.0.up.bias'", "(7,)"]),
-        ("16-true", "UnsupportedCapabilityError", ["precision='16-true'", "bf16-mixed"]),
-        ("16-mixed", "UnsupportedCapabilityError", ["precision='16-mixed'", "gradient_scaling"]),
-        ("cpu_offload", "UnsupportedCapabilityError", ["cpu_offload"]),
-        ("reshard_after_forward", "UnsupportedCapabilityError", ["reshard_after_forward"]),
-        ("unknown option", "UnsupportedCapabilityError", ["process_group_backend"]),
-        ("cuda", "MisconfigurationException", ["CUDA"]),
-        ("policy", "ShardingError", ["{LSTM}", "matches no submodule of Net"]),
-        ("checkpointing", "ShardingError", ["activation_checkpointing_policy=Block", "{Block}"]),
-        ("foreign optimizer", "OptimizerMismatchError", ["none of the sharded model's"]),
-        ("other terms", "ShardingError", ["sharded before, on other terms", "auto_wrap_policy"]),
+        (
+            fitted,
+            {"devices": 3},
+            "StrategyUnavailableError",
+            ["devices=3", "XLA has 4", "CPU_NUM_DEVICES=3", "write devices=4"],
+        ),
+        (
+            fitted,
+            {"devices": 4, "num_nodes": 2, "use_distributed_sampler": False},
+            UNSUPPORTED,
+            ["num_nodes=2", "one host", "strategy='xla_fsdp'"],
+        ),
+        (
+            sharded,
+            {"tensor_parallel_size": 3, "tensor_plan": {"*.up.weight": 0}},
+            UNSUPPORTED,
+            ["tensor_parallel_size=3", "4 devices", "divides 4"],
+        ),
+        (sharded, {"tensor_parallel_size": 0}, UNSUPPORTED, ["tensor_parallel_size=0", "Write 1, or more"]),
+        (sharded, {"tensor_plan": {"*.up.weight": 0}}, UNSUPPORTED, ["tensor_plan", "tensor_parallel_size=2"]),
+        (
+            sharded,
+            {"tensor_parallel_size": 2, "tensor_plan": {"*.top.weight": 0}},
+            "ShardingError",
+            ["tensor_plan['*.top.weight']", "inp.weight, blocks.0"],
+        ),
+        (
+            sharded,
+            {"tensor_parallel_size": 2, "tensor_plan": {"*.up.*": 1}},
+            "ShardingError",
+            ["tensor_plan['*.up.*']=1", "'blocks.0.up.bias'", "(7,)"],
+        ),
+        (made, {"precision": "16-true"}, UNSUPPORTED, ["precision='16-true'", "bf16-mixed"]),
+        (made, {"precision": "16-mixed"}, UNSUPPORTED, ["precision='16-mixed'", "gradient_scaling"]),
+        (sharded, {"cpu_offload": True}, UNSUPPORTED, ["cpu_offload"]),
+        (made, {"options": {"reshard_after_forward": True}}, UNSUPPORTED, ["reshard_after_forward"]),
+        (made, {"options": {"process_group_backend": "nccl"}}, UNSUPPORTED, ["process_group_backend"]),
+        (fitted, {"accelerator": "cuda", "devices": 1}, "MisconfigurationException", ["CUDA"]),
+        (sharded, {"auto_wrap_policy": {nn.LSTM}}, "ShardingError", ["{LSTM}", "matches no submodule of Net"]),
+        (
+            sharded,
+            {"activation_checkpointing_policy": Block},
+            "ShardingError",
+            ["activation_checkpointing_policy=Block", "{Block}"],
+        ),
+        (foreign_optimizer, {}, "OptimizerMismatchError", ["none of the sharded model's"]),
+        (other_terms, {}, "ShardingError", ["sharded before, on other terms", "auto_wrap_policy"]),
+    ],
+    ids=[
+        "devices",
+        "nodes",
+        "mesh",
+        "size",
+        "plan without an axis",
+        "plan of nothing",
+        "plan of no dimension",
+        "16-true",
+        "16-mixed",
+        "cpu_offload",
+        "reshard_after_forward",
+        "unknown option",
+        "cuda",
+        "policy",
+        "checkpointing",
+        "foreign optimizer",
+        "other terms",
     ],
 )
-def test_it_is_refused(results: dict[str, tuple[str, str]], case: str, error: str, words: list[str]) -> None:
-    raised, message = results[case]
+def test_it_is_refused(
+    spmd: Ranks, tmp_path: Any, make: Any, asked: dict[str, Any], error: str, words: list[str]
+) -> None:
+    raised, message = spmd.run(4, refused, make, str(tmp_path), asked)[0]
     assert raised == error, message
     for word in words:
         assert word in message

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
+from fsdp_core.testing import Ranks
 from fsdp_core.testing.oracle import (
     BATCH,
     FP32_TOLERANCE,
@@ -22,15 +25,11 @@ from fsdp_core.testing.oracle import (
     sgd,
     train_plain,
 )
-from spmd_training import OfKeywords, of_keywords
-from xla_process import results_of
+from fsdp_core.testing.training import Lit, loader
+from spmd_runs import fabric_fit, fit, moments, new_fabric, new_trainer, shapes, whole_state
 
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("spmd_training")
-    found: dict[str, Any] = results_of("spmd_training.py", folder / "results.pt", str(folder))
-    return found
+DEVICES = 4
+RECOMPUTED: dict[str, Any] = {"activation_checkpointing_policy": {Block}}
 
 
 def assert_same_training(
@@ -43,41 +42,81 @@ def assert_same_training(
         assert difference <= tolerance, f"{name} differs by {difference}"
 
 
+def looked_at(fabric: Any, net: nn.Module, optimizer: Any) -> dict[str, Any]:
+    parameters = dict(net.named_parameters())
+    return {
+        "parameters": shapes(parameters),
+        "moments": shapes(moments(net, optimizer)),
+        "written": {name: tuple(p.shape) for name, p in parameters.items()},
+        "tied": net.get_submodule("out").weight is net.get_submodule("inp").weight,
+    }
+
+
+def under_fabric(arguments: dict[str, Any]) -> dict[str, Any]:
+    return fabric_fit(**arguments, after=looked_at)
+
+
+def under_trainer(tmp: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return fit(tmp, **arguments)
+
+
 @pytest.mark.parametrize(
-    ("case", "options"),
+    ("arguments", "options"),
     [
-        ("fabric", {}),
-        ("trainer", {}),
-        ("fabric accumulation, clipped by norm", {"accumulate": 2, "clip_norm": 0.1}),
-        ("trainer accumulation, clipped by norm", {"accumulate": 2, "clip_norm": 0.1}),
-        ("fabric clipped by value", {"clip_value": 0.01}),
-        ("trainer clipped by value", {"clip_value": 0.01}),
-        ("trainer manual", {"clip_norm": 0.1}),
-        ("units of a class, momentum", {"make_optimizer": momentum}),
-        ("recomputed", {}),
-        ("recomputed, no units, accumulation", {"accumulate": 2}),
-        ("two axes", {}),
+        ({}, {}),
+        ({"accumulate": 2, "clip": {"max_norm": 0.1}}, {"accumulate": 2, "clip_norm": 0.1}),
+        ({"clip": {"clip_val": 0.01}}, {"clip_value": 0.01}),
+        ({"optimizer": "momentum", "options": {"auto_wrap_policy": {Block}}}, {"make_optimizer": momentum}),
+        ({"options": RECOMPUTED}, {}),
     ],
+    ids=["plain", "accumulation, clipped by norm", "clipped by value", "units of a class, momentum", "recomputed"],
 )
-def test_it_trains_as_one_process_does(results: dict[str, Any], case: str, options: dict[str, Any]) -> None:
-    make_optimizer = options.pop("make_optimizer", adamw_groups)
-    assert_same_training(results[case], *train_plain(4, make_optimizer, **options))
-
-
-@pytest.mark.parametrize("case", ["bf16-mixed", "trainer bf16-mixed", "trainer bf16-true"])
-def test_half_precision_trains_as_fp32_but_for_rounding(results: dict[str, Any], case: str) -> None:
-    found = results[case]
-    assert_same_training(found, *train_plain(4, adamw_groups), HALF_TOLERANCE)
-    dtypes = {value.dtype for value in found["state"].values()}
-    assert dtypes == {torch.bfloat16 if case.endswith("true") else torch.float32}
-    assert found["losses"] != results["fabric"]["losses"], "nothing was computed in bf16"
+def test_fabric_trains_as_one_process_does(spmd: Ranks, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    found = spmd.run(DEVICES, under_fabric, arguments)[0]
+    assert_same_training(found, *train_plain(4, **{"make_optimizer": adamw_groups, **options}))
 
 
 @pytest.mark.parametrize(
-    "case", ["fabric", "recomputed, no units, accumulation", "bf16-mixed"], ids=["plain", "recomputed", "bf16"]
+    ("arguments", "options"),
+    [
+        ({}, {}),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"accumulate": 2, "clip_norm": 0.1}),
+        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"clip_value": 0.01}),
+    ],
+    ids=["plain", "accumulation, clipped by norm", "clipped by value"],
 )
-def test_each_device_holds_a_quarter(results: dict[str, Any], case: str) -> None:
-    after = results[case]["after"]
+def test_the_trainer_trains_as_one_process_does(
+    spmd: Ranks, tmp_path: Any, arguments: dict[str, Any], options: dict[str, Any]
+) -> None:
+    found = spmd.run(DEVICES, under_trainer, str(tmp_path), arguments)[0]
+    assert_same_training(found, *train_plain(4, adamw_groups, **options))
+
+
+class Manual(Lit):
+    """Takes its steps by itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = mse_loss(self(batch[0]), batch[1])
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.losses.append(loss.detach())
+
+
+def manual(tmp: str) -> dict[str, Any]:
+    return fit(tmp, module=Manual("adamw_groups"))
+
+
+def test_steps_by_hand_train_as_one_process_does(spmd: Ranks, tmp_path: Any) -> None:
+    assert_same_training(spmd.run(DEVICES, manual, str(tmp_path))[0], *train_plain(4, adamw_groups, clip_norm=0.1))
+
+
+def assert_quarters(after: dict[str, Any]) -> None:
+    """Each device holds a quarter of each parameter and moment."""
     for name, shards in {**after["parameters"], **after["moments"]}.items():
         written = after["written"][name.split("/")[0]]
         assert len(shards) == 4
@@ -93,13 +132,55 @@ def test_each_device_holds_a_quarter(results: dict[str, Any], case: str) -> None
     assert not any(name.startswith("frozen") for name in after["moments"])
 
 
-def test_tied_parameters_stay_one(results: dict[str, Any]) -> None:
-    assert results["fabric"]["after"]["tied"]
-    assert "out.weight" not in results["fabric"]["after"]["parameters"]
+@pytest.fixture(scope="module")
+def plain(spmd: Ranks) -> dict[str, Any]:
+    """A run under Fabric without options."""
+    found: dict[str, Any] = spmd.run(DEVICES, under_fabric, {})[0]
+    return found
 
 
-def test_a_tensor_plan_cuts_weights_along_the_second_axis(results: dict[str, Any]) -> None:
-    after = results["two axes"]["after"]
+def test_each_device_holds_a_quarter(plain: dict[str, Any]) -> None:
+    assert_quarters(plain["after"])
+
+
+def test_each_device_holds_a_quarter_of_what_is_recomputed_without_units(spmd: Ranks) -> None:
+    options = {**RECOMPUTED, "auto_wrap_policy": None}
+    found = spmd.run(DEVICES, under_fabric, {"options": options, "accumulate": 2})[0]
+    assert_same_training(found, *train_plain(4, adamw_groups, accumulate=2))
+    assert_quarters(found["after"])
+
+
+def test_tied_parameters_stay_one(plain: dict[str, Any]) -> None:
+    assert plain["after"]["tied"]
+    assert "out.weight" not in plain["after"]["parameters"]
+
+
+def assert_same_but_for_rounding(found: dict[str, Any], plain: dict[str, Any], stored: torch.dtype) -> None:
+    assert_same_training(found, *train_plain(4, adamw_groups), HALF_TOLERANCE)
+    assert {value.dtype for value in found["state"].values()} == {stored}
+    assert found["losses"] != plain["losses"], "nothing was computed in bf16"
+
+
+def test_fabric_trains_in_half_precision_over_quarters_in_fp32(spmd: Ranks, plain: dict[str, Any]) -> None:
+    found = spmd.run(DEVICES, under_fabric, {"precision": "bf16-mixed"})[0]
+    assert_same_but_for_rounding(found, plain, torch.float32)
+    assert_quarters(found["after"])
+
+
+@pytest.mark.parametrize(("precision", "stored"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_half_precision_trains_as_fp32_but_for_rounding(
+    spmd: Ranks, plain: dict[str, Any], tmp_path: Any, precision: str, stored: torch.dtype
+) -> None:
+    found = spmd.run(DEVICES, under_trainer, str(tmp_path), {"precision": precision})[0]
+    assert_same_but_for_rounding(found, plain, stored)
+
+
+def test_a_tensor_plan_cuts_weights_along_the_second_axis(spmd: Ranks) -> None:
+    plan = {"blocks.*.up.*": 0, "blocks.*.down.weight": 1}
+    options = {"tensor_parallel_size": 2, "tensor_plan": plan, **RECOMPUTED}
+    found = spmd.run(DEVICES, under_fabric, {"options": options})[0]
+    assert_same_training(found, *train_plain(4, adamw_groups))
+    after = found["after"]
     for of in (after["parameters"], {n.rpartition("/")[0]: s for n, s in after["moments"].items()}):
         assert of["blocks.0.up.weight"] == [(4, 3)] * 4, "7 × 6: its rows along 'model', its columns along 'fsdp'"
         assert of["blocks.0.down.weight"] == [(3, 4)] * 4, "6 × 7: its columns along 'model', its rows along 'fsdp'"
@@ -107,7 +188,14 @@ def test_a_tensor_plan_cuts_weights_along_the_second_axis(results: dict[str, Any
         assert of["blocks.0.norm.weight"] == [(3,)] * 4, "not in the plan: along 'fsdp' alone"
 
 
-def test_a_batch_that_does_not_divide_trains_rightly(results: dict[str, Any]) -> None:
+def uneven(tmp: str) -> dict[str, Any]:
+    """A batch of 12 rows, and one of 7: no multiple of 4."""
+    data: Any = dataset(BATCH + 7)
+    return fit(tmp, optimizer="sgd", data=DataLoader(data, batch_size=BATCH), use_distributed_sampler=False)
+
+
+def test_a_batch_that_does_not_divide_trains_rightly(spmd: Ranks, tmp_path: Any) -> None:
+    found = spmd.run(DEVICES, uneven, str(tmp_path))[0]
     rows = dataset(BATCH + 7)
     net = new_net()
     optimizer, losses = sgd(net), []
@@ -117,22 +205,82 @@ def test_a_batch_that_does_not_divide_trains_rightly(results: dict[str, Any]) ->
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_same_training(results["uneven"], losses, net.state_dict())
+    assert_same_training(found, losses, net.state_dict())
 
 
-def test_what_is_recomputed_draws_the_same_dropout(results: dict[str, Any]) -> None:
-    once, twice = results["dropout"], results["dropout recomputed"]
+def with_dropout(options: dict[str, Any]) -> dict[str, Any]:
+    fabric: Any = new_fabric(options)
+    fabric.strategy.runtime.set_device_random_state(5)
+    net = new_net(dropout=0.5)
+    model, optimizer = fabric.setup(net, sgd(net))
+    losses = []
+    for x, y in fabric.setup_dataloaders(loader(1, 1)):
+        loss = mse_loss(model(x), y)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return {"losses": [x.item() for x in losses], "state": whole_state(fabric.strategy, net)}
+
+
+def test_what_is_recomputed_draws_the_same_dropout(spmd: Ranks, plain: dict[str, Any]) -> None:
+    once, twice = (spmd.run(DEVICES, with_dropout, options)[0] for options in ({}, RECOMPUTED))
     assert_same_training(twice, once["losses"], once["state"])
-    assert abs(once["losses"][0] - results["fabric"]["losses"][0]) > 1e-3, "nothing was dropped"
+    assert abs(once["losses"][0] - plain["losses"][0]) > 1e-3, "nothing was dropped"
 
 
-def test_a_seed_counts_on_the_devices_too(results: dict[str, Any]) -> None:
-    first, other, again = results["seeds"]
+def seeded(seed: int) -> float:
+    fabric, net = new_fabric(), new_net(dropout=0.5)  # which seeds, too
+    torch.manual_seed(seed)
+    model = fabric.setup(net)
+    ((x, y),) = fabric.setup_dataloaders(loader(1, 1))
+    return mse_loss(model(x), y).item()
+
+
+def after_seeds(seeds: tuple[int, ...]) -> list[float]:
+    return [seeded(seed) for seed in seeds]
+
+
+def test_a_seed_counts_on_the_devices_too(spmd: Ranks) -> None:
+    first, other, again = spmd.run(DEVICES, after_seeds, (21, 22, 21))[0]
     assert first == again
     assert first != other
 
 
-def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(results: dict[str, Any]) -> None:
+class Keywords(nn.Module):
+    """A block with keyword arguments, a nested output, and an input that requires no gradient; and batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = Block(), nn.BatchNorm1d(6)
+
+    def forward(self, *, x: torch.Tensor, scale: float) -> dict[str, Any]:
+        return {"out": [self.norm(self.inner(x)) * scale], "scale": scale}
+
+
+class OfKeywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Keywords(), Keywords()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x=x, scale=2.0)["out"][0]
+            x.add_(1)  # in place, on what a unit has returned
+        return x
+
+
+def of_keywords() -> OfKeywords:
+    torch.manual_seed(3)
+    return OfKeywords()
+
+
+def with_keywords() -> dict[str, Any]:
+    options = {"auto_wrap_policy": {Keywords}, "activation_checkpointing_policy": {Keywords}}
+    return fabric_fit(optimizer="sgd", net=of_keywords(), options=options)
+
+
+def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(spmd: Ranks) -> None:
     net: OfKeywords = of_keywords()
     optimizer, losses = sgd(net), []
     for x, y in global_batches(4):
@@ -141,7 +289,7 @@ def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(result
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = results["keywords"]
+    found = spmd.run(DEVICES, with_keywords)[0]
     # torch itself updates batch statistics once more when it recomputes a BatchNorm; so does XLA
     statistics = {name for name in net.state_dict() if "running_" in name or "num_batches" in name}
     state = {name: value for name, value in net.state_dict().items() if name not in statistics}
@@ -150,11 +298,42 @@ def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(result
     assert {m for m in net.modules() if isinstance(m, Block)}, "the case has blocks with 0-dim parameters"
 
 
-def test_a_module_from_the_meta_device_is_initialised(results: dict[str, Any]) -> None:
-    assert_same_training({**results["meta"], "losses": []}, [], results["meta"]["expected"])
+def from_meta() -> dict[str, Any]:
+    fabric = new_fabric()
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+
+    with fabric.init_module(empty_init=True):
+        net = build()
+    torch.manual_seed(7)
+    fabric.setup(net)
+    torch.manual_seed(7)
+    return {"state": whole_state(fabric.strategy, net), "expected": build().state_dict()}
 
 
-def test_averaged_weights_are_in_shards_and_tied(results: dict[str, Any]) -> None:
+def test_a_module_from_the_meta_device_is_initialised(spmd: Ranks) -> None:
+    found = spmd.run(DEVICES, from_meta)[0]
+    assert_same_training({**found, "losses": []}, [], found["expected"])
+
+
+def averaged(tmp: str) -> dict[str, Any]:
+    """The mean of the weights after each step, which Lightning keeps in a copy and swaps in at the end."""
+    average = WeightAveraging()
+    module = Lit("sgd")
+    trainer = new_trainer(tmp, callbacks=[average])
+    trainer.fit(module, loader(3, 1))
+    state = whole_state(trainer.strategy, module)
+    copy: Any = average._average_model
+    return {
+        "losses": [x.item() for x in module.losses],
+        "state": {name.removeprefix("net."): value for name, value in state.items()},
+        "tied": copy.module.net.out.weight is copy.module.net.inp.weight,
+        "parts": shapes({"up": copy.module.net.blocks[0].up.weight})["up"],
+    }
+
+
+def test_averaged_weights_are_in_shards_and_tied(spmd: Ranks, tmp_path: Any) -> None:
     net = new_net()
     optimizer, seen = sgd(net), []
     for x, y in global_batches(3):
@@ -163,14 +342,34 @@ def test_averaged_weights_are_in_shards_and_tied(results: dict[str, Any]) -> Non
         optimizer.zero_grad()
         seen.append({name: value.clone() for name, value in net.state_dict().items()})
     mean = {name: sum(one[name] for one in seen) / 3 for name in seen[0]}
-    found = results["averaged"]
+    found = spmd.run(DEVICES, averaged, str(tmp_path))[0]
     assert_same_training(found, train_plain(3, sgd)[0], mean)
     assert found["tied"]
     assert found["parts"] == [(2, 6)] * 4
 
 
-def test_stages_follow_each_other(results: dict[str, Any]) -> None:
-    found = results["stages"]
+def stages(tmp: str) -> dict[str, Any]:
+    """Several stages with one module and one Trainer, and a second Trainer."""
+    module, data = Lit("sgd"), loader(2, 1)
+    trainer = new_trainer(tmp)
+    trainer.fit(module, data, loader(1, 1))
+    tested = trainer.test(module, data, verbose=False)[0]["test_loss"]
+    validated = trainer.validate(module, data, verbose=False)[0]["val_loss"]
+    predicted: Any = trainer.predict(module, data)
+    again = new_trainer(tmp, max_epochs=1)
+    again.fit(module, data)
+    return {
+        "losses": [x.item() for x in module.losses],
+        "tested": tested,
+        "validated": validated,
+        "predicted": torch.cat([p.cpu() for p in predicted]),
+        "state": {name.removeprefix("net."): v for name, v in whole_state(again.strategy, module).items()},
+        "log": "log" in vars(module),
+    }
+
+
+def test_stages_follow_each_other(spmd: Ranks, tmp_path: Any) -> None:
+    found = spmd.run(DEVICES, stages, str(tmp_path))[0]
     net = new_net()
     losses, optimizer = [], sgd(net)
     for epoch in range(2):

@@ -56,6 +56,12 @@ class Running:
         return torch.load(self.answer, weights_only=weights_only)
 
 
+def cpu_variables(devices: int | None) -> dict[str, str]:
+    """What a process is told that is to run on the CPU; ``None`` leaves open how many devices there are."""
+    told = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
+    return told if devices is None else {**told, "CPU_NUM_DEVICES": str(devices)}
+
+
 def start(script: str, answer: Path, *arguments: str, devices: int | None = 4) -> Running:
     """Begin to run a script that is given the path of its results, and further arguments.
 
@@ -72,10 +78,8 @@ def _start(
     script: str, answer: Path, *arguments: str, devices: int | None, variables: Mapping[str, str] | None = None
 ) -> Running:
     environment = {name: value for name, value in os.environ.items() if name not in ("CPU_NUM_DEVICES", "PJRT_DEVICE")}
-    environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
-    environment |= {"PJRT_DEVICE": "TPU"} if on_hardware() else {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}
-    if devices is not None and not on_hardware():
-        environment["CPU_NUM_DEVICES"] = str(devices)
+    on_tpu = {"PJRT_DEVICE": "TPU", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
+    environment |= on_tpu if on_hardware() else cpu_variables(devices)
     answer.parent.mkdir(parents=True, exist_ok=True)
     output = answer.with_suffix(".output")
     if variables is None and not on_hardware():

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         UnknownStrategyError,
         UnsupportedCapabilityError,
     )
-    from fsdp_core.initialization.marking import wrap
+    from fsdp_core.initialization.wrap import wrap
     from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
     from fsdp_core.lightning.hooks.exporting import full_state_dict
     from fsdp_core.lightning.hooks.gathered import gathered
@@ -112,7 +112,7 @@ _HOMES = {
     "load_state_dict": "checkpoint",
     "resolve": "plugins.registry",
     "strategies": "plugins.registry",
-    "wrap": "initialization.marking",
+    "wrap": "initialization.wrap",
 }
 
 

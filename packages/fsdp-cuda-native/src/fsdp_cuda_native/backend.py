@@ -26,7 +26,9 @@ from fsdp_core.sharding import (
     describe_policy,
     is_part,
     kept_as_built,
+    parameter_orders,
     place,
+    put_in_place,
     select_units,
     stays_whole,
 )
@@ -36,9 +38,8 @@ from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
-from fsdp_cuda_native.unflattened import orders_of
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
-from fsdp_cuda_native.wrappers import called_for, put_in_place, renew_parameters
+from fsdp_cuda_native.wrappers import called_for, renew_parameters
 
 __all__ = ["NativeBackend"]
 
@@ -132,7 +133,7 @@ class NativeBackend(Backend):
         check_not_wrapped(module)
         units = self.units(module)
         checkpoint_activations(module, self.activation_checkpointing_policy)
-        orders = orders_of(module.modules())
+        orders = parameter_orders(module.modules())
         ignored = {m for one in self._ignored(nn.Module) for m in one.modules()}
         whole: list[nn.Parameter] = self._ignored(nn.Parameter)
         given, compute = set(whole), self._mixed_precision().param_dtype

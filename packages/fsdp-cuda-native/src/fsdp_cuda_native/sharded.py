@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdp_core import Runtime, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     ComparedShards,
+    ParameterOrders,
     ReplicatedParameters,
     StepGradients,
     StepWrites,
@@ -25,7 +26,7 @@ from fsdp_core.state import HeldGradients, Layout, SavedTensor, aliases, clean_n
 from fsdp_cuda_native.accumulated_gradients import held_by_units, restore_to_units
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients
-from fsdp_cuda_native.unflattened import layout_of, local_parts, named_members, stand_ins, unwrapped
+from fsdp_cuda_native.unflattened import as_user_wrote, layout_of, local_parts, named_members
 
 if TYPE_CHECKING:
     from fsdp_cuda_native.backend import NativeBackend
@@ -51,7 +52,7 @@ class NativeSharded(Sharded):
         self,
         root: FullyShardedDataParallel,
         written: nn.Module,
-        orders: Mapping[nn.Module, tuple[str, ...]],
+        orders: ParameterOrders,
         whole: Sequence[nn.Parameter],
         runtime: Runtime,
     ) -> None:
@@ -75,7 +76,7 @@ class NativeSharded(Sharded):
     @contextmanager
     def as_written(self) -> Iterator[None]:
         self.reshard()
-        with stand_ins(self.root, self._orders) as by_name, unwrapped(self.written):
+        with as_user_wrote(self.root, self._orders) as by_name:
             self.remember(by_name.items())
             yield
 

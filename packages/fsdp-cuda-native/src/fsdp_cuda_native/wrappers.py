@@ -1,4 +1,4 @@
-"""Putting a wrapper where a module was, and new parameters where the user's were."""
+"""What a wrapper is put around, and new parameters where the user's were."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_core.sharding import KeptPart, let_go_of
 
-__all__ = ["called_for", "put_in_place", "renew_parameters"]
+__all__ = ["called_for", "renew_parameters"]
 
 
 def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
@@ -19,16 +19,6 @@ def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
     """
     compiled = [parent for parent in root.modules() if parent._modules.get("_orig_mod") is module]
     return called_for(root, compiled[0]) if compiled else module
-
-
-def put_in_place(root: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
-    """Let every parent inside ``root`` hold ``wrapper``, which holds ``module``, instead of ``module``."""
-    parents = [
-        (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child is module
-    ]
-    for parent, name in parents:
-        if parent is not wrapper:
-            parent._modules[name] = wrapper
 
 
 def renew_parameters(

@@ -194,8 +194,7 @@ class FSDP2Sharded(Sharded):
 def _check_assigned(root: nn.Module, args: Any) -> None:
     sharded = sharded_of(root)  # a copy of a root has none
     if isinstance(sharded, FSDP2Sharded) and root not in gathered_modules:
-        for unit in sharded.units:
-            sharded.assigned.check(unit)
+        sharded.assigned.check()
 
 
 def _take_unfrozen_units(root: nn.Module, args: Any) -> None:

@@ -39,17 +39,16 @@ class Gathering:
     ``unit.reshard()`` finds that out too, a hundred times as slowly, which a model of many blocks notices.
 
     Args:
-        units: The units. They are not kept alive.
+        units: The units.
     """
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
-        self._groups = [weakref.ref(group) for unit in units for group in _groups(unit)]
+        self._groups = [group for unit in units for group in _groups(unit)]
 
     def reshard(self) -> None:
         """Free what is gathered."""
-        for ref in self._groups:
-            group = ref()
-            if group is not None and not group.is_sharded:
+        for group in self._groups:
+            if not group.is_sharded:
                 group.reshard()
 
 
@@ -59,27 +58,29 @@ class AssignedData:
     torch takes the assignment without a word: it exchanges the storage of the DTensor itself, which has no memory, and
     what the DTensor stands for stays as it was. So the average of a teacher that is assigned would never move.
 
+    It is asked before every forward pass of the root, about every parameter.
+
     Args:
-        units: The units. They are not kept alive.
+        units: The units, which have all of their parameters.
     """
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
-        self._seen: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
-        for unit in units:
-            self.check(unit)
+        self._parameters = [parameter for unit in units for parameter in _parameters(unit)]
+        self._seen: list[tuple[Any, Any, Any]] = [(None, None, None)] * len(self._parameters)
+        self.check()
 
-    def check(self, unit: FSDPModule) -> None:
-        """Look at a unit's shards.
+    def check(self) -> None:
+        """Look at the shards.
 
         Raises:
             ShardingError: One was assigned to.
         """
-        for parameter in _parameters(unit):
+        for index, parameter in enumerate(self._parameters):
             shard = parameter.sharded_param
             # the storage is kept, or another might get its address
             storage, local = shard.untyped_storage(), shard._local_tensor
-            before, storage_before, local_before = self._seen.get(parameter, (None, None, None))
-            if before is shard and storage._cdata != storage_before._cdata and local is local_before:
+            before, storage_before, local_before = self._seen[index]
+            if before is shard and local is local_before and storage._cdata != storage_before._cdata:
                 name = parameter._param_fqn or parameter._module_info.param_name
                 raise ShardingError(
                     f"{name!r} was given other values by an assignment to its .data, which changes nothing in a "
@@ -87,7 +88,7 @@ class AssignedData:
                     "Write parameter.data.copy_(values) instead, or within torch.no_grad() an operation in place, such "
                     "as average.lerp_(parameter, 0.1)."
                 )
-            self._seen[parameter] = (shard, storage, local)
+            self._seen[index] = (shard, storage, local)
 
 
 class UnusedParameters:
@@ -108,7 +109,7 @@ class UnusedParameters:
     weight decay and momentum act on what nobody has used.
 
     Args:
-        units: The units, the root last; in the same order on every rank. They are not kept alive.
+        units: The units, the root last; in the same order on every rank.
         runtime: The ranks.
 
     Attributes:
@@ -117,15 +118,15 @@ class UnusedParameters:
 
     def __init__(self, units: Sequence[FSDPModule], runtime: Runtime) -> None:
         self._runtime = runtime
-        self._index: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._index: dict[Any, int] = {}
         self._filled: dict[int, tuple[nn.Parameter, bool]] = {}
-        self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._visits: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._calls: dict[Any, int] = {}
+        self._visits: dict[Any, int] = {}
+        self._waiting: set[Any] = set()
         self._ending = self._ended = self.due = False
-        self._root = [weakref.ref(group) for group in _groups(units[-1])]
-        self._groups = [weakref.ref(group) for unit in units for group in _groups(unit)]
-        for group in filter(None, (ref() for ref in self._groups)):
+        self._root = list(_groups(units[-1]))
+        self._groups = [group for unit in units for group in _groups(unit)]
+        for group in self._groups:  # which are not to keep this, or nothing of it would be freed at once
             for parameter in group.fsdp_params:
                 self._index[parameter] = len(self._index)
             group.pre_forward = partial(_count_first, weakref.ref(self), weakref.ref(group))
@@ -146,7 +147,7 @@ class UnusedParameters:
     def begin(self) -> None:
         """Note that a backward pass begins inside the root's forward pass: autograd tells nobody that it reaches it."""
         self.due = True
-        self._waiting.update(group for ref in self._root if (group := ref()) is not None)
+        self._waiting.update(self._root)
 
     def post_backward(self, group: Any, *args: Any) -> None:
         """Reduce a unit's gradients, if the backward pass does not come to it again, and free its parameters."""
@@ -178,7 +179,7 @@ class UnusedParameters:
 
     def expect(self) -> None:
         """Reduce all units at the next occasion, for they have got gradients that no backward pass has brought."""
-        self._waiting.update(group for ref in self._groups if (group := ref()) is not None)
+        self._waiting.update(self._groups)
 
     def _fill(self, group: Any) -> None:
         """Give what this rank has not used gradients of zeros."""
@@ -203,8 +204,7 @@ class UnusedParameters:
         """Take back the gradients of what no rank has used."""
         filled, self._filled, self._ended, self.due = self._filled, {}, True, False
         self._visits.clear()
-        groups = (ref() for ref in self._groups)
-        if not any(group is not None and group.reduce_grads for group in groups):
+        if not any(group.reduce_grads for group in self._groups):
             return
         used = torch.ones(self._count, dtype=torch.uint8)
         used[list(filled)] = 0

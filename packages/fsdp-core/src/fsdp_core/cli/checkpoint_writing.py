@@ -67,7 +67,7 @@ def consolidate_checkpoint(ctx: click.Context, /, path: str, out: str, target: s
     with progress("Writing", quiet=quiet) as on_progress:
         common["on_progress"] = on_progress
         if target == "lightning":
-            from fsdp_core.lightning.checkpoints.one_file.consolidation import consolidate_lightning
+            from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
 
             chosen = {name: options[name] for name in ("key", "optimizer_keys")}
             done = consolidate_lightning(path, out, **common, **chosen)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_random import random_state, set_random_state
-from fsdp_core.initialization.marking import when_marked
+from fsdp_core.initialization.wrap import when_marked
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.host_memory import give_back, memory_of

@@ -13,7 +13,7 @@ from fsdp_core.autoload import install
 from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.checkpoints.one_file.consolidation import consolidate_lightning
+    from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
     from fsdp_core.lightning.devices import check_devices, reduce_op_name, set_rank_zero
     from fsdp_core.lightning.fabric import ShardedFabricStrategy
     from fsdp_core.lightning.strategy import StrategyOptions
@@ -34,7 +34,7 @@ _HOMES = {
     "ShardedFabricStrategy": "fsdp_core.lightning.fabric",
     "ShardedTrainerStrategy": "fsdp_core.lightning.trainer",
     "check_devices": "fsdp_core.lightning.devices",
-    "consolidate_lightning": "fsdp_core.lightning.checkpoints.one_file.consolidation",
+    "consolidate_lightning": "fsdp_core.lightning.checkpoints.full.consolidation",
     "reduce_op_name": "fsdp_core.lightning.devices",
     "set_rank_zero": "fsdp_core.lightning.devices",
 }

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 
 __all__ = ["check_devices", "check_state_dict_type", "check_waiting", "reduce_op_name", "set_rank_zero"]
 

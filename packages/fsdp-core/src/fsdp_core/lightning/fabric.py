@@ -26,13 +26,13 @@ from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
-from fsdp_core.lightning.precision import ShardedFabricPrecision, asked_precision
+from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
 from fsdp_core.lightning.strategy import RanksOfStrategy
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
 
 __all__ = ["ShardedFabricStrategy"]

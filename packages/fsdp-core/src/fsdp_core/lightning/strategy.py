@@ -23,7 +23,6 @@ from fsdp_core.gradients.zero_grad import when_zeroed
 from fsdp_core.initialization.sharded_init import check_parts
 from fsdp_core.lightning.announcing import announce
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
-from fsdp_core.lightning.constructors import described_constructor
 from fsdp_core.lightning.devices import (
     check_devices,
     check_state_dict_type,
@@ -33,13 +32,14 @@ from fsdp_core.lightning.devices import (
 )
 from fsdp_core.lightning.hooks.redirection import follow_calls, is_inside_forward, normal_tensors, parts_of
 from fsdp_core.lightning.private import reset_seed
-from fsdp_core.plugins.options import refuse_unknown_options
+from fsdp_core.lightning.signatures import described_constructor
 from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered

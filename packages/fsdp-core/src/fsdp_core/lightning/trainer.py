@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +38,7 @@ from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_st
 from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
 from fsdp_core.lightning.hooks.toggling import watch_toggling
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
-from fsdp_core.lightning.precision import ShardedTrainerPrecision, asked_precision
+from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
 from fsdp_core.lightning.strategy import RanksOfStrategy
 from fsdp_core.plugins.strategy_info import Capability
@@ -46,7 +46,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_again
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
 
@@ -116,6 +116,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
+        self._held_in_pieces: list[Tensor] = []
         self._trainer: pl.Trainer | None = None
         self._fitting = False
         #: By path, whether a checkpoint is there when all that is pending is done.
@@ -348,10 +349,15 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self.sharded.resume_forward()
             self._guard()
 
+    def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
+        super()._repoint(optimizers, roots)
+        held = {p: None for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        pieces = [p for p in held if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots)]
+        self._held_in_pieces = pieces  # asked for several times a step
+
     def _pieces(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients, which are no DTensors that compute over all ranks."""
-        held = {p: None for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        return (p.grad for p in held if not isinstance(p, DTensor) and self.sharded.holds_part(p))
+        return (p.grad for p in self._held_in_pieces)
 
     def _guard(self) -> None:
         """Refuse what would be computed of gradients as one rank has them."""

@@ -1,11 +1,11 @@
 """What plugins provide: strategies by name, how they are found, and what can be said of each without torch."""
 
-from fsdp_core.plugins.constructors import COMMON_OPTIONS, options_in
 from fsdp_core.plugins.contract import CONTRACT_VERSION
 from fsdp_core.plugins.hookspecs import ENTRY_POINT_GROUP, fsdp_strategies, hookimpl
-from fsdp_core.plugins.options import refuse_unknown_options
+from fsdp_core.plugins.option_discovery import COMMON_OPTIONS, options_in
 from fsdp_core.plugins.registry import describe, resolve, strategies
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd, Option, Plain, StrategyInfo
+from fsdp_core.plugins.unknown_options import refuse_unknown_options
 
 __all__ = [
     "COMMON_OPTIONS",

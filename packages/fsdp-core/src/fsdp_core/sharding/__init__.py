@@ -5,13 +5,23 @@ from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value
 from fsdp_core.gradients.replicated import ReplicatedParameters, stays_whole
 from fsdp_core.gradients.step_gradients import StepGradients
 from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepWrites
-from fsdp_core.initialization.marking import marked, options_of, wrap
 from fsdp_core.initialization.materialize import materialize, note_initialisers, place
 from fsdp_core.initialization.sharded_init import KeptPart, is_part, kept_as_built, let_go_of
+from fsdp_core.initialization.wrap import marked, options_of, wrap
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.flat import (
+    FlatMember,
+    ParameterOrders,
+    Tie,
+    by_user_names,
+    parameter_orders,
+    put_in_place,
+    stand_ins_in_place,
+    unwrapped,
+)
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded, StateTensor, sharded_around, sharded_of
-from fsdp_core.sharding.wrapping import (
+from fsdp_core.sharding.wrap_policy import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
     checkpoint_activations,
@@ -26,15 +36,19 @@ __all__ = [
     "Backend",
     "ComparedShards",
     "EndOfBackward",
+    "FlatMember",
     "GatheredShard",
     "KeptPart",
+    "ParameterOrders",
     "ReplicatedParameters",
     "ShardPrecision",
     "Sharded",
     "StateTensor",
     "StepGradients",
     "StepWrites",
+    "Tie",
     "WrapPolicy",
+    "by_user_names",
     "checkpoint_activations",
     "clip_grads_by_norm",
     "clip_grads_by_value",
@@ -49,11 +63,15 @@ __all__ = [
     "materialize",
     "note_initialisers",
     "options_of",
+    "parameter_orders",
     "place",
+    "put_in_place",
     "repeated_blocks",
     "select_units",
     "sharded_around",
     "sharded_of",
+    "stand_ins_in_place",
     "stays_whole",
+    "unwrapped",
     "wrap",
 ]

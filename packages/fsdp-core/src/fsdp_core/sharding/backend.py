@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_init import deferred_init
-from fsdp_core.initialization.marking import mark_by_torch_wrap
 from fsdp_core.initialization.materialize import note_initialisers
+from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.sharding.shardable import check_shardable
 from fsdp_core.sharding.sharded import Sharded, keep, sharded_of

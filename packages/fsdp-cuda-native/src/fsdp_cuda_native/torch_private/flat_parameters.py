@@ -304,9 +304,11 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
 
 def _tell_apart(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if torch.is_grad_enabled():
-        return tree_map_only(Tensor, lambda each: each.view_as(each) if each.requires_grad else each, (args, kwargs))
-    return None
+    if not torch.is_grad_enabled():
+        return None
+    if not kwargs and all(type(each) is Tensor for each in args):  # as most units are called, and many times as fast
+        return tuple(each.view_as(each) if each.requires_grad else each for each in args), kwargs
+    return tree_map_only(Tensor, lambda each: each.view_as(each) if each.requires_grad else each, (args, kwargs))
 
 
 def _note_first_call(unit: FullyShardedDataParallel, args: Any) -> None:
@@ -380,7 +382,8 @@ class _LastOfNodes:
 def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
     handle = handle_of(unit)
     if torch.is_grad_enabled() and handle.flat_param.requires_grad and unit.__dict__[_FIRST_CALL]:
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad]
+        given = args if not kwargs and all(type(each) is Tensor for each in args) else tree_leaves((args, kwargs))
+        inputs = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
         if inputs:
             register_multi_grad_hook(inputs, partial(_reduce_nothing, unit, handle))
 

@@ -25,13 +25,14 @@ from fsdp_core.sharding import (
     checkpoint_activations,
     describe_policy,
     kept_as_built,
+    parameter_orders,
+    put_in_place,
     select_units,
 )
 from fsdp_core.state import ChunkedTensor
 from fsdp_xla.classic.lazy_state import gathered_in_turn
 from fsdp_xla.classic.runtime import XLARuntime
 from fsdp_xla.classic.sharded import XLASharded
-from fsdp_xla.classic.unflattened import parameter_orders, put_in_place
 from fsdp_xla.classic.unit_placement import place
 from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.options import check_collectives, check_options

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core import Sharded
-from fsdp_core.sharding import StepWrites, clip_grads_by_norm
+from fsdp_core.sharding import ParameterOrders, StepWrites, clip_grads_by_norm
 from fsdp_core.state import (
     ChunkedTensor,
     HeldGradients,
@@ -26,7 +26,7 @@ from fsdp_core.state import (
 from fsdp_xla.classic.accumulated_gradients import forget_in_units, held_by_units, restore_to_units
 from fsdp_xla.classic.host_state import HostOptimizer, flat_on_host
 from fsdp_xla.classic.lazy_state import DeviceFlat, read_late
-from fsdp_xla.classic.unflattened import layout_of, named_members, written
+from fsdp_xla.classic.unflattened import as_user_wrote, layout_of, named_members
 from fsdp_xla.torch_xla_private import devices as xla
 from fsdp_xla.torch_xla_private import units
 from fsdp_xla.torch_xla_private.units import XlaFullyShardedDataParallel, is_shard
@@ -48,9 +48,7 @@ class XLASharded(Sharded):
 
     backend: XLABackend
 
-    def __init__(
-        self, root: XlaFullyShardedDataParallel, module: nn.Module, orders: Mapping[nn.Module, tuple[str, ...]]
-    ) -> None:
+    def __init__(self, root: XlaFullyShardedDataParallel, module: nn.Module, orders: ParameterOrders) -> None:
         super().__init__(root, module)
         self._orders = orders
         #: Whether there are backward passes or steps inside the forward pass.
@@ -61,7 +59,7 @@ class XLASharded(Sharded):
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        with written(self.root, self._orders) as by_name:
+        with as_user_wrote(self.root, self._orders) as by_name:
             self.remember(by_name.items())
             yield
 

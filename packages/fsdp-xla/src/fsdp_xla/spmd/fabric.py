@@ -102,8 +102,8 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
         kind = type(dataloader)
         if not hasattr(kind, "gives_shards"):
             # the same object, for core keeps track of its position; how a loader is iterated is its class's
-            methods = {"__iter__": lambda loader: map(loader.batch_to_devices, kind.__iter__(loader)), "gives_shards": True}
-            dataloader.__class__ = type(kind.__name__, (kind,), methods)
+            iterate = {"__iter__": lambda loader: map(loader.batch_to_devices, kind.__iter__(loader))}
+            dataloader.__class__ = type(kind.__name__, (kind,), {**iterate, "gives_shards": True})
         dataloader.batch_to_devices = self.batch_to_devices
         return dataloader
 

@@ -16,10 +16,10 @@ from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
-from fsdp_core.lightning.checkpoints.either_kind import SavingStrategy, read_checkpoint, write_file, write_folder
+from fsdp_core.lightning.checkpoints.full.file import gathered
+from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, numbered
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.one_file.full_file import gathered
-from fsdp_core.lightning.checkpoints.one_file.layout import as_trainers_file, numbered
+from fsdp_core.lightning.checkpoints.sharded_or_full import SavingStrategy, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.hooks.forwarding import sharded_in
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
 from fsdp_core.sharding.sharded import Sharded

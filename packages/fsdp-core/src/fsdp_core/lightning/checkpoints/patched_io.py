@@ -82,7 +82,7 @@ def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_file_or_folder(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_sharded_folder(checkpoint_at(path_or_url)):
             return load(path_or_url, *args, **kwargs)
-        from fsdp_core.lightning.checkpoints.one_file.opening import read_whole
+        from fsdp_core.lightning.checkpoints.full.opening import read_whole
 
         given = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
         return read_whole(checkpoint_at(path_or_url), given.get("map_location"))
@@ -118,7 +118,7 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         from fsdp_core.checkpoint.format.manifest import MANIFEST
         from fsdp_core.checkpoint.storage.folder import open_folder
         from fsdp_core.checkpoint.storage.recognition import is_ours
-        from fsdp_core.lightning.checkpoints.one_file.full_file import replace_by
+        from fsdp_core.lightning.checkpoints.full.file import replace_by
 
         folder = open_folder(filepath)
         if folder.local:

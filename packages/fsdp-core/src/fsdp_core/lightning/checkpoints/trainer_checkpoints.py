@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
-from fsdp_core.lightning.checkpoints.either_kind import SavingStrategy, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
+from fsdp_core.lightning.checkpoints.full.file import gathered
+from fsdp_core.lightning.checkpoints.full.layout import numbered
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.one_file.full_file import gathered
-from fsdp_core.lightning.checkpoints.one_file.layout import numbered
+from fsdp_core.lightning.checkpoints.sharded_or_full import SavingStrategy, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.sharding.sharded import Sharded
 

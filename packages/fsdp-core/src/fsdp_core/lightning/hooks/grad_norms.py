@@ -48,7 +48,7 @@ def _grad_norm(module: Any, sharded: Any, prefix: str, order: float, separator: 
     import torch
 
     from fsdp_core.lightning.hooks.redirection import is_inside_forward
-    from fsdp_core.sharding.gradient_norms import norms_of_gradients
+    from fsdp_core.sharding.grad_norms import norms_of_gradients
 
     if is_inside_forward(sharded.root):
         raise ShardingError(

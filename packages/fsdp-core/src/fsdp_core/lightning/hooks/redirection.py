@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from fsdp_core.lightning.precision import compute_context
+from fsdp_core.lightning.precision_plugins import compute_context
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules

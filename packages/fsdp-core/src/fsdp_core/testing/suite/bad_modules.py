@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.sharding.wrapping import describe_policy
+from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.rank_context import here
@@ -22,7 +22,7 @@ from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.bad_options import set_up
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires, with_options
-from fsdp_core.testing.suite.numbers import options_id
+from fsdp_core.testing.suite.parity import options_id
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["BadModulesSuite", "refused_setup"]

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import fsdp_core
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.checkpoints.one_file.opening import read_whole
+from fsdp_core.lightning.checkpoints.full.opening import read_whole
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE

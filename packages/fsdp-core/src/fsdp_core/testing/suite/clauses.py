@@ -12,7 +12,7 @@ import pytest
 import fsdp_core
 from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.testing.ranks import RankKind, RankPool, Ranks
 
 __all__ = [

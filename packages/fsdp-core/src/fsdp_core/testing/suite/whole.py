@@ -6,30 +6,30 @@ from fsdp_core.testing.suite.async_saves import AsyncSavesSuite
 from fsdp_core.testing.suite.bad_checkpoints import BadCheckpointsSuite
 from fsdp_core.testing.suite.bad_modules import BadModulesSuite
 from fsdp_core.testing.suite.bad_options import BadOptionsSuite
-from fsdp_core.testing.suite.branches import BranchesSuite
 from fsdp_core.testing.suite.built_in_parts import BuiltInPartsSuite
 from fsdp_core.testing.suite.capabilities import CapabilitiesSuite
 from fsdp_core.testing.suite.checkpoints import CheckpointsSuite
 from fsdp_core.testing.suite.contract import ContractSuite
 from fsdp_core.testing.suite.exceptions import ExceptionsSuite
 from fsdp_core.testing.suite.fabric_checkpoints import FabricCheckpointsSuite
+from fsdp_core.testing.suite.forward_backward_order import PassesSuite
 from fsdp_core.testing.suite.launching import LaunchingSuite
-from fsdp_core.testing.suite.leftovers import LeftoversSuite
 from fsdp_core.testing.suite.lightning_regressions import BrokenElsewhereSuite
 from fsdp_core.testing.suite.listing import ListingSuite
 from fsdp_core.testing.suite.loader_positions import LoaderPositionsSuite
 from fsdp_core.testing.suite.loops import LoopsSuite
 from fsdp_core.testing.suite.norms import NormsSuite
-from fsdp_core.testing.suite.numbers import NumbersSuite
 from fsdp_core.testing.suite.optimizers import OptimizersSuite
 from fsdp_core.testing.suite.outside_steps import OutsideStepsSuite
 from fsdp_core.testing.suite.parameters import ParametersSuite
-from fsdp_core.testing.suite.passes import PassesSuite
+from fsdp_core.testing.suite.parity import NumbersSuite
 from fsdp_core.testing.suite.precision import PrecisionSuite
 from fsdp_core.testing.suite.presets import PresetClauses
+from fsdp_core.testing.suite.resource_leaks import LeftoversSuite
 from fsdp_core.testing.suite.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.shards import ShardsSuite
+from fsdp_core.testing.suite.unused_parameters import BranchesSuite
 
 __all__ = ["PresetSuite", "StrategySuite"]
 

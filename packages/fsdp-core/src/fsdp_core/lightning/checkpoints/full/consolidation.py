@@ -19,7 +19,7 @@ from fsdp_core.checkpoint.tools.consolidation import Consolidated
 from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
 from fsdp_core.checkpoint.tools.torch_zip import ArrayToWrite, TensorToWrite, TorchZip
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, MissingKeyError
-from fsdp_core.lightning.checkpoints.one_file.layout import as_trainers_file, from_fabric
+from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, from_fabric
 
 __all__ = ["consolidate_lightning"]
 

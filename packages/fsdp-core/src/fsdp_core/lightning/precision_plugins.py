@@ -27,7 +27,7 @@ from fsdp_core.initialization.deferred_init import continue_deferred
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.precision import ShardPrecision
+from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.torch_private import make_scaler_sharded
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.sharding.wrapping import checkpoint_activations, repeated_blocks, select_units
+from fsdp_core.sharding.wrap_policy import checkpoint_activations, repeated_blocks, select_units
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.sharding.wrapping import describe_policy
+from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained, train_plain
 from fsdp_core.testing.suite.clauses import Clauses, requires, with_options

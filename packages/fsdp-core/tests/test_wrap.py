@@ -10,8 +10,8 @@ from torch.distributed.fsdp.wrap import wrap as torch_wrap
 
 import fsdp_core
 from fsdp_core.errors import ShardingError
-from fsdp_core.initialization.marking import mark_by_torch_wrap, marked, options_of, when_marked
-from fsdp_core.sharding.wrapping import select_units
+from fsdp_core.initialization.wrap import mark_by_torch_wrap, marked, options_of, when_marked
+from fsdp_core.sharding.wrap_policy import select_units
 
 
 def model() -> nn.Module:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_core.errors import StrategyInfoError
-from fsdp_core.plugins.constructors import COMMON_OPTIONS, options_in
+from fsdp_core.plugins.option_discovery import COMMON_OPTIONS, options_in
 from fsdp_core.plugins.strategy_info import Option
 from fsdp_core.testing.loopback.trainer import LoopbackTrainerStrategy
 

@@ -12,7 +12,7 @@ from fsdp_core.checkpoint import SavedTensor, load, read_manifest
 from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.checkpoint.storage.rereading import begins_anew
-from fsdp_core.lightning.checkpoints.one_file.layout import as_trainers_file, numbered
+from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, numbered
 
 __all__ = ["MapLocation", "read_whole"]
 

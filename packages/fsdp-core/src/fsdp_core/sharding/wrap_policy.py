@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.initialization.marking import marked
+from fsdp_core.initialization.wrap import marked
 from fsdp_core.state.fqn import unwrap_compiled
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from fsdp_core.plugins.constructors import explained
+from fsdp_core.plugins.option_discovery import explained
 
 __all__ = ["described_constructor"]
 

@@ -12,7 +12,7 @@ from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together
 from fsdp_core.lightning.capabilities import check_checkpoint
-from fsdp_core.lightning.checkpoints.one_file.full_file import read_full_file, write_full
+from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 
