@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -513,3 +514,46 @@ def test_replicas_are_written_once(saved: Saved, way: str) -> None:
     del model["out.weight" if "out.weight" in model else "net.out.weight"]  # tied to inp.weight
     tensors = [*model.values(), *(v for values in first["optimizer"].values() for v in values.values())]
     assert stored_bytes(path) == sum(tensor.nbytes for tensor in tensors)
+
+
+class Idle(nn.Module):
+    """Has a parameter of its own, in no unit but the root, that no forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.idle = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x)
+        return output
+
+
+def names_after_three_passes(options: dict[str, Any], accumulating: bool) -> tuple[list[str], list[str]]:
+    fabric = new_fabric("fsdp_native", dist_size(), {"auto_wrap_policy": {nn.Linear}, **options})
+    net = Idle()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    for batch in range(3):
+        with fabric.no_backward_sync(model, enabled=accumulating and batch < 2):
+            fabric.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    sharded = sharded_by(fabric.strategy)
+    held = [part.name for parts in sharded.layout().values() for part in parts]
+    return sorted(held), sorted(sharded.optimizer_state(optimizer.optimizer)["param_groups"][0]["params"])  # type: ignore[attr-defined]
+
+
+def dist_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+@pytest.mark.parametrize("accumulating", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(1, {}), (2, {"sharding_strategy": "NO_SHARD"})], ids=["one rank", "NO_SHARD"]
+)
+def test_a_parameter_that_is_never_used_stays_the_models(
+    ranks: RankPool, world_size: int, options: dict[str, Any], accumulating: bool
+) -> None:
+    """Several backward passes before a step, of which none comes to the root's own parameter."""
+    names = sorted(name for name, _ in Idle().named_parameters())
+    for held, trained in ranks.run(world_size, names_after_three_passes, options, accumulating):
+        assert held == trained == names

@@ -161,6 +161,11 @@ class NativeSharded(Sharded):
         if torch_private.is_interrupted(self.root):
             refuse_half_gradients(self.written, self.root.parameters())
             self.reset()
+        elif not self.backend.shards:
+            # a unit that the last backward pass did not come to shows what it has computed with, which torch would
+            # take for parameters that the user has put there
+            for unit in self._units:
+                torch_private.reshard(unit)
 
     def clip_norm(
         self,
