@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import tomllib
@@ -75,9 +76,24 @@ def to_read(
     """A signature to be read: without what catches options that don't exist, to refuse them, and aliases by name."""
     if what == "class" and any(base.__name__ == "RanksOfStrategy" for base in made.__mro__[1:]):
         # autodoc takes that of the base's __new__, or one without links
-        options_of = signature_of(made.__init__, bound_method=True, type_aliases=app.config.autodoc_type_aliases)
-        signature = stringify_signature(options_of, show_return_annotation=False, unqualified_typehints=True)
+        signature = stringify_signature(
+            with_types(made, app.config.autodoc_type_aliases),
+            show_return_annotation=False,
+            unqualified_typehints=True,
+        )
     return named(signature and re.sub(r", \*\*unknown: (~?typing\.)?Never", "", signature)), named(returned)
+
+
+def with_types(made: type, aliases: dict[str, str]) -> inspect.Signature:
+    """A strategy's signature, each option with the type that the constructor gives it which names it."""
+    named: dict[str, inspect.Parameter] = {}
+    for one in reversed(made.__mro__):
+        constructor = vars(one).get("__init__")
+        if constructor is not None and one.__module__.startswith("fsdp_"):
+            named |= signature_of(constructor, bound_method=True, type_aliases=aliases).parameters
+    shown: inspect.Signature = made.__signature__  # type: ignore[attr-defined]
+    parameters = [each.replace(annotation=named[name].annotation) for name, each in shown.parameters.items()]
+    return shown.replace(parameters=parameters)
 
 
 def named(signature: str | None) -> str | None:
