@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import py_compile
 import sys
 import zipfile
 from pathlib import Path
@@ -97,9 +98,55 @@ def test_what_can_not_be_read_is_told(package: str, name: str, words: list[str])
     assert all(word in str(told.value) for word in words)
 
 
-def test_a_package_without_source_is_told() -> None:
-    with pytest.raises(StrategyInfoError, match=r"no source of 'math'.*\n.*write the options out"):
-        options_in("math:Class")
+def test_a_package_without_source_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sourceless").mkdir()
+    file = tmp_path / "sourceless" / "classes.py"
+    text = SOURCE.replace('raise ImportError("nobody may import this")', "class Kind:\n    BEST = (1, 2)\n")
+    file.write_text(text, encoding="utf-8")
+    py_compile.compile(str(file), cfile=str(file.with_suffix(".pyc")))
+    file.unlink()
+    (tmp_path / "sourceless" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {option.name: option for option in options_in("sourceless.classes:Trainer")}
+    assert found["size"] == Option(name="size", default=2, help="How large it is, None or a Size.")
+    assert found["kind"] == Option(name="kind", default="(1, 2)", help="Which.")
+
+
+@pytest.mark.parametrize(
+    ("written", "default"),
+    [("-1", -1), ("(1, 2)", "(1, 2)"), ("{[]: 1}", "{[]: 1}"), ("lambda x: x", "lambda x: x"), ("f'{1}'", "f'{1}'")],
+)
+def test_defaults_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, default: object) -> None:
+    text = f'''
+if True:
+    class Odd:
+        """Odd.
+
+        Args:
+            one (int): Which.
+        """
+
+        @overload
+        def __init__(self, *, other): ...
+        def __init__(self, *, one={written}): ...
+'''
+    (tmp_path / "odd_defaults.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert options_in("odd_defaults:Odd") == (Option(name="one", default=default, help="Which."),)  # type: ignore[arg-type]
+
+
+class Required(LoopbackTrainerStrategy):
+    def __init__(self, size: int, **others: object) -> None:
+        super().__init__(**others)  # type: ignore[arg-type]
+
+
+class RequiredLater(Required):
+    def __init__(self, extra: int = 1, *args: int, **others: object) -> None:
+        super().__init__(*args, **others)
+
+
+def test_a_signature_that_can_not_be_composed_is_the_constructors() -> None:
+    assert list(inspect.signature(RequiredLater).parameters) == ["extra", "args", "others"]
 
 
 class Sized(LoopbackTrainerStrategy):

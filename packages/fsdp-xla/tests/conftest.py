@@ -33,8 +33,8 @@ def afresh() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def spmd(_rank_pools: Callable[[type[Ranks]], Ranks]) -> Ranks:
-    """The process that drives all devices; it lives through the session."""
-    from fsdp_xla.testing import SPMDRanks
+def spmd(_rank_pools: Callable[[type[Ranks]], Ranks]) -> Any:
+    """Runs functions that launch SPMD, in a process that lives through the session."""
+    from launching import LaunchingSPMD
 
-    return _rank_pools(SPMDRanks)
+    return _rank_pools(LaunchingSPMD)

@@ -45,6 +45,12 @@ class Launching(ThreadRanks):
         return str(told)
 
 
+class LaunchingSPMD(Launching):
+    """The same for ``xla_fsdp_spmd``, whose one process drives all devices and is started by the first launch."""
+
+    keeps: ClassVar[tuple[str, ...]] = (*Launching.keeps, "XLA_USE_SPMD")
+
+
 def once(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
     return [answered(lambda: function(*arguments))]
 

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 import spmd_runs
 from fsdp_core import load_state_dict
-from fsdp_core.testing import Ranks, training
+from fsdp_core.testing import training
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.suite.loops import Gan
 from fsdp_core.testing.training import Lit
-from launching import STEPS, Launching, loader, means, seen, trainer
+from launching import STEPS, Launching, LaunchingSPMD, loader, means, seen, trainer
 
 
 class _ByHand(Lit):
@@ -144,5 +144,5 @@ def under_spmd(folder: Path, kind: type[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [Accumulates, Clips, Gan, OfItsOwn, TwoForwards, TwoLosses])
-def test_spmd_trains_as_one_process_does(spmd: Ranks, tmp_path: Path, kind: type[Any]) -> None:
-    assert_as_one_process(spmd.run(4, under_spmd, tmp_path, kind)[0], kind, tmp_path)
+def test_spmd_trains_as_one_process_does(spmd: LaunchingSPMD, tmp_path: Path, kind: type[Any]) -> None:
+    assert_as_one_process(spmd.call(4, under_spmd, tmp_path, kind), kind, tmp_path)

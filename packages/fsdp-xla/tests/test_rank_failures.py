@@ -65,7 +65,7 @@ class Module(L.LightningModule):
 def trainer(folder: Path, **kwargs: Any) -> L.Trainer:
     quiet: dict[str, Any] = {
         "strategy": "xla_fsdp",
-        "devices": devices(),
+        "devices": kwargs.get("devices") or devices(),
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,

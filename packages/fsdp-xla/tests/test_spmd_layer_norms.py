@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from fsdp_core.testing import Ranks
 from fsdp_core.testing.oracle import FP32_TOLERANCE
+from launching import LaunchingSPMD
 from spmd_runs import new_fabric
 
 #: bf16 has 8 bits, and rounding is off by half a unit in the last: of the result, and of the gradient coming in.
@@ -58,8 +58,8 @@ def off(shape: tuple[int, ...], axes: int, weighted: bool, biased: bool, dtype: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_torchs(spmd: Ranks, case: str, dtype: torch.dtype) -> None:
-    ours, torchs = spmd.run(4, off, *CASES[case], dtype)[0]
+def test_values_and_gradients_are_torchs(spmd: LaunchingSPMD, case: str, dtype: torch.dtype) -> None:
+    ours, torchs = spmd.call(4, off, *CASES[case], dtype)
     bound = BF16_ROUNDING if dtype == torch.bfloat16 else FP32_TOLERANCE
     # far from 0, and of one element, torch's own rounding is larger than that
     assert all(one <= max(bound, 2 * its) for one, its in zip(ours, torchs, strict=True)), ours

@@ -8,9 +8,9 @@ import pytest
 from lightning.pytorch import Trainer
 from torch import nn
 
-from fsdp_core.testing import Ranks
 from fsdp_core.testing.oracle import Block, new_net, sgd
 from fsdp_core.testing.training import Lit, loader
+from launching import LaunchingSPMD
 from spmd_runs import NAME, fit, new_fabric, new_trainer
 from xla_process import start
 
@@ -124,9 +124,9 @@ UNSUPPORTED = "UnsupportedCapabilityError"
     ],
 )
 def test_it_is_refused(
-    spmd: Ranks, tmp_path: Any, make: Any, asked: dict[str, Any], error: str, words: list[str]
+    spmd: LaunchingSPMD, tmp_path: Any, make: Any, asked: dict[str, Any], error: str, words: list[str]
 ) -> None:
-    raised, message = spmd.run(4, refused, make, str(tmp_path), asked)[0]
+    raised, message = spmd.call(4, refused, make, str(tmp_path), asked)
     assert raised == error, message
     for word in words:
         assert word in message

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from fsdp_core.testing import Ranks
 from fsdp_core.testing.oracle import (
     BATCH,
     FP32_TOLERANCE,
@@ -26,6 +25,7 @@ from fsdp_core.testing.oracle import (
     train_plain,
 )
 from fsdp_core.testing.training import Lit, loader
+from launching import LaunchingSPMD
 from spmd_runs import fabric_fit, fit, moments, new_fabric, new_trainer, shapes, whole_state
 
 DEVICES = 4
@@ -71,8 +71,10 @@ def under_trainer(tmp: str, arguments: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["plain", "accumulation, clipped by norm", "clipped by value", "units of a class, momentum", "recomputed"],
 )
-def test_fabric_trains_as_one_process_does(spmd: Ranks, arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    found = spmd.run(DEVICES, under_fabric, arguments)[0]
+def test_fabric_trains_as_one_process_does(
+    spmd: LaunchingSPMD, arguments: dict[str, Any], options: dict[str, Any]
+) -> None:
+    found = spmd.call(DEVICES, under_fabric, arguments)
     assert_same_training(found, *train_plain(4, **{"make_optimizer": adamw_groups, **options}))
 
 
@@ -86,9 +88,9 @@ def test_fabric_trains_as_one_process_does(spmd: Ranks, arguments: dict[str, Any
     ids=["plain", "accumulation, clipped by norm", "clipped by value"],
 )
 def test_the_trainer_trains_as_one_process_does(
-    spmd: Ranks, tmp_path: Any, arguments: dict[str, Any], options: dict[str, Any]
+    spmd: LaunchingSPMD, tmp_path: Any, arguments: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    found = spmd.run(DEVICES, under_trainer, str(tmp_path), arguments)[0]
+    found = spmd.call(DEVICES, under_trainer, str(tmp_path), arguments)
     assert_same_training(found, *train_plain(4, adamw_groups, **options))
 
 
@@ -111,8 +113,8 @@ def manual(tmp: str) -> dict[str, Any]:
     return fit(tmp, module=Manual("adamw_groups"))
 
 
-def test_steps_by_hand_train_as_one_process_does(spmd: Ranks, tmp_path: Any) -> None:
-    assert_same_training(spmd.run(DEVICES, manual, str(tmp_path))[0], *train_plain(4, adamw_groups, clip_norm=0.1))
+def test_steps_by_hand_train_as_one_process_does(spmd: LaunchingSPMD, tmp_path: Any) -> None:
+    assert_same_training(spmd.call(DEVICES, manual, str(tmp_path)), *train_plain(4, adamw_groups, clip_norm=0.1))
 
 
 def assert_quarters(after: dict[str, Any]) -> None:
@@ -133,9 +135,9 @@ def assert_quarters(after: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(spmd: Ranks) -> dict[str, Any]:
+def plain(spmd: LaunchingSPMD) -> dict[str, Any]:
     """A run under Fabric without options."""
-    found: dict[str, Any] = spmd.run(DEVICES, under_fabric, {})[0]
+    found: dict[str, Any] = spmd.call(DEVICES, under_fabric, {})
     return found
 
 
@@ -143,9 +145,9 @@ def test_each_device_holds_a_quarter(plain: dict[str, Any]) -> None:
     assert_quarters(plain["after"])
 
 
-def test_each_device_holds_a_quarter_of_what_is_recomputed_without_units(spmd: Ranks) -> None:
+def test_each_device_holds_a_quarter_of_what_is_recomputed_without_units(spmd: LaunchingSPMD) -> None:
     options = {**RECOMPUTED, "auto_wrap_policy": None}
-    found = spmd.run(DEVICES, under_fabric, {"options": options, "accumulate": 2})[0]
+    found = spmd.call(DEVICES, under_fabric, {"options": options, "accumulate": 2})
     assert_same_training(found, *train_plain(4, adamw_groups, accumulate=2))
     assert_quarters(found["after"])
 
@@ -161,24 +163,24 @@ def assert_same_but_for_rounding(found: dict[str, Any], plain: dict[str, Any], s
     assert found["losses"] != plain["losses"], "nothing was computed in bf16"
 
 
-def test_fabric_trains_in_half_precision_over_quarters_in_fp32(spmd: Ranks, plain: dict[str, Any]) -> None:
-    found = spmd.run(DEVICES, under_fabric, {"precision": "bf16-mixed"})[0]
+def test_fabric_trains_in_half_precision_over_quarters_in_fp32(spmd: LaunchingSPMD, plain: dict[str, Any]) -> None:
+    found = spmd.call(DEVICES, under_fabric, {"precision": "bf16-mixed"})
     assert_same_but_for_rounding(found, plain, torch.float32)
     assert_quarters(found["after"])
 
 
 @pytest.mark.parametrize(("precision", "stored"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
 def test_half_precision_trains_as_fp32_but_for_rounding(
-    spmd: Ranks, plain: dict[str, Any], tmp_path: Any, precision: str, stored: torch.dtype
+    spmd: LaunchingSPMD, plain: dict[str, Any], tmp_path: Any, precision: str, stored: torch.dtype
 ) -> None:
-    found = spmd.run(DEVICES, under_trainer, str(tmp_path), {"precision": precision})[0]
+    found = spmd.call(DEVICES, under_trainer, str(tmp_path), {"precision": precision})
     assert_same_but_for_rounding(found, plain, stored)
 
 
-def test_a_tensor_plan_cuts_weights_along_the_second_axis(spmd: Ranks) -> None:
+def test_a_tensor_plan_cuts_weights_along_the_second_axis(spmd: LaunchingSPMD) -> None:
     plan = {"blocks.*.up.*": 0, "blocks.*.down.weight": 1}
     options = {"tensor_parallel_size": 2, "tensor_plan": plan, **RECOMPUTED}
-    found = spmd.run(DEVICES, under_fabric, {"options": options})[0]
+    found = spmd.call(DEVICES, under_fabric, {"options": options})
     assert_same_training(found, *train_plain(4, adamw_groups))
     after = found["after"]
     for of in (after["parameters"], {n.rpartition("/")[0]: s for n, s in after["moments"].items()}):
@@ -194,8 +196,8 @@ def uneven(tmp: str) -> dict[str, Any]:
     return fit(tmp, optimizer="sgd", data=DataLoader(data, batch_size=BATCH), use_distributed_sampler=False)
 
 
-def test_a_batch_that_does_not_divide_trains_rightly(spmd: Ranks, tmp_path: Any) -> None:
-    found = spmd.run(DEVICES, uneven, str(tmp_path))[0]
+def test_a_batch_that_does_not_divide_trains_rightly(spmd: LaunchingSPMD, tmp_path: Any) -> None:
+    found = spmd.call(DEVICES, uneven, str(tmp_path))
     rows = dataset(BATCH + 7)
     net = new_net()
     optimizer, losses = sgd(net), []
@@ -223,8 +225,8 @@ def with_dropout(options: dict[str, Any]) -> dict[str, Any]:
     return {"losses": [x.item() for x in losses], "state": whole_state(fabric.strategy, net)}
 
 
-def test_what_is_recomputed_draws_the_same_dropout(spmd: Ranks, plain: dict[str, Any]) -> None:
-    once, twice = (spmd.run(DEVICES, with_dropout, options)[0] for options in ({}, RECOMPUTED))
+def test_what_is_recomputed_draws_the_same_dropout(spmd: LaunchingSPMD, plain: dict[str, Any]) -> None:
+    once, twice = (spmd.call(DEVICES, with_dropout, options) for options in ({}, RECOMPUTED))
     assert_same_training(twice, once["losses"], once["state"])
     assert abs(once["losses"][0] - plain["losses"][0]) > 1e-3, "nothing was dropped"
 
@@ -241,8 +243,8 @@ def after_seeds(seeds: tuple[int, ...]) -> list[float]:
     return [seeded(seed) for seed in seeds]
 
 
-def test_a_seed_counts_on_the_devices_too(spmd: Ranks) -> None:
-    first, other, again = spmd.run(DEVICES, after_seeds, (21, 22, 21))[0]
+def test_a_seed_counts_on_the_devices_too(spmd: LaunchingSPMD) -> None:
+    first, other, again = spmd.call(DEVICES, after_seeds, (21, 22, 21))
     assert first == again
     assert first != other
 
@@ -280,7 +282,7 @@ def with_keywords() -> dict[str, Any]:
     return fabric_fit(optimizer="sgd", net=of_keywords(), options=options)
 
 
-def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(spmd: Ranks) -> None:
+def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(spmd: LaunchingSPMD) -> None:
     net: OfKeywords = of_keywords()
     optimizer, losses = sgd(net), []
     for x, y in global_batches(4):
@@ -289,7 +291,7 @@ def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(spmd: 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = spmd.run(DEVICES, with_keywords)[0]
+    found = spmd.call(DEVICES, with_keywords)
     # torch itself updates batch statistics once more when it recomputes a BatchNorm; so does XLA
     statistics = {name for name in net.state_dict() if "running_" in name or "num_batches" in name}
     state = {name: value for name, value in net.state_dict().items() if name not in statistics}
@@ -312,8 +314,8 @@ def from_meta() -> dict[str, Any]:
     return {"state": whole_state(fabric.strategy, net), "expected": build().state_dict()}
 
 
-def test_a_module_from_the_meta_device_is_initialised(spmd: Ranks) -> None:
-    found = spmd.run(DEVICES, from_meta)[0]
+def test_a_module_from_the_meta_device_is_initialised(spmd: LaunchingSPMD) -> None:
+    found = spmd.call(DEVICES, from_meta)
     assert_same_training({**found, "losses": []}, [], found["expected"])
 
 
@@ -333,7 +335,7 @@ def averaged(tmp: str) -> dict[str, Any]:
     }
 
 
-def test_averaged_weights_are_in_shards_and_tied(spmd: Ranks, tmp_path: Any) -> None:
+def test_averaged_weights_are_in_shards_and_tied(spmd: LaunchingSPMD, tmp_path: Any) -> None:
     net = new_net()
     optimizer, seen = sgd(net), []
     for x, y in global_batches(3):
@@ -342,7 +344,7 @@ def test_averaged_weights_are_in_shards_and_tied(spmd: Ranks, tmp_path: Any) -> 
         optimizer.zero_grad()
         seen.append({name: value.clone() for name, value in net.state_dict().items()})
     mean = {name: sum(one[name] for one in seen) / 3 for name in seen[0]}
-    found = spmd.run(DEVICES, averaged, str(tmp_path))[0]
+    found = spmd.call(DEVICES, averaged, str(tmp_path))
     assert_same_training(found, train_plain(3, sgd)[0], mean)
     assert found["tied"]
     assert found["parts"] == [(2, 6)] * 4
@@ -368,8 +370,8 @@ def stages(tmp: str) -> dict[str, Any]:
     }
 
 
-def test_stages_follow_each_other(spmd: Ranks, tmp_path: Any) -> None:
-    found = spmd.run(DEVICES, stages, str(tmp_path))[0]
+def test_stages_follow_each_other(spmd: LaunchingSPMD, tmp_path: Any) -> None:
+    found = spmd.call(DEVICES, stages, str(tmp_path))
     net = new_net()
     losses, optimizer = [], sgd(net)
     for epoch in range(2):

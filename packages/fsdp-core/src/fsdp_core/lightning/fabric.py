@@ -21,7 +21,12 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.capabilities import check_precision
-from fsdp_core.lightning.checkpoints.fabric_checkpoints import load_checkpoint, owner_of, save_checkpoint
+from fsdp_core.lightning.checkpoints.fabric_checkpoints import (
+    load_checkpoint,
+    owner_of,
+    restore_unsharded,
+    save_checkpoint,
+)
 from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
 from fsdp_core.lightning.hooks.redirection import normal_tensors
@@ -33,7 +38,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.mixed_precision import ShardPrecision
-from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.sharding.sharded import Sharded, sharded_around
 
 __all__ = ["ShardedFabricStrategy"]
 
@@ -181,6 +186,12 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             )
         return sharded
 
+    def _root_around(self, module: nn.Module) -> Sharded:
+        """The root of a model that was set up, of a part of one, or of what is around one."""
+        around = sharded_around(written_of(module))
+        inside = (one for part in module.modules() if (one := sharded_in(part)) is not None)
+        return around[0] if around is not None else next(inside, None) or self.sharded_of(module)
+
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
@@ -230,13 +241,13 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self.require(Capability.CLIP_BY_NORM, f"clip_gradients(max_norm={max_norm})")
         self.precision.unscale_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return self.sharded_of(module).clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+        return self._root_around(module).clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         self.require(Capability.CLIP_BY_VALUE, f"clip_gradients(clip_val={clip_val})")
         self.precision.unscale_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.sharded_of(module).clip_value(parameters, float(clip_val))
+        self._root_around(module).clip_value(parameters, float(clip_val))
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self._reduced(tensor, group, reduce_op)
@@ -250,7 +261,11 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     @normal_tensors()
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        self.sharded_of(module).load_model_state(state_dict, strict)
+        sharded = sharded_in(module)
+        if sharded is None:
+            restore_unsharded(module, state_dict, strict, check_only=False)
+        else:
+            sharded.load_model_state(state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return owner_of(optimizer, self.roots).optimizer_state(optimizer)

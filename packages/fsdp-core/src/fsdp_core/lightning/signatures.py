@@ -67,9 +67,12 @@ def described_constructor(cls: type) -> tuple[inspect.Signature, str | None]:
             break
         passed_on = True
     # the next constructor's positional ones come first, for they are what *common hands on
-    signature = inspect.Signature(sorted(parameters.values(), key=lambda each: each.kind))
     docstring = vars(cls).get("__doc__")
-    if not passed_on or docstring is None or explained(docstring):
+    try:
+        signature = inspect.Signature(sorted(parameters.values(), key=lambda each: each.kind))
+    except ValueError:  # a required one after others, which no composed one can show
+        return inspect.Signature(list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]), docstring
+    if not passed_on or not isinstance(docstring, str) or explained(docstring):
         return signature, docstring
     lines = [f"    {name}: {told[name]}" for name in signature.parameters if name in told]
     summary, *rest = inspect.cleandoc(docstring).split("\n\nExample:")

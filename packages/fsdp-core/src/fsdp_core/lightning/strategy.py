@@ -16,6 +16,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
@@ -100,7 +101,9 @@ class RanksOfStrategy:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         # else Sphinx and editors would show the arguments of __new__
-        cls.__signature__, cls.__doc__ = described_constructor(cls)
+        cls.__signature__, docstring = described_constructor(cls)
+        if isinstance(docstring, str):
+            cls.__doc__ = docstring
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         # before the constructor, which may have no parameter for what is refused
@@ -173,7 +176,7 @@ class RanksOfStrategy:
         for optimizer in optimizers:
             self._follow_zero_grad(optimizer, roots)
             _held[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
-            refuse_files_of_optimizer(optimizer, _held_in_parts(roots), self.strategy_name)
+            refuse_files_of_optimizer(optimizer, _held_in_parts(optimizer, roots), self.strategy_name)
 
     def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Let ``zero_grad()`` give up too what waits for a reduction, which is elsewhere than at the shards."""
@@ -228,6 +231,7 @@ class RanksOfStrategy:
 
         Otherwise every gradient would be ``None`` from an exception on, without a word.
         """
+        sharded.backend = self.backend  # another strategy may have looked at the module in between
         context = sharded.no_sync()
         context.__enter__()
         try:
@@ -382,10 +386,13 @@ def _give_all_up(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
         root.forget_unreduced(set(root.names))
 
 
-def _held_in_parts(roots: Iterable[Sharded]) -> Callable[[Tensor], bool]:
-    """Tells by parameter; an optimizer keeps it, which must not keep the roots, and has it copied as it is."""
-    known = WeakSet(roots)
-    return lambda parameter: any(root.holds_part(parameter) for root in known)
+def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Tensor], bool]:
+    """Tells of an optimizer's parameters; it keeps this and may outlive the roots, which it must not keep."""
+    pieces = WeakTensorKeyDictionary()
+    for parameter in _parameters_of(optimizer):
+        if any(root.holds_part(parameter) for root in roots):
+            pieces[parameter] = True
+    return lambda parameter: parameter in pieces
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -116,6 +116,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
+        self._looked_at: list[int] = []
         self._held_in_pieces: list[Tensor] = []
         self._trainer: pl.Trainer | None = None
         self._fitting = False
@@ -349,14 +350,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self.sharded.resume_forward()
             self._guard()
 
-    def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
-        super()._repoint(optimizers, roots)
-        held = {p: None for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        pieces = [p for p in held if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots)]
-        self._held_in_pieces = pieces  # asked for several times a step
-
     def _pieces(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients, which are no DTensors that compute over all ranks."""
+        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if list(map(id, held)) != self._looked_at:  # several times a step, in which it seldom changes
+            self._looked_at = list(map(id, held))
+            self._held_in_pieces = [p for p in held if not isinstance(p, DTensor) and self.sharded.holds_part(p)]
         return (p.grad for p in self._held_in_pieces)
 
     def _guard(self) -> None:

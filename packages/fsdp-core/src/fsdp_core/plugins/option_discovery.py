@@ -6,11 +6,12 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from fsdp_core.errors import StrategyInfoError
-from fsdp_core.plugins.strategy_info import Option
+from fsdp_core.plugins.strategy_info import Option, Plain
 
 __all__ = ["COMMON_OPTIONS", "explained", "options_in"]
 
@@ -50,21 +51,33 @@ def options_in(*references: str) -> tuple[Option, ...]:
         says that it is as in Lightning. A default that is no plain data is given as it is written.
 
     Raises:
-        StrategyInfoError: There is no source of such a class, or it does not explain one of its options.
+        StrategyInfoError: There is no such class, or it does not explain one of its options.
     """
     found: dict[str, Option] = {}
     for reference in references:
         module, _, name = reference.partition(":")
-        for option in _options(reference, _class(reference, _tree(module), name)):
+        tree = _tree(module)
+        told = _imported(module, name) if tree is None else _options(reference, _class(reference, tree, name))
+        for option in told:
             found.setdefault(option.name, option)
     return tuple(found.values())
 
 
 def _class(reference: str, tree: ast.Module, name: str) -> ast.ClassDef:
-    for node in tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
     raise StrategyInfoError(f"{reference!r} is no class.\nWrite 'module:Class', as it is called there.")
+
+
+def _imported(module: str, name: str) -> Iterator[Option]:
+    """The same of a class that is installed without its source: it is imported, with all that it imports."""
+    made = getattr(import_module(module), name)
+    told = explained(made.__doc__)  # none under python -OO
+    for one in list(inspect.signature(made.__init__).parameters.values())[1:]:
+        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            default = one.default if isinstance(one.default, Plain) else repr(one.default)
+            yield Option(name=one.name, default=default, help=_without_markup(told.get(one.name, "")))
 
 
 def _options(reference: str, made: ast.ClassDef) -> Iterator[Option]:
@@ -74,7 +87,7 @@ def _options(reference: str, made: ast.ClassDef) -> Iterator[Option]:
             f"{reference!r} has no constructor of its own, whose parameters are its options.\n"
             "Name the class that has, or write the options out."
         )
-    told, taken = explained(ast.get_docstring(made)), constructors[0].args
+    told, taken = explained(ast.get_docstring(made)), constructors[-1].args  # the last, after overloads
     positional = [*taken.posonlyargs, *taken.args][1:]
     defaults = [None] * (len(positional) - len(taken.defaults)) + taken.defaults
     common = {option.name: option for option in COMMON_OPTIONS}
@@ -90,18 +103,16 @@ def _options(reference: str, made: ast.ClassDef) -> Iterator[Option]:
             yield Option(name=one.arg, default=_plain(default), help=_without_markup(told[one.arg]))
 
 
-def _tree(module: str) -> ast.Module:
+def _tree(module: str) -> ast.Module | None:
+    """The source of a module; ``None`` where it is installed without."""
     spec = find_spec(module)  # which imports the packages around it
-    file = Path(spec.origin) if spec is not None and spec.origin else None
+    if spec is None:
+        raise StrategyInfoError(f"there is no module {module!r}.\nWrite 'module:Class', as it is called there.")
+    file = Path(spec.origin) if spec.origin else None
     if file is not None and file.suffix == ".py" and file.is_file():
         return ast.parse(file.read_bytes())
-    source: str | None = getattr(spec and spec.loader, "get_source", lambda _: None)(module)  # in a zip file
-    if source is None:
-        raise StrategyInfoError(
-            f"there is no source of {module!r}, from which its options are read.\n"
-            "Install the package with its .py files, or write the options out."
-        )
-    return ast.parse(source)
+    source: str | None = getattr(spec.loader, "get_source", lambda _: None)(module)  # in a zip file
+    return None if source is None else ast.parse(source)
 
 
 def explained(docstring: str | None) -> dict[str, str]:
@@ -121,7 +132,8 @@ def explained(docstring: str | None) -> dict[str, str]:
         {'size': 'How large it is.', 'rest': 'What else.'}
     """
     section = re.search(r"^Args:\n((?:[ ]+.*\n|\n)+)", f"{inspect.cleandoc(docstring or '')}\n", flags=re.MULTILINE)
-    entries = re.findall(r"^ {4}\**(\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", flags=re.MULTILINE)
+    entry = re.compile(r"^ {4}\**(\w+)(?: \(.*?\))?: (.*(?:\n {5,}.*)*)", flags=re.MULTILINE)
+    entries = entry.findall(section[1]) if section else []
     return {name: " ".join(text.split()) for name, text in entries}
 
 
@@ -139,7 +151,7 @@ def _plain(default: ast.expr | None) -> str | int | float | bool | None:
     if default is None:
         return None
     try:
-        value: str | int | float | bool | None = ast.literal_eval(default)
-    except ValueError:
+        value = ast.literal_eval(default)
+    except (TypeError, ValueError):
         return ast.unparse(default)
-    return value
+    return value if isinstance(value, Plain) else ast.unparse(default)

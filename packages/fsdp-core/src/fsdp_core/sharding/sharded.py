@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor
 from fsdp_core.gradients.step_writes import StepWrites
 from fsdp_core.runtime import Runtime
@@ -21,6 +22,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.state.chunks import ChunkedTensor
 from fsdp_core.state.filling import fill_all
 from fsdp_core.state.fqn import aliases, clean_name, named_parameters
+from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.state.held_gradients import HeldGradients, held_at_parameters, restore_at_parameters
 from fsdp_core.state.layout import Layout, bytes_held, whole_parts
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
@@ -74,19 +76,49 @@ class Sharded(ABC):
     backend: Backend
     terms: Mapping[str, Any]
     names: tuple[str, ...]
-    class_name: str
-    strategy_name: str
+    class_name: str = "a module"
+    strategy_name: str = "a strategy"
 
     def __init__(self, root: nn.Module, written: nn.Module | None = None) -> None:
         self.root, self.written = root, root if written is None else written
         #: Parameters that stand for shards, by what they are called: optimizers and lists of the user may hold them.
         self._stands_for = WeakTensorKeyDictionary()
 
-    def __deepcopy__(self, memo: Any) -> None:
-        return None  # a copy of the module is not sharded
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the module is not sharded.
+
+        Raises:
+            ShardingError: It would hold this rank's pieces as if they were whole, or is one of a strategy or of what
+                Fabric has returned.
+        """
+        is_with_module = any(id(module) in memo for module in self._modules())
+        if self.root not in gathered_modules and (self._is_in_pieces() or not is_with_module):
+            raise ShardingError(
+                f"a copy of {self.class_name} was asked for while {self.strategy_name!r} has it sharded: it would hold "
+                "what this rank has of it, as if it were a model.\n"
+                "Copy the model before it is sharded, in __init__() or configure_model(), or before fabric.setup(); or "
+                "copy the user's module within fsdp_core.gathered(module), on all ranks, where its values are whole."
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.root not in gathered_modules and self._is_in_pieces():
+            raise ShardingError(
+                f"{self.class_name} can't be pickled while {self.strategy_name!r} has it sharded: the file would hold "
+                "what the rank that writes it has of it.\n"
+                "Save fsdp_core.full_state_dict(module), which all ranks call, or a checkpoint; or pickle the user's "
+                "module within fsdp_core.gathered(module)."
+            )
         return type(None), ()
+
+    def _modules(self) -> tuple[nn.Module, nn.Module]:
+        return self.root, self.written
+
+    def _is_in_pieces(self) -> bool:
+        """Whether the module shows pieces as plain parameters, or is inside of a library's wrapper."""
+        if self.root is not self.written:
+            return True
+        layout = self.layout()
+        return any(part.range is not None for p in self.root.parameters() for part in layout.get(p, ()))
 
     @property
     def runtime(self) -> Runtime:
@@ -368,7 +400,7 @@ def keep(sharded: Sharded) -> None:
     """Let a root, and the module that it stands for, have what is known of them."""
     with _looking:
         _all.add(sharded)
-    for module in (sharded.root, sharded.written):
+    for module in sharded._modules():
         module.__dict__[_KEY] = sharded
 
 

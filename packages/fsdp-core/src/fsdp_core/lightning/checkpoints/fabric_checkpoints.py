@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import aliases
 from fsdp_core.state.random_state import RandomState, of_ranks
 
-__all__ = ["load_checkpoint", "owner_of", "save_checkpoint"]
+__all__ = ["load_checkpoint", "owner_of", "restore_unsharded", "save_checkpoint"]
 
 _INSTEAD = 'Give the objects themselves: fabric.save(path, {"model": model, "optimizer": optimizer}).'
 
@@ -184,7 +184,7 @@ def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_o
     if isinstance(obj, nn.Module):
         sharded = sharded_in(obj)
         if sharded is None:
-            _restore_unsharded(obj, value, strict, check_only=check_only)
+            restore_unsharded(obj, value, strict, check_only=check_only)
         else:
             sharded.load_model_state(value, strict, check_only=check_only)
     elif isinstance(obj, Optimizer):
@@ -202,8 +202,18 @@ def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_o
     return True
 
 
-def _restore_unsharded(module: nn.Module, value: Any, strict: bool, *, check_only: bool) -> None:
-    """Restore a module that was not set up, as plain Fabric does."""
+def restore_unsharded(module: nn.Module, value: Mapping[str, Any], strict: bool, *, check_only: bool) -> None:
+    """Restore a module that was not set up, as plain Fabric does.
+
+    Args:
+        module: The module.
+        value: Its state by name.
+        strict: Whether names must agree exactly.
+        check_only: Whether to change nothing even if all fits.
+
+    Raises:
+        CheckpointMismatchError: It does not fit, or the module has no memory yet.
+    """
     live = module.state_dict()
     empty = [name for name, tensor in live.items() if isinstance(tensor, Tensor) and tensor.is_meta]
     if empty:

@@ -5,7 +5,9 @@ It is right, or refused with what to write instead; and nothing is lost without 
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -282,8 +284,35 @@ def _hand_on(strategy: str, tmp: str) -> list[str]:
     ]
 
 
+def _copied(strategy: str) -> list[str]:
+    """Which copies of a sharded module were made, and are none of the model."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    shapes = {name: tuple(p.shape) for name, p in net.named_parameters()}
+    model, _ = fabric.setup(net, oracle.sgd(net))
+    ways: dict[str, Callable[[], Any]] = {
+        "deepcopy of the user's module": lambda: copy.deepcopy(net),
+        "deepcopy of what Fabric has returned": lambda: copy.deepcopy(model),
+        "pickle": lambda: pickle.loads(pickle.dumps(net)),
+    }
+    wrong = []
+    for way, copied in ways.items():
+        try:
+            made = copied()
+        except Exception:  # refused, by whom ever
+            continue
+        user: nn.Module = getattr(made, "_original_module", made)
+        if {name: tuple(p.shape) for name, p in user.named_parameters()} != shapes:
+            wrong.append(f"{way} holds a rank's pieces")
+    return wrong
+
+
 class ShardedModulesSuite(Clauses):
     """A sharded module does what a plain one does, or says what to write."""
+
+    def test_a_copy_is_of_the_model_or_refused(self, ranks: Ranks) -> None:
+        for wrong in ranks.run(2, _copied, self.strategy):
+            assert wrong == []
 
     def test_state_dicts_are_whole_or_refused(self, ranks: Ranks, tmp_path: Path) -> None:
         """What ``save_pretrained``, ``torch.save(module.state_dict())`` and the like get."""
