@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -293,7 +292,6 @@ def _copied(strategy: str) -> list[str]:
     ways: dict[str, Callable[[], Any]] = {
         "deepcopy of the user's module": lambda: copy.deepcopy(net),
         "deepcopy of what Fabric has returned": lambda: copy.deepcopy(model),
-        "pickle": lambda: pickle.loads(pickle.dumps(net)),
     }
     wrong = []
     for way, copied in ways.items():
