@@ -176,9 +176,15 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             module: What ``fabric.setup`` has returned, or the user's module.
 
         Raises:
-            ShardingError: It was not set up.
+            ShardingError: It was not set up, or is a part of a model that was.
         """
         sharded = sharded_in(written_of(module))
+        around = sharded_around(written_of(module)) if sharded is None else None
+        if around is not None:
+            raise ShardingError(
+                f"{type(module).__name__} is a part of {around[0].class_name}, which is sharded as a whole.\n"
+                "Ask with the model that fabric.setup() has returned."
+            )
         if sharded is None:
             raise ShardingError(
                 f"{type(module).__name__} is not sharded.\n"

@@ -34,11 +34,11 @@ class Backend(ABC):
     :class:`~fsdp_core.Sharded` that this returned. A backend must write :meth:`shard_module`.
 
     Example:
-        The smallest backend keeps every parameter whole and averages gradients after the backward pass:
+        The smallest backend keeps every parameter whole and averages gradients after the backward pass. It shows what
+        is called when; the suite's clauses about shards are for backends that have some.
 
         >>> from contextlib import contextmanager
-        >>> from fsdp_core.initialization.materialize import place
-        >>> from fsdp_core.gradients.replicated import ReplicatedParameters
+        >>> from fsdp_core.sharding import ReplicatedParameters, place
         >>> class Replicated(Sharded):
         ...     def __init__(self, root, runtime):
         ...         super().__init__(root)
@@ -55,7 +55,7 @@ class Backend(ABC):
         ...     def shard_module(self, module):
         ...         place(list(module.modules()), self.runtime)
         ...         return Replicated(module, self.runtime)
-        >>> from fsdp_core.runtime import ProcessGroupRuntime
+        >>> from fsdp_core import ProcessGroupRuntime
         >>> backend = ReplicatingBackend()
         >>> backend.bind(ProcessGroupRuntime(), ShardPrecision())
         >>> model = nn.Linear(2, 1)
@@ -151,10 +151,14 @@ class Backend(ABC):
         if sharded.backend is self:
             return
         theirs, ours = sharded.terms, self.terms()
-        differing = [f"{key} {theirs.get(key)!r}, now {ours[key]!r}" for key in ours if ours[key] != theirs.get(key)]
+        if theirs["backend"] != ours["backend"]:  # whose options say nothing to each other
+            theirs, ours = {"backend": theirs["backend"]}, {"backend": ours["backend"]}
+        changed = [key for key in ours if ours[key] != theirs.get(key)]
+        differing = [f"{key} {_shown(theirs.get(key))}, now {_shown(ours[key])}" for key in changed]
         if differing:
             raise ShardingError(
-                f"{sharded.class_name} was sharded before, on other terms: {'; '.join(differing)}.\n"
+                f"{sharded.class_name} was sharded by {sharded.strategy_name!r} before, on other terms: "
+                f"{'; '.join(differing)}.\n"
                 "Use the same options, or build the module anew and load its checkpoint."
             )
 
@@ -205,3 +209,7 @@ class Backend(ABC):
         """The whole of a state tensor, on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""
         gathered = whole(value, self.runtime)
         return None if self.runtime.rank else gathered.cpu() if isinstance(gathered, Tensor) else gathered
+
+
+def _shown(term: object) -> str:
+    return repr(term.name if isinstance(term, ShardPrecision) else term)

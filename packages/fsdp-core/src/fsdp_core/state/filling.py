@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.state.chunks import ChunkedTensor, chunked
@@ -123,6 +124,8 @@ def fill_all(
 
 
 def _difference(target: ChunkedTensor | Tensor, source: SavedTensor | Tensor, *, cast: bool) -> str | None:
+    if isinstance(source, ChunkedTensor | DTensor):
+        return "it is what a rank holds, and not whole: save a checkpoint and load that, or give whole tensors"
     here, there = tuple(target.shape), tuple(source.shape)
     if here != there:
         return f"its shape is {there} in the checkpoint, and {here} here"

@@ -266,6 +266,11 @@ def _check_state(optimizer: torch.optim.Optimizer, layout: Layout, state: Mappin
             parts = _parts(layout, parameter)
             for part in parts:
                 for key, value in state.get(part.name, {}).items():
+                    if isinstance(value, ChunkedTensor | DTensor):
+                        raise CheckpointMismatchError(
+                            f"{key} of {part.name!r} is what a rank holds of it, and not whole.\n"
+                            "Save a checkpoint and load that, or give whole tensors."
+                        )
                     shape = tuple(getattr(value, "shape", ()))
                     # factored moments have a 1 where the parameter has more
                     fits = len(shape) != len(part.shape) or all(

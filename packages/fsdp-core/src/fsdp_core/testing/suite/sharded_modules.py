@@ -17,8 +17,9 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
-from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.hooks.exporting import full_state_dict
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.testing import Ranks, oracle
@@ -26,6 +27,7 @@ from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks
+from fsdp_core.testing.suite.parameters import own_share
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 __all__ = ["ShardedModulesSuite"]
@@ -305,8 +307,48 @@ def _copied(strategy: str) -> list[str]:
     return wrong
 
 
+def _own_state_back(strategy: str) -> list[str]:
+    """What goes wrong where a root is given what it has said its state is, which may be of one rank."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    used: Any = fabric.strategy
+    sharded = used.sharded_of(model)
+    plain: Any = optimizer
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+    weights, moments = full_state(used), full_optimizer_state(used, optimizer)
+    ways: dict[str, Callable[[], None]] = {
+        "model": lambda: sharded.load_model_state(sharded.model_state()),
+        "optimizer": lambda: sharded.load_optimizer_state(plain.optimizer, sharded.optimizer_state(plain.optimizer)),
+    }
+    wrong = []
+    for what, load in ways.items():
+        try:
+            load()
+        except CheckpointMismatchError:
+            continue
+        except Exception as error:
+            wrong.append(f"{what}: {type(error).__name__}")
+    now = {"weights": full_state(used), "moments": full_optimizer_state(used, optimizer)}
+    return wrong + [name for name, was in (("weights", weights), ("moments", moments)) if not _is_same(now[name], was)]
+
+
+def _is_same(now: Mapping[str, Any], was: Mapping[str, Any]) -> bool:
+    nested = [(now[name], was[name]) for name in was] if now.keys() == was.keys() else [(0, 1)]
+    return all(
+        _is_same(a, b) if isinstance(b, Mapping) else torch.equal(a, b) if isinstance(b, Tensor) else a == b
+        for a, b in nested
+    )
+
+
 class ShardedModulesSuite(Clauses):
     """A sharded module does what a plain one does, or says what to write."""
+
+    def test_its_own_state_is_taken_back_or_refused(self, ranks: Ranks) -> None:
+        for wrong in ranks.run(2, _own_state_back, self.strategy):
+            assert wrong == []
 
     def test_a_copy_is_of_the_model_or_refused(self, ranks: Ranks) -> None:
         for wrong in ranks.run(2, _copied, self.strategy):
