@@ -335,12 +335,10 @@ def _own_state_back(strategy: str) -> list[str]:
     return wrong + [name for name, was in (("weights", weights), ("moments", moments)) if not _is_same(now[name], was)]
 
 
-def _is_same(now: Mapping[str, Any], was: Mapping[str, Any]) -> bool:
-    nested = [(now[name], was[name]) for name in was] if now.keys() == was.keys() else [(0, 1)]
-    return all(
-        _is_same(a, b) if isinstance(b, Mapping) else torch.equal(a, b) if isinstance(b, Tensor) else a == b
-        for a, b in nested
-    )
+def _is_same(now: Any, was: Any) -> bool:
+    if isinstance(was, Mapping):
+        return now.keys() == was.keys() and all(_is_same(now[name], was[name]) for name in was)
+    return torch.equal(now, was) if isinstance(was, Tensor) else bool(now == was)
 
 
 class ShardedModulesSuite(Clauses):
