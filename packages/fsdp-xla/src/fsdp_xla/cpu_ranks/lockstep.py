@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel as xla_fsdp
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
+from lightning.fabric import fabric as fabric_module
 from lightning.fabric import wrappers as fabric_wrappers
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.migration import utils as migration
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -162,6 +164,9 @@ def lockstep(ranks: int, rendezvous: Rendezvous) -> Iterator[Lockstep]:
         put(
             fabric_wrappers, "_backward_hook", lambda *_: None
         )  # looks at a flag that another rank's backward pass sets
+        shared = _SharedPatches(vars(fabric_module)["_replace_dunder_methods"])
+        for module in (fabric_module, data_connector):
+            put(module, "_replace_dunder_methods", shared.of)
         put(migration, "_lock", _Patched())
         put(migration.pl_legacy_patch, "__enter__", _once(migration.pl_legacy_patch.__enter__))
         put(migration.pl_legacy_patch, "__exit__", lambda *_: None)
@@ -220,6 +225,39 @@ def _stays(*args: Any, **kwargs: Any) -> bool:
     if isinstance(target, Tensor):
         target = target.device
     return not isinstance(target, str | torch.device) or torch.device(target).type == "xla"
+
+
+class _SharedPatches:
+    """Lightning's patches of loaders' classes while users make them: on from the first thread's until the last one's.
+
+    Each thread would put its own on those of another, and take both off.
+
+    Args:
+        patched: Lightning's context, of a class and the name of an argument.
+    """
+
+    def __init__(self, patched: Callable[..., AbstractContextManager[None]]) -> None:
+        self._patched = patched
+        self._lock = threading.Lock()
+        self._on: dict[type, tuple[int, AbstractContextManager[None]]] = {}
+
+    @contextmanager
+    def of(self, base_cls: type, store_explicit_arg: str | None = None) -> Iterator[None]:
+        """A context in which a class and its subclasses are patched."""
+        with self._lock:
+            count, context = self._on.get(base_cls) or (0, self._patched(base_cls, store_explicit_arg))
+            if not count:
+                context.__enter__()
+            self._on[base_cls] = count + 1, context
+        try:
+            yield
+        finally:
+            with self._lock:
+                count, context = self._on.pop(base_cls)
+                if count > 1:
+                    self._on[base_cls] = count - 1, context
+                else:
+                    context.__exit__(None, None, None)
 
 
 class _StatusOfThread(threading.local):
