@@ -105,9 +105,10 @@ def fit_and_validate(
     module = module_class()
     run = new_trainer(tmp, strategy, world_size, options)
     run.fit(module, loader(3, world_size), loader(1, world_size))
-    units = list(units_of(sharded_by(run.strategy).root))
-    classes = [type(block).__name__ for block in module.net.blocks]
     ours = hasattr(run.strategy, "backend")
+    assert run.strategy.model is not None
+    units = list(units_of(sharded_by(run.strategy).root if ours else run.strategy.model))
+    classes = [type(block).__name__ for block in module.net.blocks]
     state = full_state(run.strategy) if ours else {n: t.clone() for n, t in module.state_dict().items()}
     run.validate(module, loader(1, world_size), verbose=False)
     return (means(module.losses), {n.removeprefix("net."): t for n, t in state.items()}), units, classes
