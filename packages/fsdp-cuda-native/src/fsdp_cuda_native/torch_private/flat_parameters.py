@@ -6,7 +6,7 @@ FSDP1 shows nothing of its flat parameters, and nothing of the state of a forwar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -292,28 +292,42 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
     Where a unit returns what it was given, as a layer that is skipped does, one tensor would have the hooks of two
     units, or those that begin and end a unit's backward pass. They run in the order in which they were made, which is
-    that of the forward pass. So what a unit is given is another tensor inside of it, and another one than the unit
-    before it has returned.
+    that of the forward pass. So a unit gets another tensor than the unit before it has returned, and returns another
+    one than it was given.
     """
     if handle_of(unit) is not None:
-        for module in (unit, unit.module):
-            module.register_forward_pre_hook(_tell_apart, with_kwargs=True)
-        unit.register_forward_pre_hook(_note_first_call)
+        unit.register_forward_pre_hook(_tell_inputs_apart, with_kwargs=True)
         unit.module.register_forward_pre_hook(partial(_reduce_after_all_calls, weakref.ref(unit)))
+        unit.module.register_forward_hook(_tell_output_apart, with_kwargs=True)
         unit.register_forward_hook(_reduce_when_passed, with_kwargs=True)
 
 
-def _tell_apart(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _tell_inputs_apart(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
+    # to the first call of a forward pass a backward pass comes last; there is a hook at the flat parameter from then on
+    unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
     if not torch.is_grad_enabled():
         return None
-    if not kwargs and all(type(each) is Tensor for each in args):  # as most units are called, and many times as fast
+    if _plain(args, kwargs):
         return tuple(each.view_as(each) if each.requires_grad else each for each in args), kwargs
     return tree_map_only(Tensor, lambda each: each.view_as(each) if each.requires_grad else each, (args, kwargs))
 
 
-def _note_first_call(unit: FullyShardedDataParallel, args: Any) -> None:
-    # to the first call of a forward pass a backward pass comes last; there is a hook at the flat parameter from then on
-    unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
+def _tell_output_apart(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    given = args if _plain(args, kwargs) else tree_leaves((args, kwargs))
+    returned = [output] if type(output) is Tensor else tree_leaves(output)
+    same = {id(one) for one in returned if isinstance(one, Tensor) and one.requires_grad and _is_among(one, given)}
+    if not same or not torch.is_grad_enabled():
+        return None
+    return tree_map_only(Tensor, lambda one: one.view_as(one) if id(one) in same else one, output)
+
+
+def _plain(args: Any, kwargs: Any) -> bool:
+    """Whether a unit is called as most are, for which nothing needs to be searched."""
+    return not kwargs and all(type(each) is Tensor for each in args)
+
+
+def _is_among(tensor: Tensor, values: Iterable[Any]) -> bool:
+    return any(tensor is value for value in values)
 
 
 def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
@@ -382,22 +396,25 @@ class _LastOfNodes:
 def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
     handle = handle_of(unit)
     if torch.is_grad_enabled() and handle.flat_param.requires_grad and unit.__dict__[_FIRST_CALL]:
-        given = args if not kwargs and all(type(each) is Tensor for each in args) else tree_leaves((args, kwargs))
+        given = args if _plain(args, kwargs) else tree_leaves((args, kwargs))
         inputs = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
-        if inputs:
-            register_multi_grad_hook(inputs, partial(_reduce_nothing, unit, handle))
+        reduce = partial(_reduce_nothing, unit, handle)
+        if len(inputs) == 1:  # as most units have; torch's hook of several keeps more, and a lock
+            inputs[0].register_hook(reduce)
+        elif inputs:
+            register_multi_grad_hook(inputs, reduce)
 
 
-@torch.no_grad()
 def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None:
-    flat = handle.flat_param
     # the backward pass has come to what the unit returned, and to none of its parameters
     if handle._training_state != HandleTrainingState.BACKWARD_PRE or not unit._sync_gradients:
         return
-    if flat.grad is None:  # or else of the micro-batches before
-        dtype = handle._fwd_bwd_param_dtype
-        flat.grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
-    _post_backward_hook(unit, handle, flat)
+    flat = handle.flat_param
+    with torch.no_grad():
+        if flat.grad is None:  # or else of the micro-batches before
+            dtype = handle._fwd_bwd_param_dtype
+            flat.grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
+        _post_backward_hook(unit, handle, flat)
 
 
 def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending: list[Pending]) -> None:
