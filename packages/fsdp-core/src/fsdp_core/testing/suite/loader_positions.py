@@ -15,6 +15,7 @@ from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks, requires, shares_of
 from fsdp_core.testing.suite.loader_runs import (
     FULL,
+    TWO_EPOCHS,
     Run,
     Seen,
     assert_sees,
@@ -58,7 +59,8 @@ class LoaderPositionsSuite(Clauses):
         self, ranks: Ranks, tmp_path: Path, saved_on: int, loaded_on: int, run: Run, following: Mapping[str, Any]
     ) -> None:
         path = str(tmp_path / "saved")
-        first = self._fit_of(ranks, tmp_path, saved_on, replace(run, save=("batch end", 1, 1), path=path))
+        saving = replace(run, save=("batch end", 1, 1), path=path, trainer=TWO_EPOCHS)
+        first = self._fit_of(ranks, tmp_path, saved_on, saving)
         assert_sees(first, 1, run.size)
         resumed = self._fit_of(ranks, tmp_path, loaded_on, replace(run, resume=path, **following))
         assert {step.epoch for step in resumed[0].steps} == {1, 2}
@@ -69,9 +71,10 @@ class LoaderPositionsSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_divided_again(self, ranks: Ranks, tmp_path: Path) -> None:
         run, one, two = Run(size=40), str(tmp_path / "one"), str(tmp_path / "two")
-        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 1), path=one))
+        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 1), path=one, trainer=TWO_EPOCHS))
         # of 40 samples, 8 are seen; 3 ranks with batches of 3 would have seen 1 batch of 5
-        again = replace(run, batch=3, workers=2, resume=one, save=("batch end", 1, 2), path=two)
+        third: Any = {"resume": one, "save": ("batch end", 1, 2), "path": two, "trainer": TWO_EPOCHS}
+        again = replace(run, batch=3, workers=2, **third)
         assert_sees(self._fit_of(ranks, tmp_path, 3, again), 1, 40, begins=8)
         last = self._fit_of(ranks, tmp_path, 1, replace(run, resume=two))
         assert_sees(last, 1, 40, begins=8 + 2 * 3 * 3)
@@ -136,7 +139,8 @@ class LoaderPositionsSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_lightning_validates_at_its_count_of_batches(self, ranks: Ranks, tmp_path: Path) -> None:
         path, run = str(tmp_path / "saved"), Run(size=48, trainer={"val_check_interval": 4})
-        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 4), path=path))
+        saving = replace(run, save=("batch end", 1, 4), path=path, trainer={**TWO_EPOCHS, "val_check_interval": 4})
+        self._fit_of(ranks, tmp_path, 2, saving)
         # 20 of 48 samples are seen: of 3 ranks' 8 batches, 5 are left
         resumed = self._fit_of(ranks, tmp_path, 3, replace(run, resume=path))
         assert_sees(resumed, 1, 48, begins=20)
@@ -146,8 +150,10 @@ class LoaderPositionsSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("loaded_on", [2, 3])
     def test_limited_epochs_and_smaller_batches_left_out(self, ranks: Ranks, tmp_path: Path, loaded_on: int) -> None:
-        path, run = str(tmp_path / "saved"), Run(size=50, drop_last=True, trainer={"limit_train_batches": 6})
-        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 2), path=path))
+        path, limit = str(tmp_path / "saved"), {"limit_train_batches": 6}
+        run = Run(size=50, drop_last=True, trainer=limit)
+        saving = replace(run, save=("batch end", 1, 2), path=path, trainer={**TWO_EPOCHS, **limit})
+        self._fit_of(ranks, tmp_path, 2, saving)
         resumed = self._fit_of(ranks, tmp_path, loaded_on, replace(run, resume=path))
         left = {2: 3, 3: 4}[loaded_on]  # 12 samples are seen: as many as 3 batches of 2 ranks or 2 of 3
         seen = in_turns([[step.samples for step in rank.steps if step.epoch == 1] for rank in resumed])
@@ -162,7 +168,7 @@ class LoaderPositionsSuite(Clauses):
     def test_each_of_two_loaders_has_its_own(self, ranks: Ranks, tmp_path: Path, loaded_on: int) -> None:
         """The shorter one has begun anew when the checkpoint is saved."""
         path, run = str(tmp_path / "saved"), Run(data="two")
-        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 3), path=path))
+        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 3), path=path, trainer=TWO_EPOCHS))
         resumed = self._fit_of(ranks, tmp_path, loaded_on, replace(run, resume=path))
         assert_sees(resumed, 1, 24, begins=16)
         short = in_turns([[step.short for step in rank.steps if step.epoch == 1] for rank in resumed])
@@ -191,11 +197,11 @@ class LoaderPositionsSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_another_dataset(self, ranks: Ranks, tmp_path: Path) -> None:
         path = str(tmp_path / "saved")
-        self._fit_of(ranks, tmp_path, 2, Run(save=("batch end", 1, 1), path=path))
+        self._fit_of(ranks, tmp_path, 2, Run(save=("batch end", 1, 1), path=path, trainer=TWO_EPOCHS))
         run = Run(size=30, resume=path)
         for message in ranks.run(2, refused, self.strategy, str(tmp_path), 2, run):
             assert_says(message, "24 samples", "now has 30", "same dataset", "end of an epoch")
-        self._fit_of(ranks, tmp_path, 2, Run(save=("epoch end", 0, 5), path=path))
+        self._fit_of(ranks, tmp_path, 2, Run(save=("epoch end", 0, 5), path=path, trainer=TWO_EPOCHS))
         assert_sees(self._fit_of(ranks, tmp_path, 2, run), 1, 30)
 
     @requires(Capability.SHARDED_CHECKPOINT)

@@ -26,6 +26,7 @@ from fsdp_core.testing.training import Lit, new_fabric, new_trainer
 
 __all__ = [
     "FULL",
+    "TWO_EPOCHS",
     "Run",
     "Seen",
     "Stream",
@@ -118,6 +119,9 @@ class OddsFirst(Sampler[int]):
 
 FULL = {"state_dict_type": "full"}
 
+#: Of a run that is saved in its second epoch, and whose third one nobody looks at.
+TWO_EPOCHS = {"max_epochs": 2}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -208,10 +212,10 @@ class Seen:
 
 
 class Watching(Lit):
-    """Notes what it sees."""
+    """Notes what it sees. What it trains doesn't matter, so that is small."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__("sgd")
+        super().__init__("sgd", blocks=1)
         self.asks_steps, self.fails = run.asks_steps, run.fails
         self.steps: list[Step] = []
         self.validated: list[tuple[int, int]] = []
@@ -356,8 +360,7 @@ def fabric_epochs(
     """Under Fabric, on this rank: each epoch's batches, of the last one ``stop`` at most; from or to a checkpoint."""
     allow_workers()
     fabric = new_fabric(strategy, world_size, run.options)
-    net = oracle.new_net()
-    model = fabric.setup(net)
+    model = fabric.setup(oracle.new_net(blocks=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PL_GLOBAL_SEED", str(run.seed))
         loader: Any = fabric.setup_dataloaders(run.loader(world_size))

@@ -98,7 +98,7 @@ class Scheduled(Lit):
     """
 
     def __init__(self, dropout: float = 0.2) -> None:
-        super().__init__("adamw_groups", dropout=dropout)
+        super().__init__("adamw_groups", dropout=dropout, blocks=2)
         self.drawn: list[float] = []
 
     def on_train_start(self) -> None:
