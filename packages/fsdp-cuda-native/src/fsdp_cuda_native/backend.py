@@ -33,13 +33,12 @@ from fsdp_core.sharding import (
     stays_whole,
 )
 from fsdp_core.state import give_back
-from fsdp_cuda_native.inputs import cast_inputs_of
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
-from fsdp_cuda_native.wrappers import called_for, renew_parameters
+from fsdp_cuda_native.wrappers import called_for, cast_inputs_of, renew_parameters
 
 __all__ = ["NativeBackend"]
 

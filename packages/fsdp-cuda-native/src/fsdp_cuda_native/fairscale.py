@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_cuda_native.fabric import NativeFSDPStrategy
-from fsdp_cuda_native.migration import refuse_others_options
+from fsdp_cuda_native.options import refuse_others_options
 from fsdp_cuda_native.trainer import DDPFullyShardedNativeStrategy
 
 if TYPE_CHECKING:

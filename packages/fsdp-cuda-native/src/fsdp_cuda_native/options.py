@@ -1,8 +1,8 @@
-"""FSDP1's options, as users write them and as torch takes them."""
+"""FSDP1's options, as users write them and as torch takes them, and what to write instead of other libraries'."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_core import UnsupportedCapabilityError
+from fsdp_core.plugins import refuse_unknown_options
 
 __all__ = [
     "FSDP_OPTIONS",
@@ -18,6 +19,7 @@ __all__ = [
     "check_options",
     "classes_to_checkpoint",
     "named_member",
+    "refuse_others_options",
     "wants_offload",
 ]
 
@@ -36,10 +38,26 @@ FSDP_OPTIONS: Mapping[str, Any] = {
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
-#: Options of ``FullyShardedDataParallel`` that the strategy answers for.
-DECIDED: Mapping[str, str] = {
+#: Values of other libraries' options that are accepted, because they describe what happens here.
+ALWAYS: Mapping[str, Collection[object]] = {
+    "sync_module_states": (True,),
+    "flatten_parameters": (True,),
+    "data_parallel_size": ("auto",),
+    "tensor_parallel_size": (1,),
+}
+
+#: What to write instead of FSDP1's options that the strategy decides, and of fsdp2's, Lightning's and fairscale's.
+OTHER_OPTIONS: Mapping[str, str] = {
     "device_id": "Leave it out: Lightning's `devices` says where each rank runs.",
     "sync_module_states": "Leave it out: rank 0's values always win.",
+    "reshard_after_forward": "Write sharding_strategy='FULL_SHARD' for True, 'SHARD_GRAD_OP' for False.",
+    "mp_policy": "Write precision='bf16-mixed' to Trainer or Fabric, or give a mixed_precision.",
+    "precision_plugin": "Under Fabric it is called precision.",
+    "precision": "Write precision= to the Trainer; a plugin is called precision_plugin here.",
+    "data_parallel_size": "Leave it out: all ranks shard; tensor parallelism is not part of 'fsdp_native'.",
+    "tensor_parallel_size": "'fsdp_native' has no tensor parallelism.",
+    "save_distributed_checkpoint": "Write state_dict_type='sharded', or 'full'.",
+    "flatten_parameters": "Leave it out: parameters are always flattened. It belongs to 'ddp_fully_sharded'.",
 }
 
 E = TypeVar("E", ShardingStrategy, BackwardPrefetch)
@@ -161,3 +179,17 @@ def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_e
             "sync_each_batch=True can't be combined with cpu_offload: FSDP1 would replace the gradients of earlier "
             "micro-batches instead of adding to them.\nLeave out one of the two, or use strategy='fsdp2'."
         )
+
+
+def refuse_others_options(strategy: str, made: type, unknown: Mapping[str, object]) -> None:
+    """Refuse options that neither the strategy nor FSDP1 has.
+
+    Args:
+        strategy: The name that users type.
+        made: The strategy's class.
+        unknown: The other keywords that its constructor was given.
+
+    Raises:
+        UnsupportedCapabilityError: There is one; the message names what to write instead.
+    """
+    refuse_unknown_options(strategy, made, unknown, OTHER_OPTIONS, always=ALWAYS)

@@ -16,7 +16,7 @@ from fsdp_core import ProcessGroupRuntime
 from fsdp_core.lightning import ShardedTrainerStrategy
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_cuda_native.backend import NativeBackend
-from fsdp_cuda_native.migration import refuse_others_options
+from fsdp_cuda_native.options import refuse_others_options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

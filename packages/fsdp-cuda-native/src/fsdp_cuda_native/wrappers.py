@@ -1,15 +1,19 @@
-"""What a wrapper is put around, and new parameters where the user's were."""
+"""Preparing modules for FSDP1: the module to wrap, new parameters instead of the user's, and casts of inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_core.sharding import KeptPart, let_go_of
+from fsdp_core.state import gathered_modules
+from fsdp_cuda_native.torch_private.flat_parameters import cast_inputs
 
-__all__ = ["called_for", "renew_parameters"]
+__all__ = ["called_for", "cast_inputs_of", "renew_parameters"]
 
 
 def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
@@ -59,3 +63,24 @@ def _unfilled(part: KeptPart, device: torch.device) -> torch.Tensor:
     tensor = part.part.new_empty(part.shape, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def cast_inputs_of(module: nn.Module, policy: MixedPrecision) -> None:
+    """Cast the arguments of the user's module, as the root does with its own.
+
+    Under the Trainer the root calls a step method, and that calls the module.
+
+    Args:
+        module: The module that the root wraps.
+        policy: The dtype, and whether to cast at all.
+    """
+    dtype = policy.param_dtype
+    if dtype is None or not policy.cast_root_forward_inputs:
+        return
+
+    def cast_all(called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if called in gathered_modules:
+            return None  # its parameters are in the dtype of the shards
+        return cast_inputs(dtype, args, kwargs)
+
+    module.register_forward_pre_hook(cast_all, with_kwargs=True, prepend=True)

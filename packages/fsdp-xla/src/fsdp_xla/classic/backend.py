@@ -25,6 +25,8 @@ from fsdp_core.sharding import (
     checkpoint_activations,
     describe_policy,
     kept_as_built,
+    let_go_of,
+    materialize,
     parameter_orders,
     put_in_place,
     select_units,
@@ -33,13 +35,12 @@ from fsdp_core.state import ChunkedTensor
 from fsdp_xla.classic.lazy_state import gathered_in_turn
 from fsdp_xla.classic.runtime import XLARuntime
 from fsdp_xla.classic.sharded import XLASharded
-from fsdp_xla.classic.unit_placement import place
 from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.options import check_collectives, check_options
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.torch_xla_private import devices as xla
 from fsdp_xla.torch_xla_private import units
-from fsdp_xla.torch_xla_private.units import XlaFullyShardedDataParallel, is_shard
+from fsdp_xla.torch_xla_private.units import XlaFullyShardedDataParallel, is_shard, parameter_of
 
 __all__ = ["XLABackend"]
 
@@ -128,7 +129,7 @@ class XLABackend(Backend):
                 if m not in sharded and not isinstance(m, XlaFullyShardedDataParallel) and not _is_flattener(m)
             ]
             sharded.update(own)
-            place(own, self.runtime)
+            _place(own, self.runtime)
             buffers += [(m, name, buffer) for m in own for name, buffer in m.named_buffers(recurse=False)]
             root = self._wrapped(unit)
             units.let_go_of_wholes(root)
@@ -199,6 +200,35 @@ class XLABackend(Backend):
         if self.sequential_save and isinstance(value, ChunkedTensor):
             return gathered_in_turn(value, self.runtime)
         return super().full_tensor(value)
+
+
+def _place(modules: list[nn.Module], runtime: XLARuntime) -> None:
+    """Move a unit's parameters and buffers to the device, with rank 0's values; tied parameters stay tied.
+
+    Args:
+        modules: The unit's modules. What they have on the meta device is materialized first.
+        runtime: The ranks, all of which must call it.
+    """
+    with runtime.building():
+        materialize(modules, torch.device("cpu"))
+    device = runtime.device
+    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in modules:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in moved:
+                kept = let_go_of(parameter)
+                if kept is not None:
+                    data = torch.cat(runtime.gather_objects(kept.part)).view(kept.shape)
+                else:
+                    data = runtime.broadcast_object(parameter.data.cpu())
+                new = parameter_of(data.to(device), parameter.requires_grad)
+                new.__dict__.update(parameter.__dict__)
+                moved[id(parameter)] = (new, parameter)
+                # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
+                parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+            module._parameters[name] = moved[id(parameter)][0]
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = runtime.broadcast_object(buffer.cpu()).to(device)
 
 
 def _is_flattener(module: nn.Module) -> bool:

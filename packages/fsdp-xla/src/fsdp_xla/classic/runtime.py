@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core import ReduceOp, Runtime
-from fsdp_xla.autograd_engine import check_autograd
 from fsdp_xla.ranks.meeting import Meeting
 from fsdp_xla.seeding import follow_manual_seed, follow_seed_from_before
 from fsdp_xla.torch_xla_private import devices as xla
@@ -48,7 +47,7 @@ class XLARuntime(Runtime):
     ) -> None:
         self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
         self.device = xla.start_alone() if world_size == 1 else xla.default_device()
-        check_autograd(
+        xla.check_autograd(
             self.device,
             "xla_fsdp",
             "Take that backward pass in another process, or in a rank: in a hook, or in train().",

@@ -23,11 +23,15 @@ from fsdp_core.lightning import ShardedTrainerStrategy
 from fsdp_core.plugins import refuse_unknown_options
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.classic.backend import XLABackend
-from fsdp_xla.classic.rank_metrics import reduce_metrics_over
 from fsdp_xla.classic.runtime import XLARuntime
 from fsdp_xla.lightning.batch_shapes import BatchShapes, stage_of
 from fsdp_xla.lightning.cluster_environment import XLADeviceRanks, XLARanks, refuse_synced_norms
-from fsdp_xla.lightning.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
+from fsdp_xla.lightning.host_metrics import (
+    compute_metrics_on_host,
+    count_on_host,
+    log_numbers_on_host,
+    reduce_metrics_over,
+)
 from fsdp_xla.lightning.launchers import TrainerXLALauncher
 from fsdp_xla.options import ALWAYS, INSTEAD, check_sequential_save
 from fsdp_xla.torch_xla_private.devices import sync

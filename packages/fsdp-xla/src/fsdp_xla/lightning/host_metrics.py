@@ -17,12 +17,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import move_data_to_device
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
+from fsdp_core import Runtime
 from fsdp_xla.lightning.private import LoggerConnector, ResultCollection, ResultMetric
 from fsdp_xla.torch_xla_private.devices import as_data, on_host
 
-__all__ = ["compute_metrics_on_host", "count_on_host", "log_numbers_on_host"]
+__all__ = ["compute_metrics_on_host", "count_on_host", "log_numbers_on_host", "reduce_metrics_over"]
 
 
 class _HostMetrics(LoggerConnector):
@@ -105,3 +107,24 @@ def count_on_host(value: Any) -> Any:
     """
     is_count = isinstance(value, Tensor) and not value.ndim and not value.is_floating_point()
     return on_host(value) if is_count else value
+
+
+def reduce_metrics_over(runtime: Runtime, module: nn.Module) -> None:
+    """Compute a module's torchmetrics over all ranks, which are XLA devices and unknown to ``torch.distributed``.
+
+    With one rank this does nothing. A metric that was built with ``dist_sync_fn`` keeps it.
+
+    Args:
+        runtime: The ranks, which exchange the metrics' states on the host.
+        module: The module; metrics in collections and wrappers count too.
+    """
+    if runtime.world_size == 1:
+        return
+
+    def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        return [of_rank.to(state.device) for of_rank in runtime.gather_objects(on_host(state))]
+
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = gather
+            metric.distributed_available_fn = lambda: True

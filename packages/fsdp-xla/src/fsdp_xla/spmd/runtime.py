@@ -14,12 +14,11 @@ import torch_xla.runtime as xr
 from torch import Tensor
 
 from fsdp_core import ReduceOp, Runtime, StrategyUnavailableError, UnsupportedCapabilityError
-from fsdp_xla.autograd_engine import check_autograd
 from fsdp_xla.cpu_ranks import uses_cpu_devices
 from fsdp_xla.seeding import follow_manual_seed, follow_seed_from_before
 from fsdp_xla.spmd.layer_norms import cut_layer_norms
-from fsdp_xla.torch_xla_private.devices import settle, sync
-from fsdp_xla.torch_xla_private.sharded_tensors import is_started, used_without_spmd
+from fsdp_xla.torch_xla_private.devices import check_autograd, runtime_is_started, settle, sync
+from fsdp_xla.torch_xla_private.sharded_tensors import used_without_spmd
 
 __all__ = ["FSDP_AXIS", "MODEL_AXIS", "XLASPMDRuntime"]
 
@@ -85,7 +84,7 @@ class XLASPMDRuntime(Runtime):
                 "Build the model and the data on the CPU, or write torch_xla.runtime.use_spmd() before the first "
                 "tensor on an XLA device."
             )
-        if uses_cpu_devices() and self._expected is not None and not is_started():
+        if uses_cpu_devices() and self._expected is not None and not runtime_is_started():
             os.environ.setdefault("CPU_NUM_DEVICES", str(self._expected))
         if not xr.is_spmd():
             xr.use_spmd()

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla._internal import pjrt
 
+from fsdp_core import StrategyUnavailableError
 from fsdp_xla.ranks.meeting import Meeting, StoreMeeting, ThreadMeeting
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "as_data",
+    "check_autograd",
     "compiled",
     "default_device",
     "in_order",
@@ -173,6 +175,29 @@ def start_alone() -> torch.device:
     return default_device()
 
 
+def check_autograd(device: torch.device, strategy: str, instead: str) -> None:
+    """Refuse a process whose autograd engine has started without XLA: it has no queue for the device's gradients.
+
+    Args:
+        device: An XLA device.
+        strategy: The strategy's name.
+        instead: What to do about it, as a sentence.
+
+    Raises:
+        StrategyUnavailableError: A backward pass was taken before XLA was started.
+    """
+    probe = torch.zeros((), device=device, requires_grad=True)
+    try:
+        probe.clone().backward()  # recorded, and never run
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise StrategyUnavailableError(
+            f"{strategy!r} can't start: this process took a backward pass before XLA was started, and torch asks only "
+            f"once which devices there are.\n{instead}"
+        ) from error
+
+
 def replace(tensor: Tensor, value: Tensor) -> None:
     """Let a tensor of the device have a value of the host's. A copy into it would be a graph to compile.
 
@@ -210,8 +235,8 @@ def as_data(value: Tensor, device: torch.device) -> Tensor:
 
 
 def runtime_is_started() -> bool:
-    """Whether XLA has been used in this process, so that its devices can't be chosen any more."""
-    return bool(torch_xla._XLAC._xla_runtime_is_initialized())
+    """Whether XLA's runtime runs in this process, with a fixed number of devices. No public name reports it."""
+    return bool(compiled._xla_runtime_is_initialized())
 
 
 @contextmanager

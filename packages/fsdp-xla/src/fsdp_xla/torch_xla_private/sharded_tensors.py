@@ -15,7 +15,6 @@ from fsdp_xla.torch_xla_private.devices import compiled
 __all__ = [
     "from_shards",
     "is_marked",
-    "is_started",
     "local_boxes",
     "local_shards",
     "mark",
@@ -26,11 +25,6 @@ __all__ = [
 
 # torch_xla.distributed.spmd can mark tensors, and tell nothing of their shards.
 _XLAC: Any = compiled
-
-
-def is_started() -> bool:
-    """Whether XLA's runtime runs, with a number of devices. No public name tells without starting it."""
-    return bool(_XLAC._xla_runtime_is_initialized())
 
 
 def used_without_spmd() -> bool:
