@@ -17,9 +17,9 @@ __all__ = ["called_for", "cast_inputs_of", "renew_parameters"]
 
 
 def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
-    """What inside ``root`` is called for ``module``: the module, or what :func:`torch.compile` has made of it.
+    """The module inside ``root`` to wrap for ``module``: itself, or its compiled version by :func:`torch.compile`.
 
-    The compiled one calls the module it was made from, and would go around a wrapper that took that one's place.
+    A compiled module calls its original directly, and would bypass a wrapper that replaced the original.
     """
     compiled = [parent for parent in root.modules() if parent._modules.get("_orig_mod") is module]
     return called_for(root, compiled[0]) if compiled else module
@@ -28,18 +28,18 @@ def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
 def renew_parameters(
     modules: Iterable[nn.Module], whole: Sequence[nn.Parameter], device: torch.device
 ) -> dict[nn.Parameter, KeptPart]:
-    """Give modules new parameters instead of those that they own, with the same data and attributes.
+    """Replace the parameters that modules own with new ones of the same data and attributes.
 
-    FSDP1 would turn the old ones into shards where they are. An optimizer that has stepped over them would then go on
-    with state of their old shapes; over the new ones it has to be re-pointed, and is refused if it has stepped.
+    FSDP1 would turn the old parameters into shards in place. An optimizer that has stepped over them would then
+    continue with state of the old shapes; for new parameters it has to be re-pointed, and is refused if it has stepped.
 
     Args:
-        modules: The modules, each taken without its children.
-        whole: Parameters that stay what they are.
-        device: Where units are to be.
+        modules: The modules, each without its children.
+        whole: Parameters to leave as they are.
+        device: The device of the units.
 
     Returns:
-        The parts of those that were sharded as they were built, which have no memory by themselves.
+        The parts of new parameters that were sharded while they were built; these parameters have no memory.
     """
     renewed: dict[int, nn.Parameter] = {id(p): p for p in whole}
     kept: dict[nn.Parameter, KeptPart] = {}
@@ -53,7 +53,7 @@ def renew_parameters(
                 renewed[id(old)] = renewed[id(new)] = new
                 if part is not None:
                     kept[new] = part
-                # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
+                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                 old.data = old.data.new_empty(()).expand(old.shape)
             module._parameters[name] = renewed[id(old)]
     return kept
