@@ -1,4 +1,4 @@
-"""Warnings of faults of ours where an exception would break what is not ours: an import of torch or of Lightning."""
+"""Warnings about faults of ours, where an exception would break the import of torch or of Lightning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["warn", "warn_of_fault"]
 
 
 def warn_of_fault(name: str, error: Exception) -> None:
-    """Warn that the registry of a strategies module of Lightning lacks our names."""
+    """Warn that the registry of one of Lightning's strategy modules lacks our names."""
     warn(
         f"fsdp-core could not enter its strategy names in {name}: {type(error).__name__}: {error}\n"
         "Lightning works without them. `fsdp doctor` shows what is wrong."

@@ -144,7 +144,7 @@ def _print_list(everything: dict[str, Any]) -> None:
         click.echo("\nBroken:")
         for row in everything["broken"]:
             click.echo(f"  {row['package']} {row['version']} ({row['name']}) failed to load: {row['error']}")
-            click.echo(f"  Mend that, or type: {row['remedy']}")
+            click.echo(f"  Fix it, or type: {row['remedy']}")
     if everything["side_effects"]:
         click.echo("\nDone while listing, where a plugin should only say its names:")
         for row in everything["side_effects"]:
