@@ -95,7 +95,7 @@ def _refuse_what_was_lost(trainer: pl.Trainer) -> None:
         f"trainer.{what}() was called after a fit of this module, whose ranks have ended, and their trained weights "
         "with them: the module of this process is as it was before.\n"
         f"Write trainer.{what}(model, ..., ckpt_path='best') (or 'last', or a path) to go on from a checkpoint, or "
-        "load one: model = MyModule.load_from_checkpoint(path). To begin anew, build the module anew."
+        "load one: model = MyModule.load_from_checkpoint(path). To begin anew, build the module again."
     )
 
 
