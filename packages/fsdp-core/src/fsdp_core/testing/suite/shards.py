@@ -384,7 +384,7 @@ class ShardsSuite(Clauses):
     @precisions("bf16-mixed", "bf16-true")
     def test_a_sharded_module_keeps_its_precision(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
         for message in ranks.run(2, _other_terms, self.strategy, str(tmp_path), precision):
-            assert_says(message, "32-true", precision, "build the module anew")
+            assert_says(message, "32-true", precision, "build the module again")
 
     @requires(Capability.META_INIT)
     @precisions("32-true", "bf16-true")
