@@ -1,8 +1,8 @@
-"""Sharding with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device. Knows no Lightning.
+"""Sharding with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device. Independent of Lightning.
 
-Joint set-up of module and optimizer works, and an optimizer from before the set-up follows its parameters, as under
-every strategy. torch_xla asks for the optimizer after the module; ``repoint`` needs no such order, and shards that
-are 1-D make the joint set-up the better one.
+Module and optimizer can be set up jointly, and an optimizer that was created before the set-up is re-pointed to the
+shards, as under every strategy. torch_xla requires the optimizer to be created after the module is wrapped;
+``repoint`` does not, and because shards are 1-D the joint set-up is preferable.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ __all__ = ["XLABackend"]
 
 
 class XLABackend(Backend):
-    """Keeps of every parameter a run of its elements on each rank, padded to a multiple of 128.
+    """Keeps consecutive elements of every parameter on each rank, padded to a multiple of 128.
 
     Args:
         auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
             blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
         sequential_save: Whether state is copied to the host only when it is written, for ranks that write in turn.
-        **options: Options of ``XlaFullyShardedDataParallel``; what is ``None`` is left to it.
+        **options: Options of ``XlaFullyShardedDataParallel``. Those that are ``None`` get its defaults.
 
     Raises:
-        UnsupportedCapabilityError: An option is none of torch_xla's, or is set by something else.
+        UnsupportedCapabilityError: An option is not torch_xla's, or users may not set it.
     """
 
     accelerators = ("xla",)
@@ -138,9 +138,9 @@ class XLABackend(Backend):
         assert root is not None
         if "buffer_dtype" not in self.options:
             for owner, name, buffer in buffers:
-                owner._buffers[name] = buffer  # at the dtype that it has; torch_xla casts all to one
+                owner._buffers[name] = buffer  # in its own dtype; torch_xla casts all buffers to one
         for shard in units.shards_of(root):
-            # the root's own, or an optimizer over module.parameters() would leave them as they are
+            # the root's own shards: an optimizer over module.parameters() would miss them otherwise
             module.register_parameter(shard._name, shard)
         units.reduce_what_waits(root)
         units.follow_freezing(root)
@@ -180,13 +180,13 @@ class XLABackend(Backend):
             unit,
             **{
                 "compute_dtype": self.precision.compute,
-                # the other kind of all-gather is made of sums over padding: no faster, and never the same on two ranks
+                # with pinned layouts an all-gather is a sum over padding: no faster, and a different program per rank
                 "pin_layout_in_collective_ops": False,
                 **self.options,
             },
         )
         if not wrapped.sharded_params:
-            wrapped.coalesce_all_gather_ops = False  # it would gather an empty list, which XLA doesn't survive
+            wrapped.coalesce_all_gather_ops = False  # gathering an empty list crashes XLA
         return wrapped
 
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
@@ -224,7 +224,7 @@ def _place(modules: list[nn.Module], runtime: XLARuntime) -> None:
                 new = parameter_of(data.to(device), parameter.requires_grad)
                 new.__dict__.update(parameter.__dict__)
                 moved[id(parameter)] = (new, parameter)
-                # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
+                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             module._parameters[name] = moved[id(parameter)][0]
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -236,7 +236,7 @@ def _is_flattener(module: nn.Module) -> bool:
 
 
 def _as_torch_policy(policy: Any) -> Any:
-    """Let a policy of torch_xla's, which counts ``unwrapped_params``, be asked as torch's are."""
+    """Adapt a torch_xla policy, which takes ``unwrapped_params``, to torch's signature."""
     if (
         not callable(policy)
         or isinstance(policy, type)
