@@ -356,7 +356,7 @@ def test_a_disk_that_is_full_names_the_remedy(tmp_path: Path) -> None:
     saves = AsyncSaves(ProcessGroupRuntime())
     with disk(room=10):
         saves.save(tmp_path / "it", {"model": {"w": torch.ones(3)}}, strategy="test", kinds={"model": "model"})
-        with pytest.raises(CheckpointError, match="There is no room left: free some, or use another path"):
+        with pytest.raises(CheckpointError, match="There is no space left: free some, or use another path"):
             saves.wait()
     saves.step()
     saves.close()

@@ -22,7 +22,7 @@ from fsdp_core.checkpoint.storage.atomic import check_apart
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.state.sources import TensorSource
+from fsdp_core.state.chunks import TensorSource
 
 __all__ = ["import_checkpoint", "read_source"]
 
@@ -70,7 +70,7 @@ def import_checkpoint(
     target, place = open_folder(out), open_folder(source)
     check_apart(out, place)
     if target.kind() != "missing" and not overwrite:
-        raise CheckpointExistsError(f"{target} is there already: import to another path, or type --overwrite.")
+        raise CheckpointExistsError(f"{target} already exists: import to another path, or type --overwrite.")
     with _named(place):
         imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
         imported = renamed(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)

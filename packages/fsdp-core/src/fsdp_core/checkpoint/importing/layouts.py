@@ -16,8 +16,8 @@ from fsdp_core.checkpoint.importing.optimizers import (
 from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_whole
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
-from fsdp_core.state.sources import TensorSource
 
 __all__ = ["KEPT_WITH_WEIGHTS", "Imported", "of_keys", "of_trainer"]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from fsdp_core.checkpoint.format.safetensors_file import FileTensor, read_box
 from fsdp_core.checkpoint.importing.files import SourceFile
 from fsdp_core.errors import CheckpointFormatError
+from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.coverage import find_fault
 from fsdp_core.state.dtypes import dtype_name
-from fsdp_core.state.sources import TensorSource
 
 __all__ = ["Cast", "Counted", "FlatRange", "InPieces", "Piece", "StridedTensor", "read_whole"]
 
