@@ -325,7 +325,7 @@ def test_which_of_fabrics_models_and_optimizers(tmp_path: Path) -> None:
         ("a", ["--key", "gen", "--optimizer-key", "o"], ["no optimizer under 'o'", "'opt_a'", "--optimizer-key"]),
         ("a", ["--key", "gen", "--optimizer-key", "opt_v"], ["trains 'v', which is not in the model 'gen'"]),
         ("none", [], ["holds no model, but 'step'", 'fabric.save(path, {"model": model']),
-        ("taken", [], ["holds 'lr_schedulers', under which", "--to safetensors"]),
+        ("taken", [], ["holds 'lr_schedulers', a key that a Lightning file uses", "--to safetensors"]),
         ("trainer", ["--key", "gen"], ["was saved by a Trainer", "Leave out"]),
     ):
         refused = run("consolidate", tmp_path / place, tmp_path / "w.ckpt", "--to", "lightning", *arguments, status=1)
