@@ -28,7 +28,7 @@ _XLAC: Any = compiled
 
 
 def used_without_spmd() -> bool:
-    """Whether this process has tensors on single devices, which SPMD would have to replicate. No public API reports it."""
+    """Whether this process has tensors on single devices, which SPMD would have to replicate. Not public."""
     return bool(_XLAC._xla_get_spmd_config_is_locked()) and not xr.is_spmd()
 
 
