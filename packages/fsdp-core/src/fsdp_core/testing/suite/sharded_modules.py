@@ -376,7 +376,9 @@ class ShardedModulesSuite(Clauses):
     def test_late_parameters_are_refused_under_fabric(self, ranks: Ranks) -> None:
         for told in ranks.run(2, _grow_under_fabric, self.strategy):
             for message in told:
-                assert_says(message, "'late.weight' was added to the model after it was sharded", "before fabric.setup()")
+                assert_says(
+                    message, "'late.weight' was added to the model after it was sharded", "before fabric.setup()"
+                )
 
     def test_finetuning_callback(self, ranks: Ranks, tmp_path: Path) -> None:
         """Lightning's own callback trains what it unfreezes, or is refused."""
