@@ -31,7 +31,7 @@ _COMPARED = 7
 #: The minimum learning rate of a trial: with a schedule that starts at 0, no difference would be visible.
 _RATE = 1e-2
 
-#: The shape of a small tensor, by a parameter's dimensions. Some optimizers treat matrices specially only if they are large.
+#: The shape of a small tensor, by a parameter's dimensions. Some optimizers treat only large matrices specially.
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (150,), 2: (136, 132), 3: (20, 18, 7), 4: (20, 18, 3, 3)}
 
 #: Held by a thread while it keeps torch from compiling a step that runs only once.
