@@ -128,7 +128,8 @@ def test_list_notices_classes_that_are_not_there_and_names_that_lightning_keeps(
     }
     assert [rows[name]["reason"].partition(" Report this")[0] for name in ("no_class", "no_module", "no_python")] == [
         "strategy 'no_class' names a Fabric class that does not exist: 'odd.impl:Clas' (odd.impl has no 'Clas')",
-        "strategy 'no_module' names a Trainer class that does not exist: 'odd.no.impl:Class' (no module named 'odd.no')",
+        "strategy 'no_module' names a Trainer class that does not exist: 'odd.no.impl:Class' "
+        "(no module named 'odd.no')",
         "strategy 'no_python' names a Trainer class that does not exist: 'odd.wrong:Class' "
         "(SyntaxError: invalid syntax (odd.wrong, line 1))",
     ]
