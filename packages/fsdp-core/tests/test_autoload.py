@@ -208,7 +208,7 @@ def test_plugins_that_fail_do_not_stop_torch_or_lightning(tiny_site: Site) -> No
         assert message == (
             "BrokenStrategyError: strategy 'exiting_plugin' can't be used: "
             "exiting-plugin 1.0 failed to load: SystemExit: no licence\\n"
-            "Mend that, or type: pip install --upgrade --force-reinstall exiting-plugin"
+            "Fix it, or type: pip install --upgrade --force-reinstall exiting-plugin"
         ), message
         """,
         "-W",

@@ -19,18 +19,18 @@ MAIN = "from fsdp_core.cli import main; main()"
 
 # Plugins that give no strategy: the source, and the error.
 BROKEN = {
-    "None": ("@hookimpl\ndef fsdp_strategies():\n    pass", "fsdp_strategies() gave a NoneType; return a list of"),
+    "None": ("@hookimpl\ndef fsdp_strategies():\n    pass", "fsdp_strategies() returned a NoneType; return a list of"),
     "a dict": (
         f"@hookimpl\ndef fsdp_strategies():\n    return {{'bad': StrategyInfo(name='bad', trainer='a:B', {CPU})}}",
-        "fsdp_strategies() gave a dict; return a list of StrategyInfo.",
+        "fsdp_strategies() returned a dict; return a list of StrategyInfo.",
     ),
     "a string": (
         "@hookimpl\ndef fsdp_strategies():\n    return 'bad'",
-        "fsdp_strategies() gave a str; return a list of",
+        "fsdp_strategies() returned a str; return a list of",
     ),
     "another class": (
         "class StrategyInfo:\n    name = 'bad'\n\n@hookimpl\ndef fsdp_strategies():\n    return [StrategyInfo()]",
-        "fsdp_strategies() gave a StrategyInfo where a StrategyInfo is due.",
+        "fsdp_strategies() returned a StrategyInfo instead of a StrategyInfo.",
     ),
     "a generator that raises midway": (
         f"@hookimpl\ndef fsdp_strategies():\n    yield StrategyInfo(name='bad', trainer='a:B', {CPU})\n    1 / 0",
@@ -43,11 +43,11 @@ BROKEN = {
     "an error that moves the cursor": (r"raise ValueError('\x1b[2Jgone' + 'x' * 9000)", "ValueError: ?[2Jgonexxxxx"),
     "a summary that JSON can't hold": (
         HOOK.replace('summary="s"', "summary=object()"),
-        "strategy 'bad' can't be described so: summary is a object. Write one sentence, as a string.",
+        "strategy 'bad' has an invalid description: summary is a object. Write one sentence, as a string.",
     ),
     "options of another class": (
         HOOK.replace('summary="s"', 'summary="s", options=[("level", 1)]'),
-        "options holds a tuple where a Option is due. Give a tuple of Option.",
+        "options holds a tuple instead of a Option. Give a tuple of Option.",
     ),
 }
 
@@ -182,7 +182,7 @@ def test_a_plugin_for_another_contract_is_refused_before_it_is_imported(
     assert broken["remedy"] == remedy
     error = good_site.python("import fsdp_core\nprint(failure(lambda: fsdp_core.resolve('bad_plugin', 'trainer')))")
     assert error.stdout.startswith("BrokenStrategyError: strategy 'bad_plugin' can't be used: bad-plugin 1.0 failed to")
-    assert error.stdout.endswith(f"Mend that, or type: {remedy}\n")
+    assert error.stdout.endswith(f"Fix it, or type: {remedy}\n")
 
 
 @pytest.mark.parametrize(

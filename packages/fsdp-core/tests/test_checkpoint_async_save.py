@@ -251,7 +251,7 @@ def test_ranks_may_be_threads(tmp_path: Path) -> None:
 
 def test_ranks_without_a_side_channel_are_refused(tmp_path: Path) -> None:
     saves = AsyncSaves(ThreadRuntime(0, 1, threading.Barrier(1), [None]))
-    with pytest.raises(UnsupportedCapabilityError, match="ThreadRuntime gives a second thread no way to talk"):
+    with pytest.raises(UnsupportedCapabilityError, match="ThreadRuntime has no second channel"):
         saves.save(tmp_path / "it", {"epoch": 1}, strategy="test", kinds={})
     saves.close()
 
@@ -356,7 +356,7 @@ def test_a_disk_that_is_full_names_the_remedy(tmp_path: Path) -> None:
     saves = AsyncSaves(ProcessGroupRuntime())
     with disk(room=10):
         saves.save(tmp_path / "it", {"model": {"w": torch.ones(3)}}, strategy="test", kinds={"model": "model"})
-        with pytest.raises(CheckpointError, match="There is no room left: free some, or use another path"):
+        with pytest.raises(CheckpointError, match="There is no space left: free some, or use another path"):
             saves.wait()
     saves.step()
     saves.close()

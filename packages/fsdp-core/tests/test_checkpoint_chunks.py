@@ -137,7 +137,7 @@ def test_holes_and_overlaps_are_refused_on_every_rank(tmp_path: Path, parts: Any
     [
         ([{"w": torch.zeros(2)}, {"w": torch.zeros(3)}], r"rank 0 has \(2,\) float32, and rank 1 has \(3,\) float32"),
         ([{"w": torch.zeros(2)}, {"w": torch.zeros(2).half()}], r"and rank 1 has \(2,\) float16"),
-        ([{}, {"w": torch.zeros(2)}], "rank 1 has it, and rank 0 has not"),
+        ([{}, {"w": torch.zeros(2)}], "rank 1 has it, and rank 0 does not"),
         ([{"w": boxes(WHOLE, [((0, 0, 0), (2, 4, 3))])}, {}], "nothing covers"),
     ],
     ids=["shape", "dtype", "only_on_rank_1", "only_on_rank_0"],
@@ -244,7 +244,7 @@ def test_fill_all_changes_nothing_unless_everything_fits() -> None:
     assert message.startswith("x.ckpt does not fit, so nothing was loaded from it:")
     assert "1 differ:\n    b: its shape is (3,) in the checkpoint, and (2,) here" in message
     assert "1 are missing in it:\n    c" in message
-    assert "1 are in it alone:\n    d" in message
+    assert "1 are only in it:\n    d" in message
     assert not targets["a"].any()
     sources["b"] = torch.ones(2)
     with pytest.raises(errors.CheckpointMismatchError, match="pass strict=False, or in a LightningModule"):
@@ -296,14 +296,14 @@ def test_a_part_is_copied_and_converted_and_else_taken_for_no_tensor() -> None:
         lambda: pickle.dumps(part),
     ]
     for use in uses:
-        with pytest.raises(errors.ShardingError, match=r"was asked of a ChunkedTensor.*\n.*full_state_dict"):
+        with pytest.raises(errors.ShardingError, match=r"is not supported by a ChunkedTensor.*\n.*full_state_dict"):
             use()
 
 
 def test_a_saved_tensor_says_how_it_is_read(tmp_path: Path) -> None:
     save_each(tmp_path / "it", [{"model": {"w": torch.ones(2)}}])
     saved = load(tmp_path / "it")["model"]["w"]
-    with pytest.raises(AttributeError, match=r"\.half was asked of a SavedTensor.*\nWrite value\.full\(\)"):
+    with pytest.raises(AttributeError, match=r"\.half is not supported by a SavedTensor.*\nCall value\.full\(\)"):
         saved.half()
     assert torch.equal(copy.copy(saved).full(), torch.ones(2))
     with pytest.raises(errors.CheckpointMismatchError, match="To convert it, pass strict=False"):

@@ -76,7 +76,7 @@ def test_random_boxes_agree_with_counting(seed: int) -> None:
         ((2,), [((-1,), (2,))], "does not lie inside"),
         ((2,), [((0,), (0,))], "does not lie inside"),
         ((0, 3), [((0, 0), (0, 3))], "does not lie inside"),
-        ((2,), [((0, 0), (2, 1))], "has not 1 dimensions"),
+        ((2,), [((0, 0), (2, 1))], "does not have 1 dimensions"),
     ],
 )
 def test_says_what_is_wrong_and_where(shape: tuple[int, ...], boxes: list[Box], message: str) -> None:

@@ -148,32 +148,32 @@ def test_verify_tells_how_far_it_is(folder: Path) -> None:
         (lambda c: c.pop("files"), "it lacks 'files'"),
         (lambda c: c.update(tensors=[1]), "of the wrong type"),
         (lambda c: c.update(files=None), "of the wrong type"),
-        (lambda c: c.update(world_size="2"), "'2' is no whole number"),
+        (lambda c: c.update(world_size="2"), "'2' is not an integer"),
         (lambda c: c.update(save_id="../../x"), "no save has the id"),
         (lambda c: c.update(kinds={"model": "code"}), "neither 'model' nor 'optimizer'"),
-        (lambda c: c.update(aliases={"model/x": "model/nothing"}), "stands for 'model/nothing', which is not among"),
+        (lambda c: c.update(aliases={"model/x": "model/nothing"}), "refers to 'model/nothing', which is not among"),
         (lambda c: c["tensors"]["model/w"].update(shape=[3, 3]), r"tensor 'model/w': nothing covers \[0:3, 2:3\]"),
         (lambda c: c["tensors"]["model/w"].update(shape=[3, -2]), "tensor 'model/w': no tensor has the shape"),
         (lambda c: c["tensors"]["model/w"].update(shape=[3, 2**62]), "tensor 'model/w': no tensor has the shape"),
         (lambda c: c["tensors"]["model/w"].update(shape=[1] * 5000), "tensor 'model/w': no tensor has the shape"),
-        (lambda c: c["tensors"]["model/w"].update(shape="32"), "tensor 'model/w': '32' is no list"),
-        (lambda c: c["tensors"]["model/w"].update(dtype="object"), "tensor 'model/w': 'object' is no dtype"),
+        (lambda c: c["tensors"]["model/w"].update(shape="32"), "tensor 'model/w': '32' is not a list"),
+        (lambda c: c["tensors"]["model/w"].update(dtype="object"), "tensor 'model/w': 'object' is not a dtype"),
         (lambda c: c["tensors"]["model/w"].update(chunks=[]), "tensor 'model/w': nothing covers"),
         (lambda c: c["tensors"]["model/w"]["chunks"].append(chunk_of(c)), "tensor 'model/w': two chunks cover"),
         (lambda c: chunk_of(c).update(offsets=[1, 0]), "tensor 'model/w': .* does not lie inside"),
-        (lambda c: chunk_of(c).update(file="model/other"), "lies in 'model/other', which is not among the files"),
+        (lambda c: chunk_of(c).update(file="model/other"), "is in 'model/other', which is not among the files"),
         (lambda c: chunk_of(c).update(key="model/b"), r"'model/w' as 'model/b', of .*, but it holds \(3,\) float32"),
         (
             lambda c: chunk_of(c).update(key="model/x"),
             "should hold .* 'model/w' as 'model/x', .* it holds nothing by that",
         ),
-        (lambda c: c["tensors"]["model/w"].update(shape=[3, float("nan")]), "no whole number"),
+        (lambda c: c["tensors"]["model/w"].update(shape=[3, float("nan")]), "is not an integer"),
         (
             lambda c: c["files"].update({chunk_of(c)["file"]: {"size": float("nan"), "checksum": "xxh3:"}}),
-            "no whole number",
+            "is not an integer",
         ),
-        (lambda c: chunk_of(c).update(lengths=[float("inf"), 2]), "no whole number"),
-        (lambda c: chunk_of(c).update(offsets=[True, 0]), "no whole number"),
+        (lambda c: chunk_of(c).update(lengths=[float("inf"), 2]), "is not an integer"),
+        (lambda c: chunk_of(c).update(offsets=[True, 0]), "is not an integer"),
         (lambda c: c["tensors"]["model/w"].update(dtype="int32"), "of shape .* and int32, but it holds .* float32"),
     ],
     ids=range(29),
@@ -203,7 +203,7 @@ def test_a_manifest_that_is_no_manifest_is_refused(folder: Path, content: bytes,
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path, folder: Path) -> None:
-    refused(tmp_path / "nothing", "no checkpoint at .*nothing: there is nothing. Check the path")
+    refused(tmp_path / "nothing", "no checkpoint at .*nothing: the path does not exist. Check the path")
     (tmp_path / "file.ckpt").write_bytes(b"x")
     refused(tmp_path / "file.ckpt", "is a file, but a sharded checkpoint is a folder with a manifest.json")
     (tmp_path / "empty").mkdir()
@@ -220,7 +220,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path, folder: Path) -> None:
     (folder / "manifest.json").unlink()
     refused(folder, "a save began and was interrupted before it was published .* Load an earlier checkpoint")
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
-    refused(tmp_path / "dangling", "there is nothing")
+    refused(tmp_path / "dangling", "the path does not exist")
     assert not any(map(is_checkpoint, tmp_path.iterdir()))
 
 
@@ -367,7 +367,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "files that are no safetensors": (
         cut_and_reseal,
-        ["-rank-00000.safetensors", "-rank-00001.safetensors", "is no safetensors file"],
+        ["-rank-00000.safetensors", "-rank-00001.safetensors", "is not a safetensors file"],
     ),
 }  # fmt: skip
 

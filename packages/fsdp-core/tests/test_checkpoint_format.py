@@ -317,9 +317,9 @@ LONG_DOUBLES = [
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"__metadata__": chunked(torch.ones(2))}, "safetensors keeps this name for itself; rename the tensor"),
-        ({"\ud800": torch.ones(2)}, "a tensor's name must be text that UTF-8 can hold; rename it"),
-        ({"model": {"\ud800": torch.ones(2)}}, "a tensor's name must be text that UTF-8 can hold; rename it"),
+        ({"__metadata__": chunked(torch.ones(2))}, "safetensors reserves this name; rename the tensor"),
+        ({"\ud800": torch.ones(2)}, "a tensor's name must be encodable in UTF-8; rename it"),
+        ({"model": {"\ud800": torch.ones(2)}}, "a tensor's name must be encodable in UTF-8; rename it"),
         *LONG_DOUBLES,
     ],
 )

@@ -365,7 +365,7 @@ def test_json_that_would_fill_the_memory_is_not_parsed(folder: Path, what: str) 
     SMALL[what](folder, '"a": [' + "{}," * (json_text.MAX_CONTAINERS + 1) + "0]")  # 25 MB, which become 600
     tracemalloc.start()
     try:
-        refused(folder, "lists and objects, and none holds more than 8388608")
+        refused(folder, "lists and objects, and the limit is 8388608")
         assert tracemalloc.get_traced_memory()[1] < 150 * 2**20
     finally:
         tracemalloc.stop()
@@ -373,7 +373,7 @@ def test_json_that_would_fill_the_memory_is_not_parsed(folder: Path, what: str) 
 
 def test_files_of_json_beyond_the_limit_are_not_read(folder: Path) -> None:
     os.truncate(folder / "manifest.json", json_text.MAX_JSON_BYTES + 1)  # holes
-    refused(folder, f"it has {2**28 + 1} bytes, and no manifest is larger than {2**28}")
+    refused(folder, f"it has {2**28 + 1} bytes, and the limit for a manifest is {2**28}")
 
 
 def test_what_readers_would_refuse_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,11 +382,13 @@ def test_what_readers_would_refuse_is_not_saved(tmp_path: Path, monkeypatch: pyt
             save_small(tmp_path / "a", {"model": {"w": torch.ones(1)}, "data": value})
     monkeypatch.setattr(json_text, "MAX_CONTAINERS", 30)
     with pytest.raises(
-        CheckpointValueError, match="can't save this plain data, for readers would refuse it: it holds 42"
+        CheckpointValueError, match="can't save this plain data, because readers would refuse it: it holds 42"
     ):
         save_small(tmp_path / "a", {"model": {"w": torch.ones(1)}, "data": [[]] * 38})
     monkeypatch.setattr(json_text, "MAX_CONTAINERS", 100)
-    with pytest.raises(CheckpointValueError, match="a checkpoint of 40 chunks, for readers would refuse its manifest"):
+    with pytest.raises(
+        CheckpointValueError, match="a checkpoint of 40 chunks, because readers would refuse its manifest"
+    ):
         save_small(tmp_path / "a", {"model": {f"w{i}": torch.ones(()) for i in range(40)}})
     assert not (tmp_path / "a").exists()
 

@@ -116,7 +116,7 @@ def test_what_is_there_already(tmp_path: Path) -> None:
     assert run(tmp_path / "a.pt", new, "--quiet").output == ""
     refused = run(tmp_path / "b.pt", new)
     assert refused.exit_code == 1
-    assert refused.stderr == f"{new} is there already: import to another path, or type --overwrite.\n"
+    assert refused.stderr == f"{new} already exists: import to another path, or type --overwrite.\n"
     assert load_state_dict(new)["w"].tolist() == [1, 1]
     failed = run(tmp_path / "nothing.pt", new, "--overwrite")
     assert failed.exit_code == 1
@@ -126,7 +126,7 @@ def test_what_is_there_already(tmp_path: Path) -> None:
     own = run(new, tmp_path / "again")
     assert "is a checkpoint of this format already" in own.stderr
     itself = run(tmp_path / "a.pt", tmp_path / "a.pt", "--overwrite")
-    assert "is the checkpoint that is to be read: choose another path to write to" in itself.stderr
+    assert "is the checkpoint to be read: choose another path to write to" in itself.stderr
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine.txt").write_text("mine")
     foreign = run(tmp_path / "a.pt", tmp_path / "folder", "--overwrite")

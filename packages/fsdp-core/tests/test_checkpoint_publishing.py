@@ -74,7 +74,7 @@ def test_an_overwrite_leaves_only_the_new_one(tmp_path: Path) -> None:
 
 def test_without_overwrite_what_is_there_stays(tmp_path: Path) -> None:
     save_state(tmp_path / "c", 1.0, overwrite=False)
-    with pytest.raises(CheckpointExistsError, match="is there already, and overwrite=False: save to another path"):
+    with pytest.raises(CheckpointExistsError, match="already exists, and overwrite=False: save to another path"):
         save_state(tmp_path / "c", 2.0, overwrite=False)
     assert value_of(tmp_path / "c") == 1.0
 
@@ -245,7 +245,7 @@ def test_an_interrupted_first_save_is_no_checkpoint_and_the_next_one_is(
     else:
         assert not path.exists()  # no search for checkpoints finds it, nor a part of it
         assert not [other.name for other in tmp_path.iterdir() if not other.name.startswith(".partial-")]
-        with pytest.raises(CheckpointFormatError, match="there is nothing"):
+        with pytest.raises(CheckpointFormatError, match="the path does not exist"):
             load(path)
     save_state(path, 3.0)
     assert value_of(path) == 3.0

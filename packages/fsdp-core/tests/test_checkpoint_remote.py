@@ -180,13 +180,13 @@ def test_saved_overwritten_verified_loaded_and_removed(url: str) -> None:
         assert is_tidy(url)
     verify(url)
     assert load_state_dict(url)["b"].item() == 3.0
-    with pytest.raises(CheckpointExistsError, match=r"is there already, and overwrite=False"):
+    with pytest.raises(CheckpointExistsError, match=r"already exists, and overwrite=False"):
         save_state(url, 4.0, overwrite=False)
     assert value_of(url) == 3.0
     remove(url)
     assert not is_checkpoint(url)
     assert not names_in(url)
-    with pytest.raises(CheckpointFormatError, match=f"no checkpoint at {url}: there is nothing. Check the path"):
+    with pytest.raises(CheckpointFormatError, match=f"no checkpoint at {url}: the path does not exist. Check the path"):
         load(url)
 
 
@@ -209,7 +209,7 @@ def test_nothing_is_renamed_and_the_manifest_is_put_last(store: Store) -> None:
 
 def test_no_folder_and_no_bucket_is_made(store: Store) -> None:
     path = "s3://no-such-bucket/c"
-    with pytest.raises(CheckpointError, match=r"bucket does not exist.*a bucket or a container must have been created"):
+    with pytest.raises(CheckpointError, match=r"bucket does not exist.*a bucket or a container must already exist"):
         save_state(path, 1.0)
     assert "no-such-bucket" not in {entry["Name"] for entry in store.client.list_buckets()["Buckets"]}
     with pytest.raises(CheckpointFormatError, match=f"no checkpoint at {path}"):
@@ -374,7 +374,7 @@ def test_an_upload_that_fails_midway_leaves_the_old_checkpoint(store: Store) -> 
     store.requests.clear()
     store.refuse = lambda request: request.query.get("partNumber") == ["2"]
     with pytest.raises(
-        CheckpointError, match=rf"writing {path} failed: PermissionError: .*Access Denied.*This user may"
+        CheckpointError, match=rf"writing {path} failed: PermissionError: .*Access Denied.*This user lacks"
     ):
         save_large(path, shift=1.0)
     assert sorted(set(parts(store))) == [1, 2]  # the first had arrived
@@ -451,7 +451,9 @@ def test_reading_that_is_not_allowed_is_said(store: Store) -> None:
     path = f"s3://{store.bucket()}/c"
     save_state(path, 1.0)
     store.refuse = lambda request: request.method == "GET" and request.key == "c/manifest.json"
-    with pytest.raises(CheckpointFormatError, match=f"can't read {path}: PermissionError: .*This user may not do that"):
+    with pytest.raises(
+        CheckpointFormatError, match=f"can't read {path}: PermissionError: .*This user lacks permission"
+    ):
         load(path)
 
 
@@ -553,7 +555,7 @@ def test_another_job_that_saves_meanwhile(url: str, step: str, monkeypatch: pyte
 
     monkeypatch.setattr(Folder, step, saving_too)
     told = pytest.raises(CheckpointExistsError, match=f"another job has saved to {url} while this one did")
-    warned = pytest.warns(UserWarning, match="files of another save are in it too")
+    warned = pytest.warns(UserWarning, match="it also holds files of another save")
     # Just before the manifest is put nothing can tell; the job that puts its own then finds the other's files.
     with {"publish": warned, "remove": contextlib.nullcontext()}.get(step, told):
         save_state(url, 2.0)

@@ -66,10 +66,10 @@ def test_a_tied_parameter_is_stored_once_and_comes_back_under_both_names(tmp_pat
 @pytest.mark.parametrize(
     ("aliases", "message"),
     [
-        ({"model/a": "model/nothing"}, "stands for 'model/nothing', which is not among the tensors|no 'model/nothing'"),
+        ({"model/a": "model/nothing"}, "refers to 'model/nothing', which is not among the tensors|no 'model/nothing'"),
         ({"model/x": "model/y"}, r"alias 'model/x' has shape \(2,\) and torch.float32, but 'model/y' has \(3,\)"),
         ({"nothing/x": "model/y"}, "no 'nothing' in the state: the state has model, step"),
-        ({"model/z": "step"}, "stands for 'step', which is not among the tensors"),
+        ({"model/z": "step"}, "refers to 'step', which is not among the tensors"),
     ],
 )
 def test_aliases_that_do_not_fit_are_refused(tmp_path: Path, aliases: dict[str, str], message: str) -> None:
@@ -169,7 +169,7 @@ def test_fabrics_layout_with_several_models(tmp_path: Path) -> None:
 def test_two_tensors_of_one_key_are_refused(tmp_path: Path) -> None:
     state = {"model": {1: torch.ones(1), "1": torch.ones(1)}}
     with pytest.raises(
-        CheckpointValueError, match="'model/1': another tensor of the state would be stored as 'model/1'"
+        CheckpointValueError, match="'model/1': another tensor of the state would also be stored as 'model/1'"
     ):
         save_alone(tmp_path / "c", state, {"model": "model"})
     save_alone(tmp_path / "c", {"plain": {1: torch.ones(1), "1": torch.zeros(1)}})

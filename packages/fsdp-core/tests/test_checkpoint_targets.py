@@ -97,7 +97,7 @@ def nothing(path: Path) -> None:
     return
 
 
-EXISTS = "is there already, and overwrite=False: save to another path or pass overwrite=True"
+EXISTS = "already exists, and overwrite=False: save to another path or pass overwrite=True"
 FOREIGN = r"is a folder with something else in it \({}\), which a save does not replace: save to another path, or move"
 
 
@@ -117,7 +117,7 @@ FOREIGN = r"is a folder with something else in it \({}\), which a save does not 
             "p/c",
             True,
             CheckpointError,
-            "p/c failed: .*A file lies where a folder must be: move",
+            "p/c failed: .*A file exists where a folder must be: move",
         ),
         (nothing, "x" * 300, True, CheckpointError, "too long.*: use a shorter one"),
     ],
@@ -284,11 +284,11 @@ def test_a_folder_that_this_user_may_not_write(open_path: Path, make: Callable[[
         folder.chmod(0o555)
     told = as_nobody(save_value, path, 2.0)
     assert told.startswith(f"CheckpointError: writing {path} failed: PermissionError: ")
-    assert "This user may not do that there: ask for the right, or use another path." in told
+    assert "This user lacks permission for that: request it, or use another path." in told
     if make is a_checkpoint:
         told = as_nobody(remove, path)
         assert told.startswith(f"CheckpointError: can't remove {path}: PermissionError: ")
-        assert "This user may not do that there: ask for the right" in told
+        assert "This user lacks permission for that: request it" in told
     for folder in (path.parent, *(found for found in path.parent.rglob("*") if found.is_dir())):
         folder.chmod(0o755)
     assert everything(open_path) == before
@@ -319,7 +319,7 @@ def test_what_this_user_may_not_read_is_not_called_damaged(open_path: Path) -> N
             told = as_nobody(read, open_path / "old.pt" if closed.suffix == ".pt" else path)
             assert f"can't read {named}" in told, (closed, told)
             assert "PermissionError" in told
-            assert "This user may not do that there: ask for the right" in told
+            assert "This user lacks permission for that: request it" in told
             assert not re.search("damage|missing|nothing|backup|Check the path", told), told
         closed.chmod(mode)
     assert value_of(path) == 1.0
@@ -380,11 +380,11 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            r"No space left on device.*There is no room left: free some",
+            r"No space left on device.*There is no space left: free some",
         ),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), r"Disk quota exceeded.*There is no room left: free some"),
-        (PermissionError("Access Denied"), r"Access Denied.*This user may not do that there: ask for the right"),
-        (OSError(errno.EROFS, "Read-only file system"), r"Read-only file system.*It is mounted for reading alone: use"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), r"Disk quota exceeded.*There is no space left: free some"),
+        (PermissionError("Access Denied"), r"Access Denied.*This user lacks permission for that: request it"),
+        (OSError(errno.EROFS, "Read-only file system"), r"Read-only file system.*It is mounted read-only: use"),
         (OSError("connection reset"), r"connection reset.*Check the disk or the connection, and try again"),
     ],
     ids=["full", "quota", "permission", "read_only", "connection"],

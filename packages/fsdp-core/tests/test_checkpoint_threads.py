@@ -261,7 +261,7 @@ def test_a_failure_on_one_thread_is_raised_on_all_and_leaves_the_old_one(
     kind: type[CheckpointError]
     kind, message = {
         "plan": (CheckpointValueError, "'hook': builtins.builtin_function_or_method"),
-        "write": (CheckpointError, "No space left on device. There is no room left: free some"),
+        "write": (CheckpointError, "No space left on device. There is no space left: free some"),
         "hole": (CheckpointMismatchError, "'model/w': nothing covers"),
         "publish": (CheckpointError, "Input/output error"),
     }[step]  # type: ignore[assignment]

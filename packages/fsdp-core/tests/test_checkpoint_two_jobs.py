@@ -33,7 +33,7 @@ from fsdp_core.checkpoint import (
 )
 from fsdp_core.checkpoint.storage import folder, publishing, rereading, writers
 from fsdp_core.checkpoint.storage.folder import Folder
-from fsdp_core.cli.checkpoint import checkpoint as command
+from fsdp_core.cli import checkpoint as command
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.lightning.checkpoints.full.opening import read_whole
 from test_checkpoint_publishing import Stop, files_in, interrupt, is_tidy, save_state, value_of
@@ -328,13 +328,13 @@ def test_files_in_a_checkpoint_are_removed_when_their_writer_is_gone(
         warnings.simplefilter("always")
         save_state(path, 3.0)
     assert value_of(path) == 3.0
-    told = [str(one.message) for one in caught if "files of another save are in it too" in str(one.message)]
+    told = [str(one.message) for one in caught if "it also holds files of another save" in str(one.message)]
     if writer is GONE:
         assert is_tidy(path)
         assert not told
     else:
         assert len(told) == 1
-        assert published or "on gpu-07, of which nothing is known here), and stay" in told[0]
+        assert published or "on gpu-07, of which nothing is known here), which are kept" in told[0]
 
 
 def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(
@@ -460,7 +460,9 @@ def test_one_that_is_replaced_again_and_again_is_given_up_and_not_called_damaged
 
     monkeypatch.setattr(Folder, "size", replaced)
     for reader in (load, load_state_dict, verify):
-        with pytest.raises(CheckpointFormatError, match=r"was replaced 20 times while it was read.*Nothing is known"):
+        with pytest.raises(
+            CheckpointFormatError, match=r"was replaced 20 times while it was read.*No fault of the checkpoint is known"
+        ):
             reader(path)
 
 

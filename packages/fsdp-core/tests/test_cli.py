@@ -63,7 +63,7 @@ def test_list(full_site: Site) -> None:
         "\n"
         "Broken:\n"
         "  bad-plugin 1.0 (bad_plugin) failed to load: ModuleNotFoundError: No module named 'my_dep'\n"
-        "  Mend that, or type: pip install --upgrade --force-reinstall bad-plugin\n"
+        "  Fix it, or type: pip install --upgrade --force-reinstall bad-plugin\n"
     )
     assert done.stderr == NOTHING_HEAVY
 
@@ -127,19 +127,20 @@ def test_list_notices_classes_that_are_not_there_and_names_that_lightning_keeps(
         "no_python": "broken",
     }
     assert [rows[name]["reason"].partition(" Report this")[0] for name in ("no_class", "no_module", "no_python")] == [
-        "strategy 'no_class' names a Fabric class that isn't there: 'odd.impl:Clas' (odd.impl has no 'Clas')",
-        "strategy 'no_module' names a Trainer class that isn't there: 'odd.no.impl:Class' (no module named 'odd.no')",
-        "strategy 'no_python' names a Trainer class that isn't there: 'odd.wrong:Class' "
+        "strategy 'no_class' names a Fabric class that does not exist: 'odd.impl:Clas' (odd.impl has no 'Clas')",
+        "strategy 'no_module' names a Trainer class that does not exist: 'odd.no.impl:Class' "
+        "(no module named 'odd.no')",
+        "strategy 'no_python' names a Trainer class that does not exist: 'odd.wrong:Class' "
         "(SyntaxError: invalid syntax (odd.wrong, line 1))",
     ]
     done = site.fsdp("list")
     assert done.stdout.endswith(
         "\nLightning's own:\n"
         "  Lightning keeps the name 'ddp' for its own strategy under Trainer and Fabric, "
-        "and passes over odd-plugin 1.0's.\n"
-        "  Have its authors choose another name; to be rid of it, type: pip uninstall odd-plugin\n"
-        "  Lightning keeps the name 'dp' for its own strategy under Fabric, and passes over odd-plugin 1.0's.\n"
-        "  Have its authors choose another name; to be rid of it, type: pip uninstall odd-plugin\n"
+        "and ignores odd-plugin 1.0's.\n"
+        "  Have its authors choose another name; to remove it, type: pip uninstall odd-plugin\n"
+        "  Lightning keeps the name 'dp' for its own strategy under Fabric, and ignores odd-plugin 1.0's.\n"
+        "  Have its authors choose another name; to remove it, type: pip uninstall odd-plugin\n"
     )
     assert done.stderr == NOTHING_HEAVY
 

@@ -121,7 +121,7 @@ def an_unknown_scheme(path: Path) -> Path | str:
 
 
 BAD_INPUT: list[tuple[Callable[[Path], Any], str]] = [
-    (nothing_there, "there is nothing. Check the path"),
+    (nothing_there, "the path does not exist. Check the path"),
     (a_file, "is a file, but a sharded checkpoint is a folder"),
     (a_foreign_folder, "is not a checkpoint of this format"),
     (an_interrupted_save, "interrupted before it was published"),

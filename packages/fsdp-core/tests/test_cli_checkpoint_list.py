@@ -68,7 +68,7 @@ def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(halves) == 2
     assert "by process 999999999 on" in gone
     assert "which is gone: the next save to this directory removes it" in gone
-    assert "gpu-07, of which it can't be known here whether it runs" in elsewhere
+    assert "gpu-07, which may or may not be running" in elsewhere
     shown = run("list", tmp_path)
     lines = shown.stdout.splitlines()
     assert lines[0].split() == ["Name", "State", "Step", "Size", "Age"]
@@ -85,14 +85,14 @@ def test_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     fs, root = fsspec.core.url_to_fs(f"{url}/b.ckpt")
     fs.rm_file(f"{root}/manifest.json")
     found = {one.path.rpartition("/")[2]: (one.state, one.told) for one in find_checkpoints(url)}
-    assert found == {"a.ckpt": ("whole", "by test"), "b.ckpt": ("unfinished", "nothing tells who was writing")}
+    assert found == {"a.ckpt": ("whole", "by test"), "b.ckpt": ("unfinished", "its writer is not recorded")}
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "is no directory. Check the path"),
-        (lambda path: path.write_bytes(b""), "is no directory. Check the path"),
+        (lambda path: None, "is not a directory. Check the path"),
+        (lambda path: path.write_bytes(b""), "is not a directory. Check the path"),
         (save_trained, "is a checkpoint itself. Type `fsdp checkpoint inspect"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_prefix_takes_what_is_under_it(tmp_path: Path) -> None:
         "Left out:",
         "  shared: does not begin with 'model.'",
         "  loss.weight: does not begin with 'model.'",
-        "  model._extra_state: is no tensor",
+        "  model._extra_state: is not a tensor",
     ]
     options = ["--to", "safetensors", "--strip-prefix", "x."]
     refused = run("consolidate", tmp_path / "a", tmp_path / "x", *options, status=1)
@@ -151,7 +151,7 @@ def test_conversion_of_the_models_dtype(folder: Path, tmp_path: Path, target: st
             assert found[name].dtype == tensor.dtype
             assert found[name].equal(tensor)
     refused = run("consolidate", folder, tmp_path / "x", "--to", target, "--dtype", "int8", status=1)
-    assert "can't convert to 'int8'; there are float64, float32, float16, bfloat16" in refused.stderr
+    assert "can't convert to 'int8'; choose one of float64, float32, float16, bfloat16" in refused.stderr
 
 
 @pytest.mark.parametrize("target", ["safetensors", "huggingface"])
@@ -159,7 +159,7 @@ def test_which_model(tmp_path: Path, target: str) -> None:
     state = {"gen": {"w": torch.ones(2)}, "nets/disc": {"w": torch.zeros(3)}}
     save_alone(tmp_path / "a", state, {"gen": "model", "nets%2Fdisc": "model"})
     refused = run("consolidate", tmp_path / "a", tmp_path / "x", "--to", target, status=1)
-    assert "holds 2 models ('gen', 'nets/disc'): say which one, by key= (--key)" in refused.stderr
+    assert "holds 2 models ('gen', 'nets/disc'): choose one with key= (--key)" in refused.stderr
     refused = run("consolidate", tmp_path / "a", tmp_path / "x", "--to", target, "--key", "model", status=1)
     assert "no model under 'model'" in refused.stderr
     assert "Models in it: 'gen', 'nets/disc'; pass one as key= (--key)" in refused.stderr
@@ -323,9 +323,9 @@ def test_which_of_fabrics_models_and_optimizers(tmp_path: Path) -> None:
         ("a", ["--key", "disk"], ["no model under 'disk'", "'disc'", "--key"]),
         ("a", ["--key", "gen"], ["('opt_a', 'opt_b') that may be those of 'gen' and 'disc'", "--optimizer-key, once"]),
         ("a", ["--key", "gen", "--optimizer-key", "o"], ["no optimizer under 'o'", "'opt_a'", "--optimizer-key"]),
-        ("a", ["--key", "gen", "--optimizer-key", "opt_v"], ["trains 'v', which the model 'gen' has not"]),
+        ("a", ["--key", "gen", "--optimizer-key", "opt_v"], ["trains 'v', which is not in the model 'gen'"]),
         ("none", [], ["holds no model, but 'step'", 'fabric.save(path, {"model": model']),
-        ("taken", [], ["holds 'lr_schedulers', under which", "--to safetensors"]),
+        ("taken", [], ["holds 'lr_schedulers', a key that a Lightning file uses", "--to safetensors"]),
         ("trainer", ["--key", "gen"], ["was saved by a Trainer", "Leave out"]),
     ):
         refused = run("consolidate", tmp_path / place, tmp_path / "w.ckpt", "--to", "lightning", *arguments, status=1)
@@ -457,7 +457,7 @@ def test_what_is_there_is_replaced_only_when_asked(folder: Path, tmp_path: Path,
     out, other = tmp_path / "out", save_trained(tmp_path / "b.ckpt", seed=1)
     write_to(folder, out, target)
     before = content(out)
-    assert "is there already: choose another path, or pass overwrite=True (--overwrite" in write_to(
+    assert "already exists: choose another path, or pass overwrite=True (--overwrite" in write_to(
         other, out, target, status=1
     )
     assert content(out) == before
@@ -478,12 +478,12 @@ def test_paths_that_overlap_are_refused(folder: Path, tmp_path: Path, target: st
     before = content(folder)
     (tmp_path / "link").symlink_to(folder)
     for out, message in (
-        (folder, "is the checkpoint that is to be read"),
-        (tmp_path / "link", "is the checkpoint that is to be read"),
+        (folder, "is the checkpoint to be read"),
+        (tmp_path / "link", "is the checkpoint to be read"),
         (folder / "model" / "out", "lies inside"),
         (tmp_path / "link" / "out", "lies inside"),
         (tmp_path, "lies inside"),
-        (f"{folder}/../a.ckpt/", "is the checkpoint that is to be read"),
+        (f"{folder}/../a.ckpt/", "is the checkpoint to be read"),
     ):
         assert message in write_to(folder, out, target, "--overwrite", status=1)
     assert content(folder) == before
@@ -493,12 +493,12 @@ def test_paths_that_overlap_are_refused(folder: Path, tmp_path: Path, target: st
 def test_what_is_something_else_stays(folder: Path, tmp_path: Path, target: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    message = "and one file is to be written" if target in ("safetensors", "lightning") else "something else in it"
+    message = "and the output is one file" if target in ("safetensors", "lightning") else "something else in it"
     assert message in write_to(folder, tmp_path / "mine", target, "--overwrite", status=1)
     assert content(tmp_path / "mine") == {"thesis.tex": b"x"}
     (tmp_path / "file").write_text("x")
     if target in ("huggingface", "reshard"):
-        assert "is a file, and a folder is to be written" in write_to(
+        assert "is a file, and the output is a folder" in write_to(
             folder, tmp_path / "file", target, "--overwrite", status=1
         )
     assert (tmp_path / "file").read_text() == "x"
@@ -538,7 +538,7 @@ def test_a_write_that_fails_leaves_what_was_there(
 
     monkeypatch.setattr(tensor_bytes.TensorBytes, "read", failing)
     told = write_to(folder, out, target, "--overwrite", status=1)
-    assert f"can't write {out}: OSError: [Errno 28] No space left on device\nThere is no room left" in told
+    assert f"can't write {out}: OSError: [Errno 28] No space left on device\nThere is no space left" in told
     assert content(out) == before
     calls = 0
     write_to(folder, tmp_path / "new" / "out", target, status=1)
@@ -608,7 +608,7 @@ def test_from_and_to_an_object_store(memory: Any, tmp_path: Path) -> None:
         if target != "reshard":
             arguments = ["consolidate", "memory://runs/a", f"memory://out/{target}", "--to", target]
         run(*arguments)
-        assert "is there already" in run(*arguments, status=1).stderr
+        assert "already exists" in run(*arguments, status=1).stderr
     memory.get("/out", str(tmp_path / "out"), recursive=True)
     assert sorted(os.listdir(tmp_path / "out")) == sorted(ALL)
     found = {
@@ -624,7 +624,7 @@ def test_from_and_to_an_object_store(memory: Any, tmp_path: Path) -> None:
     run("consolidate", "memory://runs/a", "memory://out/safetensors", "--to", "safetensors", "--overwrite")
     refused = run("consolidate", "memory://runs/a", "memory://out/huggingface", "--to", "huggingface", "--overwrite",
                   status=1)  # fmt: skip
-    assert "a folder in an object store can't be replaced in one step" in refused.stderr
+    assert "a folder in an object store can't be replaced atomically" in refused.stderr
 
 
 # -- without the command -----------------------------------------------------------------------------------------------
@@ -658,7 +658,7 @@ def test_errors_of_the_functions(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "o").exists()
     with pytest.raises(CheckpointValueError, match="a file can't hold 0 bytes of tensors"):
         consolidate_huggingface(folder, tmp_path / "o", max_shard_size=0)
-    with pytest.raises(CheckpointFormatError, match="there is nothing"):
+    with pytest.raises(CheckpointFormatError, match="the path does not exist"):
         consolidate_lightning(tmp_path / "nothing", tmp_path / "o")
     with pytest.raises(CheckpointError, match="can't open nosuchfs"):
         consolidate_safetensors(folder, "nosuchfs://bucket/o")

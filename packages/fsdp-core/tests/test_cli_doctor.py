@@ -103,8 +103,8 @@ def test_where_all_is_well_but_a_name_that_lightning_keeps(site: Site) -> None:
     path = os.pathsep.join([str(site.path), os.environ["PATH"]])
     seen = doctor(site, status=1, PATH=path, RANK="0", NCCL_DEBUG="INFO", TORCH_HUB_TOKEN="secret", HOME_OF_NOBODY="no")
     assert what_is("broken", seen) == [  # and not once more as Lightning's warning
-        "Lightning keeps the name 'ddp' for its own strategy under Trainer and Fabric, and passes over "
-        "good-plugin 2.5's. → Have its authors choose another name; to be rid of it, type: pip uninstall good-plugin"
+        "Lightning keeps the name 'ddp' for its own strategy under Trainer and Fabric, and ignores "
+        "good-plugin 2.5's. → Have its authors choose another name; to remove it, type: pip uninstall good-plugin"
     ]
     assert not [note for note in what_is("note", seen) if "passed over" in note]
     assert seen["contract"] == "1.0"
@@ -227,7 +227,7 @@ def test_plugins_that_need_mending(light_site: Site) -> None:
         "Uninstall all but one; type: pip uninstall one-plugin or pip uninstall two-plugin",
         "strategy 'twice' can't say whether it runs here: the probe of two-plugin 1.0 failed: ZeroDivisionError: "
         "division by zero → Report this to the authors of two-plugin, or type: pip install --upgrade two-plugin",
-        "strategy 'hollow' names a Trainer class that isn't there: 'a:C' (a has no 'C') → "
+        "strategy 'hollow' names a Trainer class that does not exist: 'a:C' (a has no 'C') → "
         "Report this to the authors of hollow-plugin, or type: pip install --upgrade hollow-plugin",
     ):
         assert finding in broken

@@ -160,7 +160,7 @@ def test_refused() -> None:
     state = loader.state_dict()
     with pytest.raises(CheckpointMismatchError, match=r"over 8 samples, and the dataset now has 9(.|\n)*same dataset"):
         followed(DataLoader, 9, 2, 0, 2).load_state_dict(state)
-    with pytest.raises(CheckpointMismatchError, match=r"can't be told(.|\n)*end of an epoch"):
+    with pytest.raises(CheckpointMismatchError, match=r"does not tell which samples(.|\n)*end of an epoch"):
         loader.load_state_dict(StatefulDataLoader(range(8)).state_dict())
 
 

@@ -89,7 +89,7 @@ def test_each_option_is_read_once_and_nothing_is_imported(package: str) -> None:
     [
         ("Silent", ["Silent does not explain its option 'size'", "Add it to Args"]),
         ("Without", ["Without' has no constructor of its own", "write the options out"]),
-        ("Absent", ["Absent' is no class", "'module:Class'"]),
+        ("Absent", ["Absent' is not a class", "'module:Class'"]),
     ],
 )
 def test_what_can_not_be_read_is_told(package: str, name: str, words: list[str]) -> None:

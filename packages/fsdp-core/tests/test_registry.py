@@ -83,11 +83,11 @@ BROKEN = {
     ),
     "no list": (
         "@hookimpl\ndef fsdp_strategies():\n    return 5",
-        "StrategyInfoError: fsdp_strategies() gave a int; return a list of StrategyInfo.",
+        "StrategyInfoError: fsdp_strategies() returned a int; return a list of StrategyInfo.",
     ),
     "strings": (
         "@hookimpl\ndef fsdp_strategies():\n    return ['fsdp9']",
-        "StrategyInfoError: fsdp_strategies() gave a str where a StrategyInfo is due.",
+        "StrategyInfoError: fsdp_strategies() returned a str instead of a StrategyInfo.",
     ),
     "bad info": (
         f"@hookimpl\ndef fsdp_strategies():\n    yield StrategyInfo(name='Bad', trainer='a:b', {CPU})",
@@ -111,7 +111,7 @@ def test_a_broken_plugin_hides_nobody_and_is_named(site: Site, case: str) -> Non
     assert first.startswith(
         f"BrokenStrategyError: strategy 'bad_plugin' can't be used: bad-plugin 0.3 failed to load: {message}"
     )
-    assert second == "Mend that, or type: pip install --upgrade --force-reinstall bad-plugin"
+    assert second == "Fix it, or type: pip install --upgrade --force-reinstall bad-plugin"
 
 
 def test_the_original_error_is_chained(site: Site) -> None:
@@ -209,7 +209,7 @@ def test_every_name_of_a_broken_package_of_ours_is_broken_not_missing(site: Site
         (
             "return True",
             "BrokenStrategyError: strategy 'choosy' can't say whether it runs here: the probe of choosy-plugin 1.0 "
-            "failed: TypeError: choosy_probe:here returned a bool where None or a reason is due\n"
+            "failed: TypeError: choosy_probe:here returned a bool instead of None or a string\n"
             "Report this to the authors of choosy-plugin, or type: pip install --upgrade choosy-plugin",
         ),
     ],
@@ -280,7 +280,7 @@ def test_an_implementation_that_cannot_be_imported(site: Site, target: str, mess
     site.provide("hollow-plugin", f'name="hollow", fabric="{target}", {CPU}')
     assert error(site, "hollow", "fabric") == (
         f"BrokenStrategyError: strategy 'hollow' (hollow-plugin 1.0) can't be imported from {target!r}: {message}\n"
-        "Mend that, or type: pip install --upgrade --force-reinstall hollow-plugin"
+        "Fix it, or type: pip install --upgrade --force-reinstall hollow-plugin"
     )
 
 

@@ -88,21 +88,24 @@ def test_bad_names(name: Any) -> None:
             {"options": [Option(name="b"), Option(name="a"), Option(name="b", default=1), Option(name="level")]},
             "options name b more than once.\nKeep one Option of each name.",
         ),
-        ({"presets": {"levle": 2}}, "presets name levle, which is no option.\nList it in options, with its default."),
+        (
+            {"presets": {"levle": 2}},
+            "presets name levle, which is not an option.\nList it in options, with its default.",
+        ),
     ],
 )
 def test_bad_fields(change: dict[str, Any], message: str) -> None:
     with pytest.raises(StrategyInfoError) as raised:
         StrategyInfo(**{**GOOD, **change})
-    assert str(raised.value) == f"strategy 'my_fsdp' can't be described so: {message}"
+    assert str(raised.value) == f"strategy 'my_fsdp' has an invalid description: {message}"
 
 
 def test_an_unknown_capability() -> None:
     with pytest.raises(StrategyInfoError) as raised:
         StrategyInfo(**{**GOOD, "capabilities": ["fly"]})
     first, second = str(raised.value).split("\n")
-    assert first == "strategy 'my_fsdp' can't be described so: 'fly' is not a valid Capability."
-    assert second.startswith("There are: activation_checkpointing, clip_by_norm, ")
+    assert first == "strategy 'my_fsdp' has an invalid description: 'fly' is not a valid Capability."
+    assert second.startswith("The capabilities are: activation_checkpointing, clip_by_norm, ")
 
 
 def test_bad_options() -> None:

@@ -615,5 +615,5 @@ def raising_rank(path: Path) -> None:
 def test_when_a_rank_has_failed_alone_no_rank_runs_in_its_process_again(afresh: Launching, tmp_path: Path) -> None:
     assert "ValueError: this rank has had enough" in afresh.error(2, raising_rank, tmp_path / "raises")
     told = afresh.error(2, train, tmp_path / "after-that")
-    for words in ("has failed in this process before", "Start Python anew"):
+    for words in ("has failed in this process before", "Restart Python"):
         assert words in told

@@ -101,7 +101,7 @@ UNSUPPORTED = "UnsupportedCapabilityError"
             ["activation_checkpointing_policy=Block", "{Block}"],
         ),
         (foreign_optimizer, {}, "OptimizerMismatchError", ["none of the sharded model's"]),
-        (other_terms, {}, "ShardingError", ["before, on other terms", "auto_wrap_policy"]),
+        (other_terms, {}, "ShardingError", ["before, with other settings", "auto_wrap_policy"]),
     ],
     ids=[
         "devices",

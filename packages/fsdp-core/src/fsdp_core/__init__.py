@@ -1,6 +1,6 @@
 """Sharded training by name: what strategies there are, and what every backend of them shares.
 
-Importing this package costs next to nothing: each public name below is imported when it is first used, and only
+Importing this package is cheap: each public name below is imported on first use, and only
 :class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :class:`Sharded`,
 :func:`full_state_dict`, :func:`gathered`, :func:`load_state_dict` and :func:`wrap` import torch.
 
@@ -16,7 +16,7 @@ Example:
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # instead of `from typing import`: this file is on the way of every `import torch`
+TYPE_CHECKING = False  # instead of `from typing import`: every `import torch` imports this file
 if TYPE_CHECKING:
     from fsdp_core.checkpoint import load_state_dict
     from fsdp_core.errors import (

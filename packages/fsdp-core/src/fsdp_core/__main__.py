@@ -1,4 +1,4 @@
-"""``python -m fsdp_core``: the ``fsdp`` command, where scripts are not on the path."""
+"""``python -m fsdp_core`` runs the ``fsdp`` command where its script is not on ``PATH``."""
 
 from fsdp_core.cli import main
 

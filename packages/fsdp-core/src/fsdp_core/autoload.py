@@ -1,12 +1,12 @@
-"""Enters our strategy names in Lightning when Lightning is imported, so that a script needs no import of ours.
+"""Registers our strategy names with Lightning when Lightning is imported, so that scripts need not import fsdp-core.
 
-torch calls :func:`install` at the end of ``import torch``, through its own entry-point group ``torch.backends``, and
-Lightning imports torch before it fills its registries of strategies. So a finder placed by :func:`install` sees
-Lightning's strategy modules before they run, and enters the names right after.
+torch calls :func:`install` at the end of ``import torch``, through its entry-point group ``torch.backends``.
+Lightning imports torch before it fills its strategy registries, so the finder that :func:`install` adds sees
+Lightning's strategy modules before they run, and registers the names right after.
 
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns torch's group off; ``import fsdp_core.lightning`` then does the same by hand.
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables torch's group; ``import fsdp_core.lightning`` then does the same by hand.
 
-This file is on the way of every ``import torch``: it imports nothing but ``sys`` until Lightning comes.
+Every ``import torch`` imports this file, so it imports only ``sys`` until Lightning is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["STRATEGY_MODULES", "install"]
+__all__ = ["STRATEGY_MODULES", "install", "warn", "warn_of_fault"]
 
 STRATEGY_MODULES = (
     "lightning.fabric.strategies",
@@ -28,34 +28,32 @@ STRATEGY_MODULES = (
     "lightning_fabric.strategies",
     "pytorch_lightning.strategies",
 )
-"""The modules whose registries get our names; :mod:`fsdp_core.lightning.registration.entries` knows the registries."""
+"""The modules whose registries get our names; :mod:`fsdp_core.lightning.registration.entries` fills the registries."""
 
 
 def install() -> None:
-    """Have our names entered in Lightning's registries: those of today at once, those to come when they are imported.
+    """Register our names with Lightning: at once if its strategy modules are imported, otherwise on their import.
 
-    Idempotent. Never raises, because torch turns an error here into a failed ``import torch``: a fault becomes one
-    warning.
+    Idempotent. Never raises, because torch turns an error here into a failed ``import torch``: a fault is reported as
+    one warning.
     """
     try:
         if not any(isinstance(finder, _StrategyModuleFinder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _StrategyModuleFinder())
         for name in STRATEGY_MODULES:
             module = sys.modules.get(name)
-            # One that is still running is entered when it is done, by the loader below.
+            # A module that is still executing gets the names when it has finished, from the loader below.
             if module is not None and not getattr(module.__spec__, "_initializing", False):
                 _enter_names(name, module)
     except Exception as error:
-        from fsdp_core.fault_warnings import warn
-
         warn(f"fsdp-core could not watch for Lightning: {type(error).__name__}: {error}")
 
 
 class _StrategyModuleFinder:
-    """Finds Lightning's strategy modules as the other finders do, and enters our names after they have run.
+    """Finds Lightning's strategy modules through the other finders, and registers our names after they have run.
 
     It stays on ``sys.meta_path``, so that a reloaded registry gets the names again. For any other module it costs one
-    look into a tuple.
+    tuple lookup.
     """
 
     def find_spec(
@@ -76,7 +74,7 @@ class _StrategyModuleFinder:
 
 
 class _EnteringLoader:
-    """Stands in for a module's loader until the module has run, then leaves no trace in it."""
+    """Replaces a module's loader until the module has run, then restores the original."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -86,7 +84,7 @@ class _EnteringLoader:
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        # As importlib.util.LazyLoader does: from here on the module knows its own loader only.
+        # As importlib.util.LazyLoader does: from here on the module refers to its own loader only.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -94,7 +92,7 @@ class _EnteringLoader:
         _enter_names(module.__name__, module)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_loader":  # asked before __init__ when copied or unpickled
+        if name.startswith("__") or name == "_loader":  # looked up before __init__ when copied or unpickled
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -103,7 +101,7 @@ _being_entered: set[str] = set()
 
 
 def _enter_names(name: str, module: ModuleType) -> None:
-    """Have our names entered in ``module``'s registry, and our folders and shards known to Lightning's own strategies.
+    """Register our names in ``module``'s registry, and let Lightning's own strategies recognise our folders and shards.
 
     A fault of ours must not break the import of Lightning.
     """
@@ -121,8 +119,24 @@ def _enter_names(name: str, module: ModuleType) -> None:
         install_grad_norm()
         enter(module)
     except Exception as error:
-        from fsdp_core.fault_warnings import warn_of_fault
-
         warn_of_fault(name, error)
     finally:
         _being_entered.discard(name)
+
+
+def warn_of_fault(name: str, error: Exception) -> None:
+    """Warn that the registry of one of Lightning's strategy modules lacks our names."""
+    warn(
+        f"fsdp-core could not enter its strategy names in {name}: {type(error).__name__}: {error}\n"
+        "Lightning works without them. `fsdp doctor` shows what is wrong."
+    )
+
+
+def warn(message: str) -> None:
+    """Warn, but never raise: under ``python -W error`` an exception would fail the user's own import."""
+    import warnings
+
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:
+        print(f"warning: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The exceptions of this project; each message says what was asked, why it can't be, and what to type next."""
+"""The exceptions of this project. Each message says what was requested, why it fails, and what to type next."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def printable(text: str) -> str:
-    r"""A text without what would move a terminal's cursor or change its colours.
+    r"""Escape the control characters in a text, which could move a terminal's cursor or change its colours.
 
     Example:
         >>> print(printable("a" + chr(27) + "[31mb"))
@@ -34,11 +34,11 @@ def printable(text: str) -> str:
 
 
 class FSDPError(Exception):
-    """The base of every error that this project raises on purpose."""
+    """The base class of every error that this project raises on purpose."""
 
 
 class UnknownStrategyError(FSDPError, ValueError):
-    """No strategy goes by the name that was asked for."""
+    """No strategy has the requested name."""
 
 
 class StrategyNotInstalledError(UnknownStrategyError):
@@ -54,10 +54,10 @@ class BrokenStrategyError(FSDPError, RuntimeError):
 
 
 class ContractVersionError(FSDPError, RuntimeError):
-    """A plugin was built for another version of the contract than that of the installed fsdp-core.
+    """A plugin was built for a different version of the contract than the installed fsdp-core has.
 
     Attributes:
-        remedy: The command that mends it.
+        remedy: The command that fixes it.
     """
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
@@ -66,19 +66,19 @@ class ContractVersionError(FSDPError, RuntimeError):
 
 
 class StrategyInfoError(FSDPError, ValueError):
-    """A plugin describes a strategy in a way that can't be."""
+    """A plugin's description of a strategy is invalid."""
 
 
 class StrategyUnavailableError(FSDPError, RuntimeError):
-    """The strategy is installed, but can't run on this machine; the message holds its probe's reason."""
+    """The strategy is installed, but can't run on this machine; the message includes the probe's reason."""
 
 
 class UnsupportedCapabilityError(FSDPError, NotImplementedError):
-    """The strategy lacks the option that was asked for; the message names one that has it."""
+    """The strategy lacks the requested option; the message names a strategy that has it."""
 
 
 class ShardingError(FSDPError, ValueError):
-    """The module can't be sharded as asked (a policy that matches nothing, no parameters, sharded already)."""
+    """The module can't be sharded as requested (a policy that matches nothing, no parameters, already sharded)."""
 
 
 class OptimizerMismatchError(FSDPError, ValueError):
@@ -86,32 +86,32 @@ class OptimizerMismatchError(FSDPError, ValueError):
 
 
 class CheckpointError(FSDPError):
-    """The base of what can go wrong with a checkpoint.
+    """The base class of errors about checkpoints.
 
-    Its message may hold names from files that somebody else has made, so it shows as text what would move a terminal's
-    cursor or change its colours.
+    Messages may contain names from files that somebody else created, so control characters, which could move a
+    terminal's cursor or change its colours, are escaped.
     """
 
     def __str__(self) -> str:
-        text = Exception.__str__(self)  # and not KeyError's, which would show it as a literal
+        text = Exception.__str__(self)  # not KeyError's, which would show it as a literal
         return "\n".join(map(printable, text.split("\n")))
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """The path holds no complete checkpoint that this version can read."""
+    """The path contains no complete checkpoint that this version can read."""
 
 
 class CheckpointMismatchError(CheckpointError, RuntimeError):
-    """The checkpoint's names, shapes or dtypes are not those of the objects to restore."""
+    """The checkpoint's names, shapes or dtypes don't match the objects to restore."""
 
 
 class MissingKeyError(CheckpointMismatchError, KeyError):
-    """A name that was asked for is not in a checkpoint, or in what this rank has of one."""
+    """A requested name is not in a checkpoint, or not in this rank's part of it."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """The target of a save is already there and must not be replaced."""
+    """The target of a save already exists and must not be replaced."""
 
 
 class CheckpointValueError(CheckpointError, TypeError):
-    """The state to save holds what is neither plain data nor a tensor that the format can store."""
+    """The state to save contains a value that is neither plain data nor a tensor that the format can store."""

@@ -1,4 +1,4 @@
-"""Public names of a package, each imported when it is first used."""
+"""Public names of a package, each imported on first use."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
     Args:
         package: The package's ``__name__``.
-        homes: Its public names, and the module that each is imported from.
+        homes: Its public names, with the module that each is imported from.
 
     Returns:
-        Both functions; a name that ``homes`` lacks is an :exc:`AttributeError`.
+        Both functions. ``__getattr__`` raises :exc:`AttributeError` for a name that is not in ``homes``.
     """
 
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Where this process runs and who its peers are: the one place that starts, meets, reduces and broadcasts."""
+"""The runtime: this process's device, rank and world, and the collectives between the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 
-#: Long enough for gloo's threads that have done their work to let go of it, on a loaded machine too.
+#: Long enough for gloo's threads to release the tensors of finished work, even on a loaded machine.
 _SECONDS_FOR_THREADS = 0.1
 _last_group_destroyed = float("-inf")
 
@@ -35,7 +35,7 @@ def _destroy(group: Any) -> None:
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """A thread of gloo's that drops its last tensor in an interpreter that is already ending aborts the process."""
+    """Wait for gloo's threads: one that frees its last tensor while the interpreter shuts down aborts the process."""
     time.sleep(max(0.0, _last_group_destroyed + _SECONDS_FOR_THREADS - time.monotonic()))
 
 
@@ -44,17 +44,17 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Runtime(ABC):
-    """Tells a backend and a checkpoint which rank this is, and lets the ranks of one run talk.
+    """The rank, world size and device of this process, and the collectives between the ranks of a run.
 
-    The adapters call :meth:`start` once per rank; everything else may be called after it. A runtime that was never
-    started is a world of one: its collectives return what they were given.
+    Adapters call :meth:`start` once per rank; everything else may be called after it. A runtime that was never
+    started has a world size of 1: its collectives return their input.
 
     Attributes:
         device: The device that this rank computes on.
         rank: This rank's index in the world, from 0.
         local_rank: This rank's index on its host, from 0.
         world_size: The number of ranks.
-        patience: How long :meth:`meet` waits for other ranks.
+        patience: How long :meth:`meet` waits for the other ranks.
     """
 
     device: torch.device = torch.device("cpu")
@@ -75,7 +75,7 @@ class Runtime(ABC):
         port: int,
         timeout: timedelta | None = None,
     ) -> None:
-        """Join the world. Idempotent: a world that stands already is used as it is.
+        """Join the world. Idempotent: an existing process group is used as it is.
 
         Args:
             rank: This rank's index in the world.
@@ -84,11 +84,11 @@ class Runtime(ABC):
             device: The device that this rank computes on.
             address: Host name or address of rank 0.
             port: Port on which rank 0 listens.
-            timeout: How long a collective may wait for its peers; the runtime's own default when ``None``.
+            timeout: How long a collective may wait for its peers; ``None`` for the runtime's default.
         """
 
     def described(self) -> str:
-        """The ranks and how they talk, in words, for the line that is logged when a module has been sharded."""
+        """Describe the ranks and their communication backend, for the line that is logged after sharding a module."""
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
 
     @abstractmethod
@@ -109,14 +109,14 @@ class Runtime(ABC):
         """
 
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp | str = "mean") -> Tensor:
-        """Reduce ``tensor`` over the ranks, and give each its own row.
+        """Reduce ``tensor`` over the ranks, and return each rank's row of the result.
 
         Args:
-            tensor: Shape ``(world_size, ...)``, the same on every rank; its values are lost.
+            tensor: Shape ``(world_size, ...)``, the same on every rank; its values are overwritten.
             op: As for :meth:`all_reduce`.
 
         Returns:
-            A tensor of shape ``(...)``: row :attr:`rank` of the reduced one.
+            A tensor of shape ``(...)``: row :attr:`rank` of the reduced tensor.
         """
         return self.all_reduce(tensor, op)[self.rank]
 
@@ -127,18 +127,18 @@ class Runtime(ABC):
         Args:
             tensor: Shape ``(...)``, the same on every rank.
             group: A process group; all ranks when ``None``.
-            sync_grads: Whether gradients flow back to the ranks that gave the tensors.
+            sync_grads: Whether gradients flow back to the ranks that the tensors came from.
 
         Returns:
             A tensor of shape ``(world_size, ...)``.
         """
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Give every rank the values of rank ``src``, in place. By itself it sends them as an object, over the host.
+        """Copy the values of rank ``src`` to every rank, in place. This default sends them as an object via the host.
 
         Args:
-            tensor: Of one shape, dtype and device on every rank.
-            src: The rank whose values they get.
+            tensor: Of the same shape, dtype and device type on every rank.
+            src: The rank whose values are copied.
 
         Returns:
             ``tensor``.
@@ -150,71 +150,71 @@ class Runtime(ABC):
 
     @abstractmethod
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Give every rank the object that rank ``src`` holds. The object must be picklable."""
+        """Return the object of rank ``src`` on every rank. The object must be picklable."""
 
     @abstractmethod
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Give every rank the list of all ranks' objects, by rank. The objects must be picklable."""
+        """Return the list of all ranks' objects, by rank, on every rank. The objects must be picklable."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return on no rank before every rank has called."""
+        """Block until every rank has called it."""
 
     def meet(self, doing: str) -> None:
-        """Return on no rank before every rank has called, or raise where others don't.
+        """Block until every rank has called it, or raise if some rank does not.
 
-        For what a user may have only one rank do, where ranks would otherwise wait for each other for long, or exchange
-        what does not belong together.
+        Used before operations that a user might run on one rank only, after which ranks would otherwise wait for each
+        other for a long time, or exchange mismatched data.
 
         Args:
-            doing: What all ranks are to do, in words, for the error.
+            doing: The operation that all ranks must run, in words, for the error.
 
         Raises:
-            ShardingError: Another rank did not come, if that can be known here.
+            ShardingError: Another rank did not call it in time, where that can be detected.
         """
         self.barrier()
 
     def device_random_state(self) -> Any:
-        """Where the random-number generator of :attr:`device` is: a small tensor or plain data.
+        """The state of the random-number generator of :attr:`device`, as a small tensor or plain data.
 
         Returns:
-            ``None`` on the CPU, whose generator is the process's own.
+            The state; ``None`` on the CPU, whose generator is the process's default one.
         """
         if self.device.type == "cpu":
             return None
         return torch.get_device_module(self.device).get_rng_state(self.device)
 
     def set_device_random_state(self, state: Any) -> None:
-        """Set the generator of :attr:`device` to where :meth:`device_random_state` found it."""
+        """Restore the generator of :attr:`device` to a state from :meth:`device_random_state`."""
         torch.get_device_module(self.device).set_rng_state(state, self.device)
 
     def side_channel(self) -> Runtime:
-        """The same ranks, over a way of their own: its collectives may be called by another thread than this one's.
+        """A runtime of the same ranks over a separate channel, whose collectives another thread may call.
 
-        Every rank must call it, on the thread that calls this runtime's collectives, and :meth:`stop` what it gets
-        when no thread uses it any more.
+        Every rank must call this, on the thread that calls this runtime's collectives, and :meth:`stop` the returned
+        runtime when no thread uses it any more.
 
         Raises:
-            UnsupportedCapabilityError: The ranks of this runtime have no second way to talk.
+            UnsupportedCapabilityError: This runtime has no second channel between its ranks.
         """
         raise UnsupportedCapabilityError(
-            f"{type(self).__name__} gives a second thread no way to talk to other ranks, which async_save=True needs.\n"
+            f"{type(self).__name__} has no second channel to other ranks, which async_save=True needs.\n"
             "Leave async_save out."
         )
 
 
 class ProcessGroupRuntime(Runtime):
-    """One process per rank, meeting in torch's default process group: NCCL on CUDA, gloo on CPU.
+    """One process per rank, in torch's default process group: NCCL on CUDA, gloo on CPU.
 
     On CUDA the group is ``cpu:gloo,cuda:nccl``, because parameters offloaded to the CPU are clipped there, which NCCL
     alone can't reduce.
 
     Args:
-        backend: The process-group backend, as in :func:`torch.distributed.init_process_group`; chosen by device when
-            ``None``.
+        backend: The process-group backend, as in :func:`torch.distributed.init_process_group`; ``None`` to choose it
+            by device.
 
     Example:
-        A runtime that was not started is a world of one:
+        A runtime that was not started has a world size of 1:
 
         >>> runtime = ProcessGroupRuntime()
         >>> runtime.world_size, runtime.broadcast_object("hello")
@@ -255,7 +255,7 @@ class ProcessGroupRuntime(Runtime):
             timeout=timeout,
         )
         self._owns_group = True
-        # gloo's threads abort the interpreter (exit status 134) if the group is still there when it ends
+        # gloo's threads abort the interpreter (exit status 134) if the group still exists when it ends
         atexit.register(self.stop)
 
     def described(self) -> str:
@@ -353,7 +353,7 @@ class ProcessGroupRuntime(Runtime):
             absent = [rank for rank in range(self.world_size) if not store.check([f"{place}/{rank}"])]
             if not absent:
                 return
-            store.delete_key(f"{place}/{self.rank}")  # who catches this may come again, to the same meeting
+            store.delete_key(f"{place}/{self.rank}")  # a caller that catches this may retry the same meeting
             store.add(place, -1)
             store.add(counter, -1)
             raise ShardingError(
@@ -363,7 +363,7 @@ class ProcessGroupRuntime(Runtime):
                 "on every rank, in which a single one may call the module. generate() of transformers takes "
                 "synced_gpus=True, with which ranks call the module equally often."
             ) from late
-        # who is here has come back from the meeting before, of which nobody needs anything any more
+        # every rank that is here has left the previous meeting, so its keys are no longer needed
         before = f"fsdp_core/meeting {number - 1}"
         store.delete_key(f"{before}/{self.rank}")
         for key in (before, f"{before}/all") if self.rank == 0 else ():
@@ -379,7 +379,7 @@ class ProcessGroupRuntime(Runtime):
 
 
 class _SideChannel(ProcessGroupRuntime):
-    """The ranks of a runtime over a gloo group of their own, for the CPU alone."""
+    """The ranks of a runtime over a separate gloo group, for CPU tensors only."""
 
     def __init__(self, main: ProcessGroupRuntime, timeout: timedelta | None) -> None:
         super().__init__("gloo")
@@ -393,6 +393,6 @@ class _SideChannel(ProcessGroupRuntime):
 
     def stop(self) -> None:
         if self._group is not None and dist.is_initialized():
-            with suppress(ValueError):  # it is gone already, with all other groups
+            with suppress(ValueError):  # it was destroyed already, with all other groups
                 _destroy(self._group)
         self._group = None

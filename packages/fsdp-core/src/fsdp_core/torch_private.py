@@ -1,4 +1,4 @@
-"""The private names of torch that this package uses, each with its reason. Checked on torch 2.9.0 and 2.13.0."""
+"""The private names of torch that this package uses, each with its reason. Tested with torch 2.9.0 and 2.13.0."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
-# The base of every batch norm, SyncBatchNorm included; there is no public one.
+# The base class of every batch norm, including SyncBatchNorm; no public name exists.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-# The only way to see every operation, and what is in its arguments; there are no public names.
+# The only way to intercept every operation and traverse its arguments; no public names exist.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader
@@ -52,15 +52,15 @@ __all__ = [
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device in place, in as few kernels as torch's own optimizers use.
+    """Multiply tensors on one device in place, with as few kernels as torch's own optimizers use.
 
-    There is no public fused multiply over a list.
+    torch has no public fused multiplication over a list.
     """
     torch._foreach_mul_(tensors, factor)
 
 
 def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Norms of tensors of one device and dtype, accumulated in fp32, in one kernel.
+    """Norms of tensors of the same device and dtype, accumulated in fp32, in one kernel.
 
     ``torch.nn.utils.get_total_norm`` is public, but rounds the norms of bf16 gradients to bf16.
     """
@@ -69,12 +69,12 @@ def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 
 
 def refuse_unreduced_values(refusal: Callable[[], Exception] | None) -> None:
-    """Let ``float()`` and the like of a DTensor raise that ranks have yet to reduce, such as a norm; or not any longer.
+    """Make ``float()`` and the like raise for a DTensor with an unreduced (``Partial``) value, such as a norm.
 
-    torch reads this rank's own part of the result, without a word. DTensor has no public place to say so.
+    torch silently reads this rank's own part of the result. DTensor has no public hook for this.
 
     Args:
-        refusal: Makes what is raised.
+        refusal: Creates the exception to raise; ``None`` to restore torch's behaviour.
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     op: Any = torch.ops.aten._local_scalar_dense.default
@@ -94,54 +94,54 @@ def refuse_unreduced_values(refusal: Callable[[], Exception] | None) -> None:
 
 
 def hooks_on(parameter: Tensor) -> bool:
-    """Whether gradient hooks are registered on a parameter. There is no public way to ask."""
+    """Whether gradient hooks are registered on a parameter. There is no public way to check."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Whether FSDP1 manages a parameter, alone or as part of a flat one. There is no public way to ask."""
+    """Whether FSDP1 manages a parameter, by itself or as part of a flat one. There is no public way to check."""
     return isinstance(parameter, FlatParameter) or bool(getattr(parameter, "_fsdp_flattened", False))
 
 
-#: The identity of a storage, and where in it a tensor begins.
+#: The identity of a storage, and a tensor's offset in it.
 Place = tuple[int, int]
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Where a tensor's elements begin: equal for a tensor and its views from there, as long as one of them lives.
+    """The storage and offset of a tensor: equal for a tensor and views at the same offset, while one of them is alive.
 
-    ``data_ptr()`` is public, and is no address on a device such as XLA's, whose tensors all give the same.
+    ``data_ptr()`` is public, but is not an address on devices such as XLA's, where all tensors return the same value.
     """
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def users_of_storage(tensor: Tensor) -> int:
-    """How many tensors have their elements in the memory that this one has, itself included.
+    """The number of tensors that share this tensor's storage, itself included.
 
-    Nothing public counts them.
+    No public API counts them.
     """
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # but for the object that asks
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without the `storage` object above
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread. There is no public way to ask."""
+    """Whether autograd is running a backward pass on this thread. There is no public way to check."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def meeting_place() -> Any:
-    """The store in which the ranks of the default process group have met; ``None`` without one.
+    """The store of the default process group; ``None`` without a process group.
 
-    There is no public way to it. Unlike a collective, it is answered while other ranks wait in one.
+    There is no public way to get it. Unlike a collective, it can be used while other ranks wait in a collective.
     """
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 @contextmanager
 def not_managed(module: nn.Module) -> Iterator[None]:
-    """A context in which no part of a module says that FSDP manages it, as others' code asks before it calls ranks.
+    """A context in which no submodule is marked as managed by FSDP; other libraries check the mark.
 
-    torch marks modules for its compiler; transformers takes the mark for a reason to let ranks wait for each other.
+    torch marks modules for its compiler; transformers synchronizes ranks if it finds the mark.
     """
     marked = [inner for inner in module.modules() if inner.__dict__.pop("_is_fsdp_managed_module", False)]
     try:
@@ -160,22 +160,22 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """A context in which a subclass of ``Tensor`` computes as a plain one; the public ways give the subclass back."""
+    """A context in which a ``Tensor`` subclass behaves as a plain tensor; the public APIs return the subclass again."""
     context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
     return context
 
 
 def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[Tensor], Tensor]) -> None:
-    """Let ``scaler`` see an overflow that happened in another rank's shard.
+    """Make ``scaler`` detect overflow in other ranks' shards.
 
-    ``GradScaler`` decides on each rank alone whether to skip a step; over shards, the ranks would part ways. It also
-    can't unscale sharded and replicated gradients in one list. Both live in ``_unscale_grads_``, the method that
-    torch's own ``ShardedGradScaler`` replaces; it is replaced on the instance, so that a user's own
-    scaler stays what it is.
+    ``GradScaler`` decides on each rank separately whether to skip a step; with shards, the ranks would diverge. It also
+    can't unscale sharded and replicated gradients in one list. Both happen in ``_unscale_grads_``, the method that
+    torch's own ``ShardedGradScaler`` overrides; it is replaced on the instance, so that the class of a user's scaler
+    does not change.
 
     Args:
         scaler: The scaler, changed in place.
-        all_reduce_max: Takes the largest value over the ranks of a tensor of shape ``(1,)``.
+        all_reduce_max: All-reduces a tensor of shape ``(1,)`` to its maximum over the ranks.
     """
 
     def unscale(
@@ -203,13 +203,13 @@ def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[
 
 
 def iterates_as_torch(loader: DataLoader[Any]) -> bool:
-    """Whether a loader makes its iterators with ``_get_iterator``, and these give batches in the sampler's order."""
+    """Whether a dataloader creates its iterators with ``_get_iterator``, and they yield batches in sampler order."""
     makes = getattr(type(loader).__iter__, "__module__", "")
     return makes.startswith(("torch.utils.data.", "torchdata.")) and getattr(loader, "in_order", True)
 
 
 def watch_iterators(loader: DataLoader[Any], told: Callable[[Any], None]) -> None:
-    """Call ``told`` with each iterator that a loader makes. A plain ``DataLoader`` keeps no reference to them."""
+    """Call ``told`` with each iterator that a dataloader creates. A plain ``DataLoader`` keeps no reference to them."""
     place = weakref.ref(loader)
 
     def make_and_tell() -> Any:
@@ -223,28 +223,29 @@ def watch_iterators(loader: DataLoader[Any], told: Callable[[Any], None]) -> Non
 
 
 def batches_given(iterator: Any) -> int:
-    """How many batches a loader's iterator has given; what its workers have prepared ahead does not count.
+    """The number of batches that a dataloader's iterator has yielded, without those that its workers have prefetched.
 
-    No public name counts them on this side of the workers.
+    No public API counts them in the main process.
     """
     return int(iterator._num_yielded)
 
 
 def is_exhausted(iterator: Any) -> bool:
-    """Whether an iterator of torchdata's has told that there is no more batch; torch's own don't keep it."""
+    """Whether a torchdata iterator has signalled that no batch is left; torch's own iterators don't record it."""
     return bool(getattr(iterator, "_finished", False))
 
 
 def process_groups() -> int:
-    """How many process groups there are, the default one included; torch counts them for itself alone."""
+    """The number of process groups, the default one included; torch has no public count."""
     return len(torch.distributed.distributed_c10d._world.pg_map)
 
 
 def skipped_initialiser(asked: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """The function of ``torch.nn.init`` that is about to leave a tensor alone, and what it was called with.
+    """The function of ``torch.nn.init`` that is about to skip a meta tensor, and its arguments.
 
-    From torch 2.13 on some return at once if ``tensor.is_meta``. Called where that is asked for, in
-    ``__torch_function__``; callers hold the functions themselves, so that replacing these would not reach all.
+    From torch 2.13 on, some of these functions return at once if ``tensor.is_meta``. Called from
+    ``__torch_function__`` when that attribute is read. Callers may hold references to the functions, so patching
+    ``torch.nn.init`` would not reach all of them.
     """
     if getattr(asked, "__self__", None) is not Tensor.is_meta:
         return None

@@ -24,7 +24,7 @@ __all__ = ["held_by_units", "restore_to_units"]
 
 
 def held_by_units(root: FullyShardedDataParallel, runtime: Runtime) -> HeldGradients:
-    """What this rank holds of the units' gradients. All ranks must call it; the root must not be gathered."""
+    """This rank's part of the units' accumulated gradients. All ranks must call it; the root must be sharded."""
     units = list(units_of(root))
     unreduced = {unit: unreduced_gradients(unit) for unit in units}
     shards = [reduced_gradient(unit) for unit in units]
@@ -49,12 +49,13 @@ def restore_to_units(
     own: Mapping[str, Callable[[], Tensor]],
     reduced: Mapping[str, Tensor | SavedTensor],
 ) -> None:
-    """Let the units go on from gradients that :func:`held_by_units` has found, or that another backend has.
+    """Restore gradients that were returned by :func:`held_by_units`, or by another backend.
 
     Args:
-        root: The root, not gathered.
-        own: Functions that read what is not reduced yet, by the user's names.
-        reduced: What is reduced already. Names that no unit has flattened are left alone here, as in ``own``.
+        root: The root, sharded.
+        own: Functions that read this rank's unreduced gradients, by the user's names.
+        reduced: Reduced gradients by the user's names. Here and in ``own``, names that no unit has flattened are
+            ignored.
     """
     members = dict(named_members(root))
     for unit in units_of(root):

@@ -1,4 +1,4 @@
-"""Sharding with torch's ``FullyShardedDataParallel`` (FSDP1). Knows no Lightning."""
+"""Sharding with torch's ``FullyShardedDataParallel`` (FSDP1). Independent of Lightning."""
 
 from __future__ import annotations
 
@@ -33,33 +33,32 @@ from fsdp_core.sharding import (
     stays_whole,
 )
 from fsdp_core.state import give_back
-from fsdp_cuda_native.inputs import cast_inputs_of
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
-from fsdp_cuda_native.wrappers import called_for, renew_parameters
+from fsdp_cuda_native.wrappers import called_for, cast_inputs_of, renew_parameters
 
 __all__ = ["NativeBackend"]
 
 
 class NativeBackend(Backend):
-    """Flattens the parameters of each unit into one, of which every rank keeps a run of elements.
+    """Flattens the parameters of each unit into one flat parameter, of which each rank holds consecutive elements.
 
-    0-dim parameters, which FSDP1 refuses, and those that it is told to ignore stay whole on every rank, and their
-    gradients are averaged.
+    0-dim parameters, which FSDP1 rejects, and ignored parameters are replicated on every rank, and their gradients are
+    averaged.
 
     Args:
         auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
             blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
-        activation_checkpointing: The same as a class or a list of classes.
+        activation_checkpointing: The same, as a class or a list of classes.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
         backward_prefetch: When the next unit's parameters are gathered in the backward pass; ``None``: when needed.
-        mixed_precision: Dtypes of computation and reduction, instead of those that the precision implies.
+        mixed_precision: Dtypes of computation and reduction; overrides the precision.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation. It keeps accumulated
-            gradients sharded, for more communication.
+            gradients sharded at the cost of more communication.
         **options: Those of :data:`fsdp_cuda_native.options.FSDP_OPTIONS`.
     """
 
@@ -97,7 +96,7 @@ class NativeBackend(Backend):
 
     @property
     def use_orig_params(self) -> bool:
-        """Whether an optimizer holds each parameter, and not one flat parameter for each unit."""
+        """Whether optimizers hold the original parameters instead of one flat parameter per unit."""
         return bool(self.options["use_orig_params"])
 
     def terms(self) -> dict[str, Any]:
@@ -164,11 +163,11 @@ class NativeBackend(Backend):
             if unit is not module:
                 put_in_place(module, unit, root)
         assert root is not None
-        root.check_is_root()  # now, while nothing has moved: shards get the memory that they keep
+        root.check_is_root()  # now, before anything is moved, so that shards get their final memory
         cast_inputs_of(module, self._mixed_precision())
         return NativeSharded(root, module, orders, whole, self.runtime)
 
-    # -- what is handed to torch -----------------------------------------------------------------------------------
+    # -- arguments for torch ---------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> bool:
@@ -206,10 +205,10 @@ class NativeBackend(Backend):
         )
 
     def _wrapped(self, unit: nn.Module, whole: list[nn.Parameter]) -> FullyShardedDataParallel:
-        # the CPU's shards live in host memory as it is; torch would ask for memory pinned for an accelerator
+        # on the CPU, shards live in host memory already; torch would allocate memory pinned for an accelerator
         offload = self.cpu_offload and self.runtime.device.type != "cpu"
         with warnings.catch_warnings():
-            # one rank has nothing to shard, which needs no telling
+            # one rank has nothing to shard, which needs no warning
             warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
             return FullyShardedDataParallel(
                 unit,

@@ -1,4 +1,4 @@
-"""``strategy="ddp_fully_sharded"``: the name and the options that users of fairscale's FSDP know."""
+"""``strategy="ddp_fully_sharded"``: ``fsdp_native`` under the name and with the options of fairscale's FSDP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_cuda_native.fabric import NativeFSDPStrategy
-from fsdp_cuda_native.migration import refuse_others_options
+from fsdp_cuda_native.options import refuse_others_options
 from fsdp_cuda_native.trainer import DDPFullyShardedNativeStrategy
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPFullyShardedStrategy", "FabricFullyShardedStrategy"]
 
-#: Fairscale's options without a counterpart: what is said where anything but the default is given.
+#: Fairscale's options without a counterpart: the default, and what to write instead of any other value.
 _WITHOUT_COUNTERPART: dict[str, tuple[object, str]] = {
     "flatten_parameters": (True, "Parameters are always flattened; use strategy='fsdp2' to keep them apart."),
     "move_grads_to_cpu": (None, "Gradients are where their shards are: write cpu_offload=True, or leave it out."),
@@ -40,7 +40,7 @@ _WITHOUT_COUNTERPART: dict[str, tuple[object, str]] = {
 
 
 class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
-    """``fsdp_native`` with the options of the strategy that Lightning had for fairscale.
+    """``fsdp_native`` with the options of Lightning's former fairscale strategy.
 
     Args:
         accelerator: As in Lightning.
@@ -48,18 +48,18 @@ class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
         flatten_parameters: ``True`` only.
         reshard_after_forward: Whether units free their parameters between forward and backward pass.
         move_grads_to_cpu: ``None`` only; gradients follow ``cpu_offload``.
-        fp32_reduce_scatter: Whether gradients are reduced in fp32 and not in ``compute_dtype``, if that is given;
-            precision strings such as ``"16-mixed"`` reduce in fp32 in any case.
+        fp32_reduce_scatter: Whether gradients are reduced in fp32 instead of ``compute_dtype``, if that is given;
+            precision strings such as ``"16-mixed"`` always reduce in fp32.
         compute_dtype: The dtype to compute in; that of ``precision`` when ``None``.
         bucket_cap_mb: 25 only; there are no buckets.
-        min_num_params: The size from which a submodule is a unit of its own; the repeated blocks are when ``None``.
+        min_num_params: The number of parameters from which a submodule is a unit; ``None``: repeated blocks are units.
         state_dict_to_cpu: ``True`` only.
         parallel_devices: As in Lightning.
         cluster_environment: As in Lightning.
         checkpoint_io: As in Lightning.
         precision_plugin: As in Lightning.
         process_group_backend: As in :func:`torch.distributed.init_process_group`.
-        backward_prefetch: As in :class:`~fsdp_cuda_native.trainer.DDPFullyShardedNativeStrategy`, as for what follows.
+        backward_prefetch: As in :class:`~fsdp_cuda_native.trainer.DDPFullyShardedNativeStrategy`; so are those below.
         mixed_precision: Or ``compute_dtype``.
         activation_checkpointing: A class of modules, or a list of classes.
         auto_wrap_policy: Or ``min_num_params``.
@@ -68,15 +68,15 @@ class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
         async_save: Whether checkpoints are written in the background.
-        sharding_strategy: ``None``: what ``reshard_after_forward`` says.
-        use_orig_params: Whether optimizers hold the parameters, and not one flat parameter for each unit.
-        ignored_modules: Modules that stay whole on every rank.
-        ignored_states: The same; parameters too.
+        sharding_strategy: ``None``: chosen by ``reshard_after_forward``.
+        use_orig_params: Whether optimizers hold the original parameters instead of one flat parameter per unit.
+        ignored_modules: Modules that are replicated on every rank.
+        ignored_states: The same; takes parameters too.
         process_group: The ranks to shard over.
         device_mesh: The same as a mesh, or as its shape.
-        param_init_fn: Fills a module that was built on the meta device.
+        param_init_fn: Initializes a module that was built on the meta device.
         forward_prefetch: Whether the next unit is gathered before it is needed in the forward pass.
-        limit_all_gathers: Whether memory is bounded by gathering two units ahead at most.
+        limit_all_gathers: Whether at most two units are gathered ahead, to bound memory.
 
     Raises:
         UnsupportedCapabilityError: An option has no counterpart, or is given in its old and its new spelling.
@@ -179,18 +179,18 @@ class FabricFullyShardedStrategy(NativeFSDPStrategy):
         flatten_parameters: ``True`` only.
         reshard_after_forward: Whether units free their parameters between forward and backward pass.
         move_grads_to_cpu: ``None`` only; gradients follow ``cpu_offload``.
-        fp32_reduce_scatter: Whether gradients are reduced in fp32 and not in ``compute_dtype``, if that is given;
-            precision strings such as ``"16-mixed"`` reduce in fp32 in any case.
+        fp32_reduce_scatter: Whether gradients are reduced in fp32 instead of ``compute_dtype``, if that is given;
+            precision strings such as ``"16-mixed"`` always reduce in fp32.
         compute_dtype: The dtype to compute in; that of ``precision`` when ``None``.
         bucket_cap_mb: 25 only; there are no buckets.
-        min_num_params: The size from which a submodule is a unit of its own; the repeated blocks are when ``None``.
+        min_num_params: The number of parameters from which a submodule is a unit; ``None``: repeated blocks are units.
         state_dict_to_cpu: ``True`` only.
         parallel_devices: As in Lightning.
         cluster_environment: As in Lightning.
         checkpoint_io: As in Lightning.
         precision: As in Lightning.
         process_group_backend: As in :func:`torch.distributed.init_process_group`.
-        backward_prefetch: As in :class:`~fsdp_cuda_native.fabric.NativeFSDPStrategy`, as for what follows.
+        backward_prefetch: As in :class:`~fsdp_cuda_native.fabric.NativeFSDPStrategy`; so are those below.
         mixed_precision: Or ``compute_dtype``.
         activation_checkpointing: A class of modules, or a list of classes.
         auto_wrap_policy: Or ``min_num_params``.
@@ -199,15 +199,15 @@ class FabricFullyShardedStrategy(NativeFSDPStrategy):
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
         async_save: Whether checkpoints are written in the background.
-        sharding_strategy: ``None``: what ``reshard_after_forward`` says.
-        use_orig_params: Whether optimizers hold the parameters, and not one flat parameter for each unit.
-        ignored_modules: Modules that stay whole on every rank.
-        ignored_states: The same; parameters too.
+        sharding_strategy: ``None``: chosen by ``reshard_after_forward``.
+        use_orig_params: Whether optimizers hold the original parameters instead of one flat parameter per unit.
+        ignored_modules: Modules that are replicated on every rank.
+        ignored_states: The same; takes parameters too.
         process_group: The ranks to shard over.
         device_mesh: The same as a mesh, or as its shape.
-        param_init_fn: Fills a module that was built on the meta device.
+        param_init_fn: Initializes a module that was built on the meta device.
         forward_prefetch: Whether the next unit is gathered before it is needed in the forward pass.
-        limit_all_gathers: Whether memory is bounded by gathering two units ahead at most.
+        limit_all_gathers: Whether at most two units are gathered ahead, to bound memory.
 
     Raises:
         UnsupportedCapabilityError: An option has no counterpart, or is given in its old and its new spelling.
@@ -310,14 +310,14 @@ def translate(
     compute_dtype: torch.dtype | None,
     min_num_params: float | None,
 ) -> dict[str, Any]:
-    """The three options of ``fsdp_native`` that some of fairscale's stand for.
+    """Translate fairscale's options into ``sharding_strategy``, ``mixed_precision`` and ``auto_wrap_policy``.
 
     Args:
-        sharding_strategy: As it was given, as for the two that follow.
-        mixed_precision: See there.
-        auto_wrap_policy: See there.
+        sharding_strategy: The user's value.
+        mixed_precision: The user's value.
+        auto_wrap_policy: The user's value.
         reshard_after_forward: Becomes ``sharding_strategy``.
-        fp32_reduce_scatter: Becomes a part of ``mixed_precision``.
+        fp32_reduce_scatter: Becomes part of ``mixed_precision``.
         compute_dtype: Becomes ``mixed_precision``.
         min_num_params: Becomes ``auto_wrap_policy``.
 
@@ -349,15 +349,15 @@ def _refuse_two_spellings(old: str, new: str, both: bool) -> None:
 
 
 def refuse_fairscales_options(made: type, unknown: Mapping[str, object], **given: object) -> None:
-    """Refuse what only fairscale had, and options that nobody has, all of it together.
+    """Refuse options that only fairscale had, and unknown options, in one error.
 
     Args:
         made: The strategy's class.
-        unknown: What its constructor was given besides its own options.
+        unknown: Other keyword arguments that its constructor received.
         **given: The values of options without a counterpart.
 
     Raises:
-        UnsupportedCapabilityError: There is any.
+        UnsupportedCapabilityError: An option is refused.
     """
     told = [
         f"strategy 'ddp_fully_sharded' can't take {name}={value!r}, which only fairscale had.\n{instead}"

@@ -1,4 +1,4 @@
-"""Over which ranks parameters are sharded, and over which they are replicated."""
+"""The ranks over which parameters are sharded, and those over which they are replicated."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ __all__ = ["ranks_to_shard_over"]
 def ranks_to_shard_over(
     strategy: ShardingStrategy, process_group: Any, mesh: Any, policy_is_given: bool, runtime: Runtime
 ) -> dict[str, Any]:
-    """What to tell ``FullyShardedDataParallel`` about ranks: a mesh, or a process group, or nothing for all ranks.
+    """Keyword arguments for ``FullyShardedDataParallel``: a mesh, a process group, or none for all ranks.
 
     Args:
-        strategy: Whether there are replicas at all.
-        process_group: As given: for hybrid sharding a pair, the ranks to shard over and those to replicate over.
-        mesh: As given: a mesh or its shape, for hybrid sharding ``(replicas, ranks of each)``.
-        policy_is_given: Whether the user wrote an ``auto_wrap_policy``; then hybrid sharding may choose the ranks of
-            one host to shard over, as torch does.
+        strategy: The sharding strategy.
+        process_group: The user's option: for hybrid sharding a pair, the ranks to shard over and those to replicate
+            over.
+        mesh: The user's option: a mesh or its shape, for hybrid sharding ``(replicas, ranks of each)``.
+        policy_is_given: Whether the user passed an ``auto_wrap_policy``. Hybrid sharding may then shard over the ranks
+            of each host, as torch does.
         runtime: All ranks.
 
     Raises:
@@ -67,7 +68,7 @@ def _check_groups(process_group: Any, strategy: ShardingStrategy, runtime: Runti
     pair = process_group if isinstance(process_group, tuple) else (process_group,)
     if strategy not in HYBRID:
         if len(pair) != 1 or dist.get_world_size(pair[0]) != runtime.world_size:
-            # torch would train each group by itself, and never average over the others
+            # torch would train each group separately, and never average across groups
             raise UnsupportedCapabilityError(
                 f"process_group={process_group!r} is not one group of all {runtime.world_size} ranks, over which "
                 f"{strategy.name} shards and averages.\n"
@@ -98,7 +99,7 @@ def _check_hybrid(shape: tuple[int, ...], strategy: ShardingStrategy, runtime: R
             "Write device_mesh=(replicas, ranks of each), the two multiplying to the number of ranks."
         )
     if shape[1] == 1 and runtime.world_size > 1:
-        # torch would fall back to NO_SHARD within each group of one, and never average over the replicas
+        # torch would fall back to NO_SHARD within each group of one, and never average across replicas
         raise UnsupportedCapabilityError(
             f"device_mesh={shape} leaves one rank to each replica, so there is nothing for {strategy.name} to shard.\n"
             "Write sharding_strategy='NO_SHARD', or strategy='ddp'."

@@ -1,8 +1,8 @@
-"""FSDP1's options, as users write them and as torch takes them."""
+"""FSDP1's options, as users write them and as torch takes them, and what to write instead of other libraries'."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_core import UnsupportedCapabilityError
+from fsdp_core.plugins import refuse_unknown_options
 
 __all__ = [
     "FSDP_OPTIONS",
@@ -18,10 +19,11 @@ __all__ = [
     "check_options",
     "classes_to_checkpoint",
     "named_member",
+    "refuse_others_options",
     "wants_offload",
 ]
 
-#: Options of ``FullyShardedDataParallel`` that are passed on, with their defaults here.
+#: Options of ``FullyShardedDataParallel`` that are passed through, with this package's defaults.
 FSDP_OPTIONS: Mapping[str, Any] = {
     "sharding_strategy": "FULL_SHARD",
     "use_orig_params": True,
@@ -36,20 +38,36 @@ FSDP_OPTIONS: Mapping[str, Any] = {
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
-#: Options of ``FullyShardedDataParallel`` that the strategy answers for.
-DECIDED: Mapping[str, str] = {
+#: Values of other libraries' options that are accepted, because they describe what happens here.
+ALWAYS: Mapping[str, Collection[object]] = {
+    "sync_module_states": (True,),
+    "flatten_parameters": (True,),
+    "data_parallel_size": ("auto",),
+    "tensor_parallel_size": (1,),
+}
+
+#: What to write instead of FSDP1's options that the strategy decides, and of fsdp2's, Lightning's and fairscale's.
+OTHER_OPTIONS: Mapping[str, str] = {
     "device_id": "Leave it out: Lightning's `devices` says where each rank runs.",
     "sync_module_states": "Leave it out: rank 0's values always win.",
+    "reshard_after_forward": "Write sharding_strategy='FULL_SHARD' for True, 'SHARD_GRAD_OP' for False.",
+    "mp_policy": "Write precision='bf16-mixed' to Trainer or Fabric, or give a mixed_precision.",
+    "precision_plugin": "Under Fabric it is called precision.",
+    "precision": "Write precision= to the Trainer; a plugin is called precision_plugin here.",
+    "data_parallel_size": "Leave it out: all ranks shard; tensor parallelism is not part of 'fsdp_native'.",
+    "tensor_parallel_size": "'fsdp_native' has no tensor parallelism.",
+    "save_distributed_checkpoint": "Write state_dict_type='sharded', or 'full'.",
+    "flatten_parameters": "Leave it out: parameters are always flattened. It belongs to 'ddp_fully_sharded'.",
 }
 
 E = TypeVar("E", ShardingStrategy, BackwardPrefetch)
 
 
 def named_member(option: str, enum: type[E], value: E | str) -> E:
-    """Find a member of one of torch's enums by itself or by its name, in any case.
+    """Return a member of one of torch's enums, given itself or its case-insensitive name.
 
     Raises:
-        UnsupportedCapabilityError: There is none.
+        UnsupportedCapabilityError: There is no such member.
 
     Example:
         >>> named_member("sharding_strategy", ShardingStrategy, "shard_grad_op")
@@ -67,10 +85,10 @@ def named_member(option: str, enum: type[E], value: E | str) -> E:
 
 
 def wants_offload(cpu_offload: bool | CPUOffload | None) -> bool:
-    """Whether shards are to live in host memory; ``None``, the default of other strategies, means that they aren't.
+    """Whether to keep shards in host memory; ``None``, the default of other strategies, means no.
 
     Raises:
-        UnsupportedCapabilityError: It is neither a bool nor FSDP1's ``CPUOffload``.
+        UnsupportedCapabilityError: The value is neither a bool nor FSDP1's ``CPUOffload``.
     """
     if cpu_offload is None:
         return False
@@ -91,11 +109,11 @@ def classes_to_checkpoint(
     """Read ``activation_checkpointing``, the older spelling of ``activation_checkpointing_policy``.
 
     Args:
-        old: One class of modules, or several.
-        policy: What the newer option was given.
+        old: One module class, or several.
+        policy: The value of the newer option.
 
     Raises:
-        UnsupportedCapabilityError: It is no class, or both spellings are used.
+        UnsupportedCapabilityError: ``old`` is not a module class, or both options are used.
     """
     if old is None:
         return None
@@ -116,30 +134,30 @@ def classes_to_checkpoint(
 
 
 def check_mixed_precision(mixed_precision: object) -> None:
-    """Refuse what is neither FSDP1's ``MixedPrecision`` nor ``None``.
+    """Check that the value is FSDP1's ``MixedPrecision`` or ``None``.
 
     Raises:
-        UnsupportedCapabilityError: It is.
+        UnsupportedCapabilityError: It is neither.
     """
     if not isinstance(mixed_precision, MixedPrecision | None):
         raise UnsupportedCapabilityError(
             f"mixed_precision={mixed_precision!r} is not known to 'fsdp_native'.\n"
-            "Write precision='bf16-mixed' in its place, or give a torch.distributed.fsdp.MixedPrecision; "
+            "Write precision='bf16-mixed' instead, or give a torch.distributed.fsdp.MixedPrecision; "
             "FSDP2's MixedPrecisionPolicy belongs to 'fsdp2'."
         )
 
 
 def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_each_batch: bool, offload: bool) -> None:
-    """Refuse options that contradict each other, or that torch would not understand.
+    """Refuse options that contradict each other, or that torch does not accept.
 
     Args:
         options: Those of :data:`FSDP_OPTIONS`, the sharding strategy as an enum.
         mixed_precision: The option of that name.
-        sync_each_batch: Whether every micro-batch is reduced.
+        sync_each_batch: Whether gradients are reduced on every micro-batch.
         offload: Whether shards live in host memory.
 
     Raises:
-        UnsupportedCapabilityError: There are any.
+        UnsupportedCapabilityError: An option is refused.
     """
     if options["ignored_modules"] is not None and options["ignored_states"] is not None:
         raise UnsupportedCapabilityError(
@@ -148,7 +166,7 @@ def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_e
         )
     if options["process_group"] is not None and options["device_mesh"] is not None:
         raise UnsupportedCapabilityError(
-            "process_group and device_mesh both say over which ranks to shard.\nWrite device_mesh alone."
+            "process_group and device_mesh both specify the ranks to shard over.\nWrite device_mesh alone."
         )
     check_mixed_precision(mixed_precision)
     if not isinstance(options["device_mesh"], DeviceMesh | tuple | None):
@@ -161,3 +179,17 @@ def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_e
             "sync_each_batch=True can't be combined with cpu_offload: FSDP1 would replace the gradients of earlier "
             "micro-batches instead of adding to them.\nLeave out one of the two, or use strategy='fsdp2'."
         )
+
+
+def refuse_others_options(strategy: str, made: type, unknown: Mapping[str, object]) -> None:
+    """Refuse options that neither the strategy nor FSDP1 has.
+
+    Args:
+        strategy: The name that users type.
+        made: The strategy's class.
+        unknown: Other keyword arguments that its constructor received.
+
+    Raises:
+        UnsupportedCapabilityError: There is one; the message names what to write instead.
+    """
+    refuse_unknown_options(strategy, made, unknown, OTHER_OPTIONS, always=ALWAYS)

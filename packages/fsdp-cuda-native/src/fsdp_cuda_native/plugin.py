@@ -33,7 +33,7 @@ _FSDP1 = StrategyInfo(
 
 
 def _fairscales_options() -> tuple[Option, ...]:
-    """Its own ones, and those of ``fsdp_native`` as they are explained there."""
+    """Fairscale's own options, and those of ``fsdp_native`` as documented there."""
     same = [one for one in _FSDP1.options if one.name != "sharding_strategy"]
     return tuple({one.name: one for one in (*options_in(*_FAIRSCALE), *same)}.values())
 
@@ -61,7 +61,7 @@ def fsdp_strategies() -> list[StrategyInfo]:
 
 
 def why_not_here() -> str | None:
-    """Why fsdp_native can't run on this machine, or ``None`` if it can."""
+    """The reason why fsdp_native can't run on this machine, or ``None`` if it can."""
     platform: str = sys.platform
     if platform not in ("linux", "darwin", "win32"):
         return f"torch has no gloo on the platform {platform!r}, and fsdp_native needs it; use Linux, macOS or Windows"

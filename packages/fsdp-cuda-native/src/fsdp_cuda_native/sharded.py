@@ -1,4 +1,4 @@
-"""A root of torch's ``FullyShardedDataParallel`` (FSDP1): its steps and its state. Knows no Lightning."""
+"""A root of torch's ``FullyShardedDataParallel`` (FSDP1): its steps and its state. Independent of Lightning."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class NativeSharded(Sharded):
     """A module whose units FSDP1 has wrapped and flattened.
 
     Args:
-        root: What FSDP1 has wrapped around the user's module.
+        root: FSDP1's wrapper of the user's module.
         written: The user's module.
-        orders: In which order its modules were written to hold their parameters.
+        orders: The original order of parameters in its modules.
         whole: The parameters that no unit has flattened, in any order.
-        runtime: The ranks to average the gradients of these over.
+        runtime: The ranks over which their gradients are averaged.
     """
 
     backend: NativeBackend
@@ -61,7 +61,7 @@ class NativeSharded(Sharded):
         self._layout: tuple[tuple[nn.Parameter, ...], Layout] | None = None
         self._units = tuple(torch_private.units_of(root))
         self._steps = StepGradients(root)
-        # while a forward pass that was suspended is still going on
+        # set while a forward pass that was suspended is still running
         self._pending: list[torch_private.Pending] | None = None
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
@@ -71,7 +71,7 @@ class NativeSharded(Sharded):
         written.register_forward_hook(_leave_gradients)
         root.register_forward_hook(_forget_pending)
 
-    # -- what it is made of ----------------------------------------------------------------------------------------
+    # -- structure -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
@@ -84,7 +84,7 @@ class NativeSharded(Sharded):
         self.reshard()
         held = tuple(self.written.parameters())
         known, found = self._layout or ((), None)
-        # a save asks for it four times, and it changes only if the user puts another parameter instead of one
+        # a save calls this four times, and the layout changes only if the user replaces a parameter
         if found is None or len(held) != len(known) or any(a is not b for a, b in zip(held, known, strict=True)):
             found = layout_of(self.root)
             self._layout = (held, found)
@@ -96,7 +96,7 @@ class NativeSharded(Sharded):
     def aliases(self) -> dict[str, str]:
         self.reshard()
         if self.backend.use_orig_params and not any(any(torch_private.tied_members(unit)) for unit in self._units):
-            return aliases(self.written)  # each parameter is there by itself, and none has two names inside one unit
+            return aliases(self.written)  # each parameter exists separately, and none has two names in one unit
         return super().aliases()
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class NativeSharded(Sharded):
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
         if any(unit.forward_prefetch for unit in self._units):
-            # torch would take units that it has gathered ahead for current after a step inside the forward pass
+            # after a step inside the forward pass torch would take units that were gathered ahead for current
             raise UnsupportedCapabilityError(
                 "forward_prefetch=True can't be combined with manual optimization, whose steps are taken while units "
                 "are gathered ahead.\nLeave forward_prefetch out."
@@ -162,8 +162,8 @@ class NativeSharded(Sharded):
             refuse_half_gradients(self.written, self.root.parameters())
             self.reset()
         elif not self.backend.shards:
-            # a unit that the last backward pass did not come to shows what it has computed with, which torch would
-            # take for parameters that the user has put there
+            # a unit that the last backward pass did not visit still shows its unsharded views, which torch would
+            # take for parameters that the user has assigned
             for unit in self._units:
                 torch_private.reshard(unit)
 
@@ -197,7 +197,7 @@ class NativeSharded(Sharded):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
         if not self.backend.use_orig_params:
-            # flat parameters come unit by unit; who loads the state by number has the module's own order
+            # flat parameters come unit by unit, but loading by index expects the module's own order
             with self.as_written():
                 named = self.written.named_parameters(remove_duplicate=False)
                 order = {clean_name(name): number for number, (name, _) in enumerate(named)}
@@ -222,10 +222,10 @@ class NativeSharded(Sharded):
         super().restore_gradients(whole, {n: grad for n, grad in reduced.items() if n not in flattened})
         restore_to_units(self.root, own, reduced)
 
-    # -- what hooks do ---------------------------------------------------------------------------------------------
+    # -- called by hooks -------------------------------------------------------------------------------------------
 
     def _follow(self, unit: FullyShardedDataParallel) -> None:
-        """Let what a unit has gathered inside a step by hand show the gradients of its shards."""
+        """Let parameters that a unit has gathered inside a manual step show the gradients of their shards."""
         if self._pending is not None and unit in self._units:
             for gathered, shard, is_part in torch_private.gathered_parameters(unit):
                 self._steps.follow(gathered, shard, is_part=is_part)
@@ -237,7 +237,7 @@ class NativeSharded(Sharded):
 
 
 def _follow_gathered(sharded: NativeSharded | None, unit: FullyShardedDataParallel, args: Any, output: Any) -> None:
-    if sharded is not None:  # as it is in the hooks of a deep copy
+    if sharded is not None:  # None in the hooks of a deep copy
         sharded._follow(unit)
 
 

@@ -16,7 +16,7 @@ from fsdp_core import ProcessGroupRuntime
 from fsdp_core.lightning import ShardedTrainerStrategy
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_cuda_native.backend import NativeBackend
-from fsdp_cuda_native.migration import refuse_others_options
+from fsdp_cuda_native.options import refuse_others_options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +42,7 @@ class DDPFullyShardedNativeStrategy(ShardedTrainerStrategy):
             :class:`~torch.distributed.fsdp.CPUOffload`.
         backward_prefetch: When the next unit is gathered in the backward pass: torch's enum, or ``"BACKWARD_PRE"``,
             ``"BACKWARD_POST"``; ``None``: when it is needed.
-        mixed_precision: A :class:`~torch.distributed.fsdp.MixedPrecision`, which wins over ``precision``.
+        mixed_precision: A :class:`~torch.distributed.fsdp.MixedPrecision`; overrides ``precision``.
         activation_checkpointing: A class of modules that recompute their activations in the backward pass, or a list
             of classes.
         auto_wrap_policy: Which submodules are gathered and freed together: a set of classes, a function
@@ -51,22 +51,22 @@ class DDPFullyShardedNativeStrategy(ShardedTrainerStrategy):
         activation_checkpointing_policy: As ``activation_checkpointing``, a set of classes or a function
             ``module -> bool``.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation, which keeps accumulated
-            gradients sharded, for more communication.
-        state_dict_type: ``"sharded"`` for checkpoint folders that every rank writes its part of, ``"full"`` for one
+            gradients sharded at the cost of more communication.
+        state_dict_type: ``"sharded"`` for checkpoint folders to which every rank writes its shards, ``"full"`` for one
             file gathered on rank 0.
         timeout: How long a collective may wait for its peers; torch's default when ``None``.
-        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
-            training.
+        async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
+            background.
         sharding_strategy: One of torch's :class:`~torch.distributed.fsdp.ShardingStrategy`, or its name:
             ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"``, ``"HYBRID_SHARD_ZERO2"``, ``"NO_SHARD"``.
-        use_orig_params: Whether optimizers hold the parameters, and not one flat parameter for each unit.
-        ignored_modules: Modules that stay whole on every rank, with gradients averaged.
-        ignored_states: The same; parameters too.
+        use_orig_params: Whether optimizers hold the original parameters instead of one flat parameter per unit.
+        ignored_modules: Modules that are replicated on every rank, with gradients averaged.
+        ignored_states: The same; takes parameters too.
         process_group: The ranks to shard over; for hybrid sharding a pair, with those to replicate over.
         device_mesh: The same as a mesh, or as its shape; for hybrid sharding (replicas, ranks of each).
-        param_init_fn: Fills a module that was built on the meta device.
+        param_init_fn: Initializes a module that was built on the meta device.
         forward_prefetch: Whether the next unit is gathered before it is needed in the forward pass.
-        limit_all_gathers: Whether memory is bounded by gathering two units ahead at most.
+        limit_all_gathers: Whether at most two units are gathered ahead, to bound memory.
 
     Raises:
         UnsupportedCapabilityError: An option is unknown, or contradicts another.

@@ -1,4 +1,4 @@
-"""A module as the user wrote it, while FSDP1 has wrapped its units and flattened its parameters."""
+"""The user's view of a module whose units FSDP1 has wrapped and whose parameters it has flattened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def named_members(root: FullyShardedDataParallel) -> Iterator[tuple[str, FlatMem
 
 
 def layout_of(root: FullyShardedDataParallel) -> Layout:
-    """What each parameter that an optimizer may hold has of the user's. The root must not be gathered."""
+    """The parts of the user's parameters in each parameter that an optimizer may hold. The root must be sharded."""
     parts: dict[nn.Parameter, tuple[Part, ...]] = {}
     for name, member in named_members(root):
         run = FlatRange(
@@ -40,29 +40,29 @@ def layout_of(root: FullyShardedDataParallel) -> Layout:
 
 
 def local_parts(root: FullyShardedDataParallel) -> Iterator[tuple[str, Part, torch.Tensor]]:
-    """This rank's elements of each flattened parameter: its name, where they lie, and the tensor they lie in."""
+    """This rank's elements of each flattened parameter: its name, their location, and the tensor that holds them."""
     for name, member in named_members(root):
         yield name, local_part(name, member), member.local[0]
 
 
 def local_part(name: str, member: FlatMember) -> Part:
-    """Where this rank's elements of a flattened parameter lie in its unit's shard."""
+    """The location of this rank's elements of a flattened parameter in its unit's shard."""
     run = FlatRange(offset=member.local[1], start=member.start, length=member.length, replica=member.replica)
     return Part(name=name, shape=member.shape, range=run)
 
 
 @contextmanager
 def as_user_wrote(root: FullyShardedDataParallel, orders: ParameterOrders) -> Iterator[dict[str, nn.Parameter]]:
-    """A context in which units are the user's own modules, and parameters have their shapes but take no memory.
+    """Context in which units are the user's own modules, and parameters have their original shapes without memory.
 
-    What is frozen or unfrozen meanwhile is afterwards.
+    Freezing and unfreezing in the context persists.
 
     Args:
-        root: The root, not gathered.
-        orders: What :func:`fsdp_core.sharding.parameter_orders` has found before anything was flattened.
+        root: The root, sharded.
+        orders: The result of :func:`fsdp_core.sharding.parameter_orders` before anything was flattened.
 
     Yields:
-        The parameters that stand in, by the user's names.
+        The stand-in parameters by the user's names.
     """
     units = list(units_of(root))
     members = {name: (member, member.held) for name, member in named_members(root)}

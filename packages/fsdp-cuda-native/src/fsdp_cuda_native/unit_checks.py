@@ -1,4 +1,4 @@
-"""What a unit can't be made of, and what ``wrap`` can't ask of it, found before FSDP1 tries."""
+"""Checks of units and of their ``wrap`` options, before FSDP1 sees them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fsdp_cuda_native.options import check_mixed_precision, named_member
 
 __all__ = ["check_not_wrapped", "check_unit", "unit_options"]
 
-#: Options that ``wrap`` may give to one unit. FSDP1 wants the others to be the same in all units.
+#: Options that ``wrap`` may set for one unit. FSDP1 requires the others to be the same in all units.
 UNIT_OPTIONS = ("mixed_precision", "backward_prefetch", "forward_prefetch")
 
 
 def unit_options(name: str, module: nn.Module) -> dict[str, Any]:
-    """What ``wrap`` was told about one module, as ``FullyShardedDataParallel`` takes it.
+    """The ``wrap`` options of one module, as ``FullyShardedDataParallel`` takes them.
 
     Args:
         name: The module's name, for messages.
-        module: The module; one that is not wrapped has no options.
+        module: The module. Without ``wrap`` it has no options.
 
     Raises:
-        UnsupportedCapabilityError: It is no option of a unit, or has no such value.
+        UnsupportedCapabilityError: An option can't be set per unit, or its value is invalid.
     """
     options = dict(options_of(module))
     unknown = [option for option in options if option not in UNIT_OPTIONS]
@@ -49,8 +49,8 @@ def check_unit(
     Args:
         unit: The unit.
         own: Its modules that are in no other unit.
-        whole: Parameters that stay out of it.
-        use_orig_params: Whether parameters remain the optimizer's.
+        whole: Parameters that are not flattened.
+        use_orig_params: Whether optimizers hold the original parameters.
 
     Raises:
         ShardingError: They differ in dtype; or, without ``use_orig_params``, only some of them are trainable.
@@ -75,11 +75,11 @@ def check_unit(
 
 
 def check_not_wrapped(module: nn.Module) -> None:
-    """Refuse a module that is wrapped already, or whose parts ask for what no unit can have.
+    """Refuse a module that is already wrapped, or whose ``wrap`` options can't be set per unit.
 
     Raises:
-        ShardingError: It holds a ``FullyShardedDataParallel``.
-        UnsupportedCapabilityError: ``wrap`` was told what is no option of a unit.
+        ShardingError: It contains a ``FullyShardedDataParallel``.
+        UnsupportedCapabilityError: A ``wrap`` option can't be set per unit.
     """
     for name, submodule in module.named_modules():
         if isinstance(submodule, FullyShardedDataParallel):

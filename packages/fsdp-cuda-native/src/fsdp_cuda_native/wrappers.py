@@ -1,21 +1,25 @@
-"""What a wrapper is put around, and new parameters where the user's were."""
+"""Preparing modules for FSDP1: the module to wrap, new parameters instead of the user's, and casts of inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_core.sharding import KeptPart, let_go_of
+from fsdp_core.state import gathered_modules
+from fsdp_cuda_native.torch_private.flat_parameters import cast_inputs
 
-__all__ = ["called_for", "renew_parameters"]
+__all__ = ["called_for", "cast_inputs_of", "renew_parameters"]
 
 
 def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
-    """What inside ``root`` is called for ``module``: the module, or what :func:`torch.compile` has made of it.
+    """The module inside ``root`` to wrap for ``module``: itself, or its compiled version by :func:`torch.compile`.
 
-    The compiled one calls the module it was made from, and would go around a wrapper that took that one's place.
+    A compiled module calls its original directly, and would bypass a wrapper that replaced the original.
     """
     compiled = [parent for parent in root.modules() if parent._modules.get("_orig_mod") is module]
     return called_for(root, compiled[0]) if compiled else module
@@ -24,18 +28,18 @@ def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
 def renew_parameters(
     modules: Iterable[nn.Module], whole: Sequence[nn.Parameter], device: torch.device
 ) -> dict[nn.Parameter, KeptPart]:
-    """Give modules new parameters instead of those that they own, with the same data and attributes.
+    """Replace the parameters that modules own with new ones of the same data and attributes.
 
-    FSDP1 would turn the old ones into shards where they are. An optimizer that has stepped over them would then go on
-    with state of their old shapes; over the new ones it has to be re-pointed, and is refused if it has stepped.
+    FSDP1 would turn the old parameters into shards in place. An optimizer that has stepped over them would then
+    continue with state of the old shapes; for new parameters it has to be re-pointed, and is refused if it has stepped.
 
     Args:
-        modules: The modules, each taken without its children.
-        whole: Parameters that stay what they are.
-        device: Where units are to be.
+        modules: The modules, each without its children.
+        whole: Parameters to leave as they are.
+        device: The device of the units.
 
     Returns:
-        The parts of those that were sharded as they were built, which have no memory by themselves.
+        The parts of new parameters that were sharded while they were built; these parameters have no memory.
     """
     renewed: dict[int, nn.Parameter] = {id(p): p for p in whole}
     kept: dict[nn.Parameter, KeptPart] = {}
@@ -49,7 +53,7 @@ def renew_parameters(
                 renewed[id(old)] = renewed[id(new)] = new
                 if part is not None:
                     kept[new] = part
-                # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
+                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                 old.data = old.data.new_empty(()).expand(old.shape)
             module._parameters[name] = renewed[id(old)]
     return kept
@@ -59,3 +63,24 @@ def _unfilled(part: KeptPart, device: torch.device) -> torch.Tensor:
     tensor = part.part.new_empty(part.shape, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def cast_inputs_of(module: nn.Module, policy: MixedPrecision) -> None:
+    """Cast the arguments of the user's module, as the root does with its own.
+
+    Under the Trainer the root calls a step method, and that calls the module.
+
+    Args:
+        module: The module that the root wraps.
+        policy: The dtype, and whether to cast at all.
+    """
+    dtype = policy.param_dtype
+    if dtype is None or not policy.cast_root_forward_inputs:
+        return
+
+    def cast_all(called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if called in gathered_modules:
+            return None  # its parameters are in the dtype of the shards
+        return cast_inputs(dtype, args, kwargs)
+
+    module.register_forward_pre_hook(cast_all, with_kwargs=True, prepend=True)

@@ -1,4 +1,4 @@
-"""Sharding with torch's ``fully_shard`` (FSDP2). Knows no Lightning."""
+"""Sharding with torch's ``fully_shard`` (FSDP2). Independent of Lightning."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ __all__ = ["FSDP2Backend"]
 class FSDP2Backend(Backend):
     """Shards parameters along their first axis over all ranks, unit by unit.
 
-    0-dim parameters, which ``fully_shard`` refuses, stay whole on every rank.
+    0-dim parameters, which ``fully_shard`` rejects, are replicated on every rank.
 
-    Its keywords are what :class:`~fsdp_fsdp2.constructor.FSDP2Options` explains.
+    :class:`~fsdp_fsdp2.constructor.FSDP2Options` documents the keyword arguments.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class FSDP2Backend(Backend):
                 ignored_params=whole or None,
             )
             for parameter in replaced:
-                # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
+                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             kept_whole += whole
             give_back()
@@ -139,9 +139,9 @@ class FSDP2Backend(Backend):
         if self.reshard_after_forward is False:
             return False
         if unit is root:
-            return None  # a root that frees its parameters would have none left when a step method calls its forward
+            return None  # a root that reshards would have no parameters when a step method calls its forward
         if self.reshard_after_forward is None and unit is units[-1]:
-            return False  # it would be gathered again at once
+            return False  # it would be gathered again immediately
         return self.reshard_after_forward
 
     def _check(self, module: nn.Module) -> None:
@@ -204,6 +204,6 @@ def _check_options(reshard_after_forward: object, cpu_offload: object, mp_policy
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         raise UnsupportedCapabilityError(
             f"mp_policy={mp_policy!r} is not known to 'fsdp2'.\n"
-            "Write precision='bf16-mixed' in its place, or give a torch.distributed.fsdp.MixedPrecisionPolicy; "
+            "Write precision='bf16-mixed' instead, or give a torch.distributed.fsdp.MixedPrecisionPolicy; "
             "FSDP1's MixedPrecision belongs to 'fsdp_native'."
         )

@@ -17,7 +17,7 @@ __all__ = ["FSDP2Options"]
 
 
 class FSDP2Options(StrategyOptions):
-    """The constructor of both classes, which come with core's adapters and the options that all strategies have.
+    """Constructor of both strategy classes. Core's adapters add the options that all strategies share.
 
     Args:
         auto_wrap_policy: Which submodules are gathered and freed together: a set of classes, a function
@@ -26,12 +26,12 @@ class FSDP2Options(StrategyOptions):
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
             classes or a function ``module -> bool``.
         reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
-            them sharded over groups of so many ranks. ``None``: all do but the root and the last unit, which the
-            backward pass needs first.
+            them sharded over groups of that many ranks. ``None``: all reshard but the root and the last unit, which
+            the backward pass needs first.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
-        mp_policy: A :class:`~torch.distributed.fsdp.MixedPrecisionPolicy`, which wins over ``precision``.
+        mp_policy: A :class:`~torch.distributed.fsdp.MixedPrecisionPolicy`; overrides ``precision``.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation, which keeps accumulated
-            gradients sharded, for more communication.
+            gradients sharded at the cost of more communication.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; chosen by device when ``None``.
     """
 

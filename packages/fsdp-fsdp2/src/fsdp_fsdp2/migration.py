@@ -1,4 +1,4 @@
-"""What to write instead of others' options: of Lightning's FSDP1 and ModelParallelStrategy, and of NeMo's."""
+"""What to write instead of the options of Lightning's FSDPStrategy and ModelParallelStrategy, and of NeMo's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 __all__ = ["ALWAYS", "OTHERS_OPTIONS"]
 
-#: What others' options may say, for it is what happens here.
+#: Values of other libraries' options that are accepted, because they describe what happens here.
 ALWAYS: Mapping[str, Collection[object]] = {
     "sharding_strategy": ("FULL_SHARD",),
     "use_orig_params": (True,),
@@ -28,18 +28,18 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     "forward_prefetch": "Leave it out: fully_shard chooses.",
     "backward_prefetch": "Leave it out: fully_shard chooses.",
     "activation_checkpointing": "Write activation_checkpointing_policy={MyBlock}.",
-    # of ModelParallelStrategy and of NeMo's
+    # ModelParallelStrategy's and NeMo's
     "data_parallel_size": "Leave it out: all ranks shard.",
     "tensor_parallel_size": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
     "context_parallel_size": "'fsdp2' has no context parallelism: leave it out.",
     "parallelize_fn": "Units come from auto_wrap_policy or fsdp_core.wrap(); there is no tensor parallelism yet.",
     "tp_shard_plan": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
     "custom_tp_plan": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
-    "sequence_parallel": "'fsdp2' has no tensor parallelism yet, and so none along the sequence: leave it out.",
+    "sequence_parallel": "'fsdp2' has no tensor parallelism yet, and so no sequence parallelism: leave it out.",
     "data_sampler": "Give the sampler to your DataLoader, and write Trainer(use_distributed_sampler=False) if it "
     "divides the data between ranks itself.",
     "use_hf_tp_plan": "'fsdp2' has no tensor parallelism yet: leave it out, or use ModelParallelStrategy.",
-    "device_mesh": "Leave it out: the mesh is made of all ranks.",
+    "device_mesh": "Leave it out: the mesh spans all ranks.",
     "save_distributed_checkpoint": "Write state_dict_type='sharded', which is the default, or 'full'.",
     "offload_policy": "Write cpu_offload=CPUOffloadPolicy(...), or True.",
     "ckpt_save_optimizer": "Write save_weights_only=True to ModelCheckpoint.",

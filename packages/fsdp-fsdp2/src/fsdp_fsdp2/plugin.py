@@ -38,7 +38,7 @@ def fsdp_strategies() -> list[StrategyInfo]:
 
 
 def why_not_here() -> str | None:
-    """Why fsdp2 can't run on this machine, or ``None`` if it can: torch needs gloo for the CPU side of its groups."""
+    """The reason why fsdp2 can't run on this machine, or ``None``. It needs gloo for process groups on the CPU."""
     platform: str = sys.platform
     if platform in ("linux", "darwin", "win32"):
         return None

@@ -1,4 +1,4 @@
-"""A root that ``fully_shard`` has sharded: steps, gradients that wait, and calls outside of a step."""
+"""A root sharded by ``fully_shard``: its steps, unreduced gradients, and calls outside a step."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ __all__ = ["FSDP2Sharded"]
 
 
 class FSDP2Sharded(Sharded):
-    """What is known of a module whose units ``fully_shard`` has sharded, and the module itself as the last of them.
+    """A module whose units, and then the module itself, were sharded by ``fully_shard``.
 
     Args:
         module: The module.
-        units: Its units in the order in which they were sharded, without itself.
-        whole: Its parameters that stay whole on every rank.
-        casts: Whether units compute in another dtype than that of their shards.
+        units: Its units in the order in which they were sharded, without the module itself.
+        whole: Its replicated parameters.
+        casts: Whether units compute in a dtype other than that of their shards.
         runtime: The ranks.
 
     Attributes:
-        units: The units, and the root as the last.
-        shards: The parameters, by the names that the module gives them.
-        replicated: Those that stay whole; ``None`` if there are none.
-        step: What gathered parameters show for their gradients inside a step by hand.
-        gathering: Which units are gathered.
-        unused: What has a backward pass wait for units that it does not reach.
-        assigned: Finds values that were assigned to what is sharded.
-        interrupted: Whether an exception has ended a step, with a torch that can't bring a module back from that.
+        units: The units, the root last.
+        shards: The sharded parameters by the module's names.
+        replicated: The replicated parameters; ``None`` if there are none.
+        step: The gradients that gathered parameters show inside a manual step.
+        gathering: Reshards units that are gathered.
+        unused: Reduces gradients of parameters that this rank's backward pass does not reach.
+        assigned: Detects assignments to the ``.data`` of sharded parameters.
+        interrupted: Whether an exception has ended a step under a torch that can't recover a module from it.
     """
 
     backend: FSDP2Backend
@@ -82,16 +82,16 @@ class FSDP2Sharded(Sharded):
             module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
 
     def check_not_interrupted(self) -> None:
-        """Refuse to go on after an exception in a step that torch can't bring the module back from.
+        """Refuse to continue after an exception in a step from which torch can't recover the module.
 
         Raises:
-            ShardingError: There was one.
+            ShardingError: There was such an exception.
         """
         if self.interrupted:
             raise ShardingError(
                 f"an exception has interrupted a step of {type(self.root).__name__}, and torch {torch.__version__} "
-                "can't bring a sharded module back from that: its next losses would be wrong.\n"
-                "Build the module anew and load a checkpoint, or upgrade to torch 2.13, which can."
+                "can't recover a sharded module from that: its next losses would be wrong.\n"
+                "Build the module again and load a checkpoint, or upgrade to torch 2.13, which can recover it."
             )
 
     @contextmanager
@@ -119,7 +119,7 @@ class FSDP2Sharded(Sharded):
         self.gathering.reshard()
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
-        if loss is not None:  # else a step over the shards, and hooks before it that look at gradients
+        if loss is not None:  # otherwise a step over the shards, preceded by hooks that read gradients
             self.step.on = False
             self.unused.begin()
 
@@ -127,7 +127,7 @@ class FSDP2Sharded(Sharded):
         root, step = self._fsdp, self.step
         step.on = False
         finish_backward(root, self.unused)
-        self.reshard()  # all units: one that is kept after forward and got no gradient would be stale
+        self.reshard()  # all units: one that stayed gathered after forward and got no gradient would be stale
         root.unshard()
         for unit in self.units:
             for gathered, shard in gathered_parameters(unit):
@@ -142,7 +142,7 @@ class FSDP2Sharded(Sharded):
         for name, parameter in self.root.named_parameters():
             parameter.requires_grad_(self.shards[name].requires_grad)
         for unit in self.units:
-            take_unfrozen(unit)  # to gather a root anew whose parameters are frozen makes it forget its dtypes
+            take_unfrozen(unit)  # gathering a frozen root again makes it forget its dtypes
 
     def reset(self) -> None:
         self.unused.forget()
@@ -161,7 +161,7 @@ class FSDP2Sharded(Sharded):
             self.reset()
 
     def accumulated_gradients(self) -> HeldGradients:
-        self.reshard()  # gathered parameters have gradients too, those that are found below
+        self.reshard()  # gathered parameters show the gradients that are collected below
         held = super().accumulated_gradients()
         layout = self.layout()
         for unit in self.units:
@@ -184,7 +184,7 @@ class FSDP2Sharded(Sharded):
         at_parameters = {name: read for name, read in own.items() if name not in shards}
         super().restore_gradients(at_parameters, reduced)
         unreduced = {shards[name]: read for name, read in own.items() if name in shards}
-        for unit in self.root.modules():  # in one order on every rank, for each is gathered
+        for unit in self.root.modules():  # in the same order on every rank, because each unit is gathered
             if isinstance(unit, FSDPModule):
                 set_unreduced_gradients(self._fsdp, unit, unreduced)
         self.unused.expect()

@@ -1,4 +1,4 @@
-"""The private names of torch that this package uses, each with its reason. Checked on 2.9.0, 2.13.0 and 2.15.0."""
+"""The private names of torch that this package uses, and why. Tested with torch 2.9.0, 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ __all__ = [
 
 
 class Gathering:
-    """What gathers the parameters of some units, asked after every step whether anything still is.
+    """The FSDP parameter groups of some units, checked after every step for parameters that are still gathered.
 
-    ``unit.reshard()`` finds that out too, a hundred times as slowly, which a model of many blocks notices.
+    ``unit.reshard()`` checks this too, but is a hundred times slower, which is noticeable for models of many blocks.
 
     Args:
         units: The units.
@@ -46,22 +46,22 @@ class Gathering:
         self._groups = [group for unit in units for group in _groups(unit)]
 
     def reshard(self) -> None:
-        """Free what is gathered."""
+        """Reshard the groups that are gathered."""
         for group in self._groups:
             if not group.is_sharded:
                 group.reshard()
 
 
 class AssignedData:
-    """Tells ``parameter.data = …``, which does nothing to a DTensor, from an update that has come to the shard.
+    """Detects ``parameter.data = …``, which has no effect on a DTensor, as opposed to updates of the shard.
 
-    torch takes the assignment without a word: it exchanges the storage of the DTensor itself, which has no memory, and
-    what the DTensor stands for stays as it was. So the average of a teacher that is assigned would never move.
+    torch accepts the assignment silently: it replaces the storage of the DTensor itself, which has no memory, and
+    leaves the local tensor as it was. An averaged teacher that is assigned this way would never change.
 
-    It is asked before every forward pass of the root, about every parameter.
+    Every parameter is checked before every forward pass of the root.
 
     Args:
-        units: The units, which have all of their parameters.
+        units: The units, which together hold all parameters to check.
     """
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
@@ -70,50 +70,50 @@ class AssignedData:
         self.check()
 
     def check(self) -> None:
-        """Look at the shards.
+        """Check the shards.
 
         Raises:
-            ShardingError: One was assigned to.
+            ShardingError: A parameter's ``.data`` was assigned.
         """
         for index, parameter in enumerate(self._parameters):
             shard = parameter.sharded_param
-            # the storage is kept, or another might get its address
+            # the storage is kept alive, or another could reuse its address
             storage, local = shard.untyped_storage(), shard._local_tensor
             before, storage_before, local_before = self._seen[index]
             if before is shard and local is local_before and storage._cdata != storage_before._cdata:
                 name = parameter._param_fqn or parameter._module_info.param_name
                 raise ShardingError(
                     f"{name!r} was given other values by an assignment to its .data, which changes nothing in a "
-                    "sharded parameter: torch keeps the old ones, and says nothing.\n"
-                    "Write parameter.data.copy_(values) instead, or within torch.no_grad() an operation in place, such "
+                    "sharded parameter: torch silently keeps the old values.\n"
+                    "Write parameter.data.copy_(values) instead, or an in-place operation under torch.no_grad(), such "
                     "as average.lerp_(parameter, 0.1)."
                 )
             self._seen[index] = (shard, storage, local)
 
 
 class UnusedParameters:
-    """Lets ranks use different parameters of one unit, as experts of a layer, and keeps their gradients right.
+    """Lets ranks use different parameters of one unit, such as a layer's experts, and keeps their gradients correct.
 
-    ``fully_shard`` reduces together those gradients of a unit that this rank has. Where ranks have gradients of
-    different parameters, what they reduce is not the same: one parameter's gradient is added to another's if the sizes
-    agree, and gloo aborts the process if they don't. So a parameter without a gradient takes part with one of zeros, in
-    every unit that the backward pass has reached, or one before it that did not reduce. One that no rank has used has
-    none afterwards, as in plain torch: ranks tell each other what they have used once a backward pass, on the host.
-    Only a rank that has left something out waits for what the others tell.
+    ``fully_shard`` reduces the gradients of a unit that exist on this rank together. If ranks have gradients of
+    different parameters, their inputs to the reduce-scatter don't match: one parameter's gradient is added to another's
+    if the sizes agree, and gloo aborts the process if they don't. Therefore a parameter without a gradient takes part
+    with zeros, in every unit that was reached by this backward pass, or by an earlier one that did not reduce. A
+    parameter that no rank has used has no gradient afterwards, as in plain torch: once per backward pass, ranks
+    exchange on the host which parameters they have used. Only a rank with unused parameters waits for the result.
 
-    A unit that was called several times is reduced when the backward pass has come to it as often. In which of its
-    visits autograd hands a gradient over depends on the calls in which this rank has used the parameter, so ranks that
-    reduced what each visit brings would not reduce equally often.
+    A unit that was called several times is reduced when the backward pass has visited it as many times. At which visit
+    autograd delivers a gradient depends on the calls in which this rank has used the parameter, so ranks that reduced
+    at every visit would issue different numbers of collectives.
 
-    torch 2.13 can fill up with zeros too (``set_reduce_scatter_unused_params``); it leaves them to the optimizer, where
-    weight decay and momentum act on what nobody has used.
+    torch 2.13 can fill in zeros too (``set_reduce_scatter_unused_params``), but it passes them to the optimizer, which
+    then applies weight decay and momentum to parameters that no rank has used.
 
     Args:
         units: The units, the root last; in the same order on every rank.
         runtime: The ranks.
 
     Attributes:
-        due: Whether a backward pass inside the root's forward pass has begun, and autograd has not told of its end.
+        due: Whether a backward pass inside the root's forward pass has begun whose end autograd has not reported.
     """
 
     def __init__(self, units: Sequence[FSDPModule], runtime: Runtime) -> None:
@@ -126,31 +126,31 @@ class UnusedParameters:
         self._ending = self._ended = self.due = False
         self._root = list(_groups(units[-1]))
         self._groups = [group for unit in units for group in _groups(unit)]
-        for group in self._groups:  # which are not to keep this, or nothing of it would be freed at once
+        for group in self._groups:  # by weak references, or a cycle would delay the release of memory
             for parameter in group.fsdp_params:
                 self._index[parameter] = len(self._index)
             group.pre_forward = partial(_count_first, weakref.ref(self), weakref.ref(group))
             group.post_backward = partial(_fill_first, weakref.ref(self), weakref.ref(group))
         self._count = len(self._index)
-        self._telling: tuple[Any, Tensor] | None = None  # held until the next, for it may still be under way
+        self._telling: tuple[Any, Tensor] | None = None  # held until the next one: it may still be running
         state: Any = units[-1]._get_fsdp_state()
         state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
 
     def count(self, group: Any) -> None:
-        """Note that a unit is called: a backward pass comes to it as often."""
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # else it is called to recompute
+        """Record a call of a unit: a backward pass visits it once per call."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # otherwise it is a recomputation
             if self._ended:
-                self._calls.clear()  # not before, for another backward pass may come to the same calls
+                self._calls.clear()  # not earlier: another backward pass may visit the same calls
                 self._ended = False
             self._calls[group] = self._calls.get(group, 0) + 1
 
     def begin(self) -> None:
-        """Note that a backward pass begins inside the root's forward pass: autograd tells nobody that it reaches it."""
+        """Record that a backward pass begins inside the root's forward pass, for which autograd calls no hook."""
         self.due = True
         self._waiting.update(self._root)
 
     def post_backward(self, group: Any, *args: Any) -> None:
-        """Reduce a unit's gradients, if the backward pass does not come to it again, and free its parameters."""
+        """Reduce a unit's gradients unless the backward pass visits it again, and free its parameters."""
         if group._training_state.name == "PRE_BACKWARD":
             self._visits[group] = self._visits.get(group, 0) + 1
             self._waiting.add(group)
@@ -166,10 +166,10 @@ class UnusedParameters:
                 type(group).post_backward(group, *args)
             finally:
                 group.reduce_grads = True
-            group._training_state = type(group._training_state).IDLE  # what the backward pass ends with comes to it
+            group._training_state = type(group._training_state).IDLE  # the end of the backward pass handles it again
 
     def finish(self, state: Any) -> None:
-        """End a backward pass: reduce what waits for it, and agree on what was used. All ranks must call it."""
+        """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
         self._ending = True
         try:
             _end_backward(state)
@@ -178,11 +178,11 @@ class UnusedParameters:
         self._agree()
 
     def expect(self) -> None:
-        """Reduce all units at the next occasion, for they have got gradients that no backward pass has brought."""
+        """Reduce all units at the next opportunity: they hold gradients that came from no backward pass."""
         self._waiting.update(self._groups)
 
     def _fill(self, group: Any) -> None:
-        """Give what this rank has not used gradients of zeros."""
+        """Give zero gradients to the parameters that this rank has not used."""
         trainable = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.sharded_param.requires_grad]
         without = [p for p in trainable if not _has_gradient(p)]
         for parameter in trainable if self._filled else ():
@@ -193,7 +193,7 @@ class UnusedParameters:
             gathered.grad = torch.zeros_like(gathered, dtype=getattr(gathered, "grad_dtype", None))
             shard = parameter.sharded_param
             self._filled.setdefault(self._index[parameter], (shard, shard.grad is None))
-        # those of earlier micro-batches are in the dtype of the reduction, and all must be in one
+        # gradients of earlier micro-batches are in the reduce dtype, and all must share one dtype
         dtypes = {p.unsharded_accumulated_grad.dtype for p in trainable if p.unsharded_accumulated_grad is not None}
         for parameter in trainable if dtypes else ():
             if parameter.unsharded_accumulated_grad is None:
@@ -201,7 +201,7 @@ class UnusedParameters:
                 parameter._unsharded_param.grad = None
 
     def _agree(self) -> None:
-        """Take back the gradients of what no rank has used."""
+        """Remove the zero gradients of parameters that no rank has used."""
         filled, self._filled, self._ended, self.due = self._filled, {}, True, False
         self._visits.clear()
         if not any(group.reduce_grads for group in self._groups):
@@ -209,12 +209,12 @@ class UnusedParameters:
         used = torch.ones(self._count, dtype=torch.uint8)
         used[list(filled)] = 0
         if self._runtime.world_size > 1:
-            # on the host, or the step would wait for the device; where only the device's library can, there
+            # on the host, or the step would wait for the device; on the device if no host backend is available
             on_host = self._runtime.device.type == "cpu" or "cpu" in dist.get_backend_config()
             used = used if on_host else used.to(self._runtime.device)
             self._telling = dist.all_reduce(used, dist.ReduceOp.MAX, async_op=True), used
         if not filled:
-            return  # who has used all of it tells the others, and needs no answer
+            return  # a rank that has used everything informs the others, and needs no result
         if self._telling is not None:
             self._telling[0].wait()
         for index, (shard, had_none) in filled.items():
@@ -222,7 +222,7 @@ class UnusedParameters:
                 shard.grad = None
 
     def forget(self) -> None:
-        """Begin anew, whatever an exception has interrupted."""
+        """Reset, whatever an exception has interrupted."""
         self._calls.clear()
         self._visits.clear()
         self._waiting.clear()
@@ -236,7 +236,7 @@ def _has_gradient(parameter: Any) -> bool:
 
 def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> Any:
     group, counting = of(), unused()
-    assert group is not None  # it is calling
+    assert group is not None  # it is the caller
     if counting is not None:
         counting.count(group)
     return type(group).pre_forward(group, *args)
@@ -259,12 +259,12 @@ def _agree_last(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any]) -> 
 
 
 def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
-    """Do what ``fully_shard`` does at the end of a backward pass: reduce what is left to reduce, and reshard.
+    """Do what ``fully_shard`` does at the end of a backward pass: reduce what is left, and reshard.
 
-    It registers this as a callback when a gradient reaches the output of a unit that it has run forward. A backward
-    pass inside the root's forward pass that touches the root's own parameters alone reaches no such output, so their
-    gradients would never arrive at the shards. Doing it twice does nothing the second time: ranks of which autograd has
-    done it for some only compare what they have used once all the same.
+    ``fully_shard`` registers this as a callback when a gradient reaches the output of a unit that has run forward. A
+    backward pass inside the root's forward pass that uses only the root's own parameters reaches no such output, so
+    their gradients would never arrive at the shards. A second call has no effect: ranks exchange what they have used
+    only once, even if autograd has run the callback on some of them.
     """
     state: Any = root._get_fsdp_state()
     if unused.due:
@@ -274,9 +274,9 @@ def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
 
 
 def _end_backward(state: Any) -> None:
-    """Call what ``fully_shard`` registers for the end of a backward pass.
+    """Call the callback that ``fully_shard`` registers for the end of a backward pass.
 
-    From torch 2.15 on it expects a mode that is noted when it is registered, and forgets it: due here where it is not.
+    From torch 2.15 on the callback expects a mode that its registration sets, and clears it; set here if missing.
     """
     context = state._state_ctx
     if getattr(context, "manual_backward_finalization_active", False) is None:
@@ -285,10 +285,10 @@ def _end_backward(state: Any) -> None:
 
 
 def take_unfrozen(unit: FSDPModule) -> None:
-    """Let a unit that was frozen as a whole reduce gradients in the right dtype from now on.
+    """Let a unit that was entirely frozen reduce gradients in the right dtype from now on.
 
-    ``fully_shard`` chooses the dtype at the first forward pass, from the parameters that are trainable then; a unit
-    that has none keeps no dtype, and under mixed precision its first backward pass after an unfreezing fails.
+    ``fully_shard`` chooses the dtype at the first forward pass, from the parameters that are trainable then. A unit
+    without any gets no dtype, and under mixed precision its first backward pass after unfreezing fails.
     """
     for group in _groups(unit):
         chosen = getattr(group, "_orig_dtype", None) is not None
@@ -297,16 +297,16 @@ def take_unfrozen(unit: FSDPModule) -> None:
 
 
 def gathered_parameters(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """What a unit's parameters have been gathered to, each with its shard. These objects live as long as the unit."""
+    """A unit's unsharded parameters, each with its shard. These objects live as long as the unit."""
     return ((p._unsharded_param, p.sharded_param) for p in _parameters(unit) if hasattr(p, "_unsharded_param"))
 
 
 def gathered_shards(unit: FSDPModule, names: Mapping[nn.Module, str]) -> Iterator[GatheredShard]:
-    """This rank's part of what a unit's parameters are gathered to, and their shards.
+    """This rank's part of a unit's unsharded parameters, and their shards.
 
     Args:
         unit: The unit.
-        names: What the root calls its modules.
+        names: The FQNs of the root's modules.
     """
     for parameter in _parameters(unit):
         place = parameter._module_info
@@ -326,7 +326,7 @@ def _gathered_part(parameter: Any) -> Tensor | None:
     if parameter.sharded_state.name != "UNSHARDED":
         return None
     gathered = parameter._unsharded_param
-    if type(gathered.data) is not Tensor:  # of another library's, which says itself how it is gathered
+    if type(gathered.data) is not Tensor:  # another library's subclass, with its own all-gather extension
         return None
     mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
     parts = torch.chunk(gathered.detach(), mesh.shard_mesh_size, dim)
@@ -335,9 +335,9 @@ def _gathered_part(parameter: Any) -> Tensor | None:
 
 @contextmanager
 def without_hooks(root: nn.Module) -> Iterator[None]:
-    """A context in which calls, state dicts and copies of a root's modules are those of the user's modules alone.
+    """Context in which calls, state dicts and copies of a root's modules are those of the user's modules alone.
 
-    The order of hooks stays what it is.
+    The order of hooks is preserved.
     """
     taken: list[tuple[Any, int, Any]] = []
     classes: list[tuple[nn.Module, type]] = []
@@ -348,12 +348,12 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
             taken += [(hooks, key, hook) for key, hook in hooks.items() if _is_of_fully_shard(hook)]
         if isinstance(module, FSDPModule):
             classes.append((module, type(module)))
-        # what a copy of the module would copy, process groups and all
+        # a copy of the module would include these, process groups and all
         states += [(module, key, module.__dict__.pop(key)) for key in (STATE_KEY, REGISTRY_KEY) if key in vars(module)]
     for hooks, key, _ in taken:
         hooks[key] = _nothing
     for module, kind in classes:
-        module.__class__ = kind.__bases__[1]  # the user's; the other one refuses copies
+        module.__class__ = kind.__bases__[1]  # the user's class; FSDP's refuses copies
     try:
         yield
     finally:
@@ -380,7 +380,7 @@ def _is_of_fully_shard(hook: Any) -> bool:
 
 
 def abandon_forward(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
-    """Make units idle after an exception in a forward pass, as torch does it, and leave gradients what they are."""
+    """Make units idle after an exception in a forward pass, as torch does, and leave gradients unchanged."""
     for unit in units:
         state: Any = unit._get_fsdp_state()
         state._training_state = type(state._training_state).IDLE
@@ -400,14 +400,14 @@ def is_interrupted(root: FSDPModule) -> bool:
 
 
 def _nothing(*args: Any) -> None:
-    """Instead of a hook."""
+    """Replaces a hook."""
 
 
 def unreduced_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The gradients that a unit has accumulated without reducing them, each with the shard that it is for.
+    """The gradients that a unit has accumulated without reducing them, each with its shard.
 
-    ``fully_shard`` keeps them at the gathered parameters, which nothing public leads to while they are not gathered,
-    or, where it reduces in another dtype than it computes in, in tensors of its own.
+    ``fully_shard`` keeps them at the unsharded parameters, which no public API exposes while they are sharded, or, if
+    it reduces in a dtype other than the compute dtype, in tensors of its own.
     """
     for parameter in _parameters(unit):
         grad = parameter.unsharded_accumulated_grad
@@ -420,13 +420,13 @@ def unreduced_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor
 def set_unreduced_gradients(
     root: FSDPModule, unit: FSDPModule, gradients: Mapping[nn.Parameter, Callable[[], Tensor]]
 ) -> None:
-    """Let a unit go on from gradients that :func:`unreduced_gradients` has found. All ranks must call it.
+    """Restore gradients that :func:`unreduced_gradients` returned. All ranks must call it.
 
     Args:
         root: The root.
-        unit: One of its units, whose gradients are replaced. It is gathered once, since there are no parameters to have
-            a gradient before.
-        gradients: Functions that read a gradient, by the shard that it is for.
+        unit: One of its units, whose gradients are replaced. It is unsharded once, because the parameters that hold
+            the gradients don't exist before.
+        gradients: Functions that read a gradient, by its shard.
     """
     root._get_fsdp_state()._lazy_init()
     unit.unshard()
@@ -446,9 +446,9 @@ def set_unreduced_gradients(
 
 
 def _set_accumulated(parameter: Any, grad: Tensor | None) -> None:
-    """Put a gradient where micro-batches that are not reduced add up in another dtype than the parameter's.
+    """Set the gradient in which unreduced micro-batches accumulate in a dtype other than the parameter's.
 
-    From torch 2.15 on that is the gathered parameter's own, whose ``grad_dtype`` may be another one.
+    From torch 2.15 on that is the unsharded parameter's own gradient, whose ``grad_dtype`` may differ.
     """
     if isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
         gathered = parameter._unsharded_param

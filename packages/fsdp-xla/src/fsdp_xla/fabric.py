@@ -1,4 +1,4 @@
-"""The strategies for Fabric, under the names that those for the Trainer have in :mod:`fsdp_xla`."""
+"""The strategies for Fabric, under the same names as those for the Trainer in :mod:`fsdp_xla`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""First values of an optimizer's state, put on the devices as data.
+"""Initial values of an optimizer's state, put on the devices as data.
 
-An optimizer makes zeros at its first step. XLA takes those for constants of the program, which is then another one than
+An optimizer creates zeros at its first step. XLA compiles those as constants of the program, which then differs from
 that of the second step, where they are data.
 
-So a step is one program from the first on: these zeros, and the sums of metrics (``lightning/host_metrics.py``), are
-put on the device as data. A program also gives tensors in the order in which XLA came to know them, which an
-optimizer's step changes to its own; so shards are brought into that order when the optimizer is set up
-(``put_in_order``).
+So that every step is the same program, these zeros, and the sums of metrics (``lightning/host_metrics.py``), are put
+on the device as data. A program's outputs are also in the order of XLA's tensor ids, which an optimizer's step changes
+to its own; so shards are brought into that order when the optimizer is set up (``put_in_order``).
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ __all__ = ["FirstSteps"]
 
 
 class FirstSteps:
-    """Lets the first step of each optimizer take the zeros of its state from a function.
+    """Takes the initial zeros of each optimizer's state from a function.
 
     Args:
-        zeros: Gives zeros as data of the devices, laid out as the parameter that it is called with; ``None`` to let the
-            optimizer make them.
+        zeros: Returns zeros as data on the devices, laid out as the given parameter; ``None`` to let the optimizer
+            create them.
     """
 
     def __init__(self, zeros: Callable[[Tensor], Tensor | None]) -> None:
@@ -37,7 +36,7 @@ class FirstSteps:
 
     @contextmanager
     def of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """A context in which an optimizer takes a step."""
+        """Context in which an optimizer takes a step."""
         if optimizer in self._taken:
             yield
             return
@@ -56,7 +55,7 @@ class _Zeros(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # what a model makes in a closure is like activations, and not like what the optimizer holds
+        # zeros like the optimizer's parameters alone: those that a closure's forward pass creates are like activations
         is_state = func is torch.zeros_like and len(args) == 1 and id(args[0]) in self._parameters
         made = self._zeros(args[0]) if is_state and kwargs.keys() <= {"memory_format"} else None
         return func(*args, **kwargs) if made is None else made

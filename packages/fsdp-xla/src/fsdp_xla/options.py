@@ -1,4 +1,4 @@
-"""Which options of XlaFullyShardedDataParallel the strategy passes on, and what to write instead of others."""
+"""The options of XlaFullyShardedDataParallel that the strategy passes on, and what to write instead of others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
     "not_passed_on",
 ]
 
-#: What users may set, in torch_xla's order.
+#: Options that users may set, in torch_xla's order.
 PASSED_ON = (
     "reshard_after_forward",
     "flatten_parameters",
@@ -36,7 +36,7 @@ PASSED_ON = (
     "coalesce_all_gather_ops",
 )
 
-#: What others' options may say, for it is what happens here.
+#: Values of other libraries' options that are accepted, because they describe what happens here.
 ALWAYS: Mapping[str, Collection[object]] = {
     "use_orig_params": (True,),
     "sync_module_states": (True,),
@@ -55,15 +55,15 @@ ALWAYS_IN_SPMD: Mapping[str, Collection[object]] = {
     "sequential_save": (False,),
 }
 
-#: What to write instead of options that torch_xla's wrapper has besides, or torch's own.
+#: What to write instead of the other options of torch_xla's wrapper, and of those of torch's FSDP.
 INSTEAD = {
     "auto_wrapper_callable": "Write activation_checkpointing_policy={MyBlock}, which needs no wrapper.",
-    "param_init_fn": "Leave it out: a module built on the meta device is filled by its reset_parameters().",
+    "param_init_fn": "Leave it out: a module built on the meta device is initialized by its reset_parameters().",
     "sharding_groups": "Leave it out: all ranks shard.",
     "sharding_rank": "Leave it out: all ranks shard.",
     "sharding_world_size": "Leave it out: all ranks shard.",
-    # of torch's FSDP
-    "cpu_offload": "XLA keeps shards on its devices; 'fsdp2_cpu_offload' has it.",
+    # torch's FSDP
+    "cpu_offload": "XLA keeps shards on its devices; use 'fsdp2_cpu_offload' for it.",
     "mixed_precision": "Write precision='bf16-mixed' to Trainer or Fabric.",
     "mp_policy": "Write precision='bf16-mixed' to Trainer or Fabric.",
     "sharding_strategy": "Write reshard_after_forward=True for 'FULL_SHARD', False for 'SHARD_GRAD_OP'.",
@@ -81,7 +81,7 @@ INSTEAD = {
     "tensor_parallel_size": "XlaFullyShardedDataParallel has no tensor parallelism.",
 }
 
-#: What to write instead of others' options for ``xla_fsdp_spmd``.
+#: What to write instead of other libraries' options for ``xla_fsdp_spmd``.
 INSTEAD_IN_SPMD = {
     **{name: INSTEAD[name] for name in ("cpu_offload", "mixed_precision", "mp_policy", "sync_module_states")},
     **{name: INSTEAD[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
@@ -90,8 +90,8 @@ INSTEAD_IN_SPMD = {
     "reshard_after_forward": "Leave it out: XLA chooses when parameters are gathered and freed.",
     "use_orig_params": "Leave it out: parameters always keep their names and shapes.",
     "flatten_parameters": "Leave it out: parameters always keep their names and shapes.",
-    "data_parallel_size": "Leave it out: it is the number of devices by tensor_parallel_size.",
-    "device_mesh": "Leave it out: the mesh is made of all devices; tensor_parallel_size gives it a second axis.",
+    "data_parallel_size": "Leave it out: it is the number of devices divided by tensor_parallel_size.",
+    "device_mesh": "Leave it out: the mesh spans all devices; tensor_parallel_size gives it a second axis.",
     "process_group": "Leave it out: one process drives all devices.",
     "cluster_environment": "Leave it out: one process drives all devices.",
     "timeout": "Leave it out: there is no other process to wait for.",
@@ -100,7 +100,7 @@ INSTEAD_IN_SPMD = {
 
 
 def not_passed_on(options: Mapping[str, object]) -> dict[str, object]:
-    """Those of the options that are not torch_xla's, or not to be set.
+    """The options that are not torch_xla's, or that users may not set.
 
     Example:
         >>> not_passed_on({"flatten_parameters": True, "sharding_rank": 0})
@@ -110,10 +110,10 @@ def not_passed_on(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Refuse what isn't passed on to XlaFullyShardedDataParallel, and what it can't do with the rest.
+    """Refuse options that aren't passed on to XlaFullyShardedDataParallel, and combinations that it can't handle.
 
     Raises:
-        UnsupportedCapabilityError: There is any; the message says what to write.
+        UnsupportedCapabilityError: An option is refused; the message names what to write instead.
     """
     for name in not_passed_on(options):
         told = INSTEAD.get(name, "It is no option of torch_xla's XlaFullyShardedDataParallel either.")
@@ -123,34 +123,34 @@ def check_options(options: Mapping[str, object]) -> None:
         )
     if options.get("coalesce_all_gather_ops") and not options.get("shard_param_on_dim_0"):
         raise UnsupportedCapabilityError(
-            "coalesce_all_gather_ops=True needs shard_param_on_dim_0=True: of flat shards torch_xla 2.9 coalesces "
-            "none, and to gather nothing ends the process with a segmentation fault.\n"
+            "coalesce_all_gather_ops=True needs shard_param_on_dim_0=True: torch_xla 2.9 does not coalesce flat "
+            "shards, and gathers an empty list, which ends the process with a segmentation fault.\n"
             "Write shard_param_on_dim_0=True too, or leave coalesce_all_gather_ops out."
         )
 
 
 def check_collectives(options: Mapping[str, object], *, on_cpu: bool) -> None:
-    """Refuse what XLA's CPU client can't do.
+    """Refuse options that XLA's CPU client does not support.
 
     Raises:
-        UnsupportedCapabilityError: Layouts are to be pinned there.
+        UnsupportedCapabilityError: Layouts would be pinned on the CPU.
     """
     if on_cpu and options.get("pin_layout_in_collective_ops"):
         raise UnsupportedCapabilityError(
-            "pin_layout_in_collective_ops=True can't be used on the CPU, whose collectives wait for each other then "
+            "pin_layout_in_collective_ops=True can't be used on the CPU, where collectives would wait for each other "
             "until XLA ends the process.\nLeave it out there; on a TPU it is passed on."
         )
 
 
 def check_sequential_save(sequential_save: bool, async_save: bool) -> None:
-    """Refuse what asks for little memory and for much.
+    """Refuse to combine saving in turn, which needs little host memory, with saving in the background.
 
     Raises:
-        UnsupportedCapabilityError: Both are asked for.
+        UnsupportedCapabilityError: Both options are set.
     """
     if sequential_save and async_save:
         raise UnsupportedCapabilityError(
-            "sequential_save=True can't be combined with async_save=True: a save that goes on in the background begins "
-            "with a copy of every rank's part in host memory, which sequential_save=True is there to avoid.\n"
+            "sequential_save=True can't be combined with async_save=True: a save in the background begins with a copy "
+            "of every rank's shards in host memory, which sequential_save=True avoids.\n"
             "Write sequential_save=True where host memory is short, and async_save=True where it isn't."
         )

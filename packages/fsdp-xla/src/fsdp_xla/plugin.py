@@ -67,7 +67,7 @@ def fsdp_strategies() -> list[StrategyInfo]:
 
 
 def why_not_here() -> str | None:
-    """Why the strategies can't run on this machine, or ``None`` if they can. Looks for chips as torch_xla does."""
+    """The reason why the strategies can't run here, or ``None`` if they can. Detects TPU chips as torch_xla does."""
     device = os.environ.get("PJRT_DEVICE", "").upper()
     if device == "CPU" or (device in ("", "TPU") and _tpu_chips()):
         return None
@@ -82,7 +82,7 @@ _GOOGLE = "0x1ae0"
 
 
 def _tpu_chips() -> int:
-    """How many PCI devices of Google's there are."""
+    """The number of Google's PCI devices."""
     found = 0
     for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
         try:

@@ -15,7 +15,7 @@ __all__ = ["recompute"]
 
 
 class _Call(nn.Module):
-    """A call of a submodule's forward, of tensors alone. torch_xla separates the weights of a module's own method."""
+    """A call of a submodule's forward with flat arguments, as a module, whose weights torch_xla treats separately."""
 
     def __init__(self, module: nn.Module | None, function: Callable[..., Any], spec: Any) -> None:
         super().__init__()
@@ -29,24 +29,24 @@ class _Call(nn.Module):
 
 
 def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` and keep its inputs only; the backward pass calls it once more, with the same random numbers.
+    """Call ``function`` and keep only its inputs; the backward pass calls it again, with the same random numbers.
 
-    torch's own would be of no use: XLA finds the same computation twice in one program, and does it once. torch_xla's
-    puts a barrier between them, but takes no keyword arguments, no nested outputs, and no inputs that don't require
-    gradients.
+    torch's own checkpointing has no effect: XLA finds the same computation twice in one program, and does it once.
+    torch_xla's puts a barrier between them, but supports no keyword arguments, no nested outputs, and no inputs that
+    don't require gradients.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     owner = getattr(function, "__self__", None)
     call = _Call(owner if isinstance(owner, nn.Module) else None, function, spec)
-    # with it the outputs require gradients, whether an input does or not
+    # it makes the outputs require gradients, whether an input does or not
     anchor = torch.zeros((), device="xla", requires_grad=True)
     outputs = checkpoint(call.run, anchor, *leaves)
     device = default_device()
     for one in outputs:
         if isinstance(one, Tensor) and one.requires_grad:
-            # autograd has a thread for each device, whose default device is the first one of all; torch_xla looks there
-            # for the random generator to set back
+            # autograd has a thread for each device, whose default device is the first of all devices; torch_xla uses
+            # the default device to find the random generator to restore
             one.register_hook(lambda _: set_default_device(device))
     return tree_unflatten(list(outputs), call.output_spec)

@@ -1,9 +1,9 @@
 """``torch.manual_seed``, and so ``seed_everything``, for XLA's random numbers too.
 
-torch seeds the generators of all devices that it knows, and XLA's, which are their own, are none of them.
+torch seeds the generators of all devices that it knows, but XLA has its own generators.
 
-``torch.manual_seed`` is replaced when a rank starts, once for the process. torch has no hook to it, and XLA's
-generators would otherwise follow no seed that is set in a rank. What does not run as a rank sees no difference.
+``torch.manual_seed`` is replaced when a rank starts, once per process. torch has no hook for it, and XLA's generators
+would otherwise ignore seeds that are set in a rank. Code that does not run as a rank is not affected.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 __all__ = ["follow_manual_seed", "follow_seed_from_before"]
 
-#: By thread, what seeds the device of the rank that runs in it, and in which process: a loader's workers are forked.
+#: Thread-local: what seeds the device of this thread's rank, and the process id, because dataloader workers fork.
 _here = threading.local()
 _installing = threading.Lock()
 _installed = False
-#: The seed of torch's that the device of this process's only rank has followed last.
+#: The torch seed that the device of this process's only rank has last followed.
 _seeded_with: int | None = None
 
 
 def follow_seed_from_before(seed_device: Callable[[int], None]) -> None:
-    """Let the seed from before the start count for the device of this process, which else draws the same in every one.
+    """Apply the seed from before the start to this process's device, which otherwise begins with a constant seed.
 
     Args:
-        seed_device: Called with the seed, unless it was before.
+        seed_device: Called with the seed, unless it was called with the same one before.
     """
     global _seeded_with
     seed = torch.initial_seed()
@@ -42,8 +42,8 @@ def follow_seed_from_before(seed_device: Callable[[int], None]) -> None:
 def follow_manual_seed(seed_device: Callable[[int], None]) -> None:
     """Let ``torch.manual_seed``, called in this thread from now on, seed the device of its rank too.
 
-    torch has no hook for it: its function is replaced, once, for as long as the process lives. In other threads and in
-    forked processes it does what it did.
+    torch has no hook for it: its function is replaced once, for the lifetime of the process. In other threads and in
+    forked processes its behavior is unchanged.
 
     Args:
         seed_device: Called with the seed, which is not negative.

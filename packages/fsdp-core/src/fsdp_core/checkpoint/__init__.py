@@ -1,9 +1,9 @@
 """One checkpoint for any hardware: a folder with a manifest and safetensors files, written by all ranks, no pickle.
 
-:func:`save` and :func:`load` take and give a nest of dicts and lists; :func:`fill_all` writes what was loaded into the
-shards of another world size. :func:`load_state_dict` gives a model's full state in one process.
+:func:`save` takes, and :func:`load` returns, nested dicts and lists. :func:`fill_all` writes loaded tensors into the
+shards of another world size. :func:`load_state_dict` returns a model's full state dict in one process.
 
-Importing this package imports no torch: what needs it is imported when it is first used.
+Importing this package does not import torch: modules that need it are imported on first use.
 """
 
 from __future__ import annotations

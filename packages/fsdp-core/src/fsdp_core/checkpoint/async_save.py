@@ -1,4 +1,4 @@
-"""Saves that go on in the background: what they wait for, and how a failure is told."""
+"""Asynchronous saves in a background thread: their order, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from fsdp_core.runtime import Runtime
 
 __all__ = ["AsyncSaves"]
 
-#: Seconds that the thread leaves to its caller before it takes the interpreter and a core from it: the ranks meet once
-#: more before training goes on, and a save that has begun on one of them would hold up all.
+#: Seconds that the thread waits before it competes with its caller for the interpreter and a core: the ranks
+#: synchronize once more before training continues, and a save that has begun on one of them would delay all.
 _HEAD_START = 0.05
 
-_INTERRUPTED = 130  # what a shell gives for a process that SIGINT has ended
+_INTERRUPTED = 130  # the shell's exit status of a process ended by SIGINT
 
-#: What no rank has raised yet; told when the interpreter ends.
+#: Failures that no rank has raised yet; reported when the interpreter exits.
 _untold: list[CheckpointError] = []
-#: What is not done yet, of all that were ever made.
+#: The pending jobs of all instances.
 _unfinished: set[Future[None]] = set()
 
 
 class AsyncSaves:
-    """Writes checkpoints in one thread, in the order that they are asked for, while the caller goes on.
+    """Writes checkpoints in one background thread, in the order of the calls, while the caller continues.
 
-    Every rank has one, and all call the same methods in the same order. Nothing that follows a failure is done until
-    the failure has been raised, so a removal that waits for a newer checkpoint does not happen without it. A failure is
-    raised once, by the :meth:`step`, :meth:`save`, :meth:`wait` or :meth:`close` that comes first, which is the same on
-    every rank. If the interpreter ends before, it is written to stderr, and the exit status is 1.
+    Every rank has one instance, and all ranks call the same methods in the same order. After a failure, pending jobs
+    are skipped until the failure has been raised, so a removal that waits for a newer checkpoint does not happen
+    without that checkpoint. A failure is raised once, by the first :meth:`step`, :meth:`save`, :meth:`wait` or
+    :meth:`close`, which is the same on every rank. If the interpreter exits before that, the failure is written to
+    stderr, and the exit status is 1.
 
     Args:
-        runtime: The ranks. A side channel of it is made when the thread starts.
+        runtime: The ranks. Its side channel is created when the thread starts.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -51,7 +52,7 @@ class AsyncSaves:
         self._channel: Runtime | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the attributes below
         self._awaited = threading.Event()
         self._steps = 0
         self._failure: CheckpointError | None = None
@@ -59,19 +60,19 @@ class AsyncSaves:
         self._raise_at: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AsyncSaves:
-        """One with nothing pending: where ranks are threads, each starts from a copy of what was built before them."""
+        """Return an instance without pending jobs: ranks that are threads start from copies of what was built."""
         return AsyncSaves(copy.deepcopy(self._runtime, memo))
 
     def save(self, path: StrPath, state: Mapping[str, Any], **options: Any) -> None:
-        """Copy a state, and write the copy behind the caller's back. Waits for what is pending first.
+        """Copy a state, and write the copy in the background. Waits for pending jobs first.
 
         Args:
             path: As in :func:`~fsdp_core.checkpoint.save`.
-            state: What to save; it may be changed as soon as this returns.
-            **options: The further arguments of :func:`~fsdp_core.checkpoint.save`, without ``runtime``.
+            state: The state to save; it may be changed as soon as this returns.
+            **options: The other arguments of :func:`~fsdp_core.checkpoint.save`, except ``runtime``.
 
         Raises:
-            CheckpointError: The state or the path is refused, or what was pending has failed; then nothing is saved.
+            CheckpointError: The state or the path is refused, or a pending job has failed; nothing is saved then.
         """
         self.wait()
         prepared = prepare_save(
@@ -89,16 +90,16 @@ class AsyncSaves:
         self.run(f"saving {os.fspath(path)}", write)
 
     def run(self, doing: str, job: Callable[[Runtime], None]) -> None:
-        """Do something in the thread, behind all that is pending.
+        """Run a job in the thread, after all pending jobs.
 
         Args:
             doing: What the job does, for the error: ``"removing /data/old.ckpt"``.
-            job: Is given ranks that it may let talk.
+            job: Called with a runtime whose collectives it may use.
         """
         if self._thread is None:
             self._channel = self._runtime.side_channel()
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp-save")
-            atexit.unregister(_leave_unfinished)  # has to run before the ranks part, who have met by now
+            atexit.unregister(_leave_unfinished)  # must run before the process group is destroyed, which exists by now
             atexit.register(_leave_unfinished)
         assert self._channel is not None
         self._awaited.clear()
@@ -107,10 +108,10 @@ class AsyncSaves:
         self._last.add_done_callback(_unfinished.discard)
 
     def step(self) -> None:
-        """Count a step of training, before it is taken.
+        """Count a training step, before it is taken.
 
         Raises:
-            CheckpointError: Something has failed, and this is the step at which all ranks raise it.
+            CheckpointError: A job has failed, and this is the step at which all ranks raise it.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._choosing)
@@ -120,10 +121,10 @@ class AsyncSaves:
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is pending.
+        """Wait for all pending jobs.
 
         Raises:
-            CheckpointError: Something has failed.
+            CheckpointError: A job has failed.
         """
         self._awaited.set()
         if self._last is not None:
@@ -135,10 +136,10 @@ class AsyncSaves:
             raise failure
 
     def close(self) -> None:
-        """Wait, and give back the thread, the side channel and the memory; a later save makes them anew.
+        """Wait, then release the thread, the side channel and the memory; a later save creates them again.
 
         Raises:
-            CheckpointError: Something has failed.
+            CheckpointError: A job has failed.
         """
         self._awaited.set()
         if self._last is not None:
@@ -155,7 +156,7 @@ class AsyncSaves:
             return
         self._awaited.wait(_HEAD_START)
         try:
-            together(channel, doing, lambda: job(channel))  # so that all ranks fail, or none
+            together(channel, doing, lambda: job(channel))  # so that either all ranks fail or none
         except Exception as error:
             self._fail(channel, doing, error)
 
@@ -166,9 +167,9 @@ class AsyncSaves:
         with self._changed:
             self._choosing, steps = True, self._steps
         try:
-            # no rank begins another step meanwhile, so none is beyond the one that is chosen
+            # no rank begins another step meanwhile, so none is past the chosen one
             steps = max(channel.gather_objects(steps))
-        except Exception as gone:  # a rank has gone, and with it the others' way to agree
+        except Exception as gone:  # a rank has exited, so the others can't agree
             failure.add_note(f"The ranks could not agree on when to raise this: {gone}")
         with self._changed:
             _untold.append(failure)
@@ -181,14 +182,14 @@ def _wait_for_all() -> None:
         future.result()
 
 
-# The one moment before Python closes the executors of the process, which a remote filesystem may need. There is no
-# public name for it; without it, the thread is waited for a little later.
+# The only hook that runs before Python closes the executors of the process, which a remote filesystem may need. It has
+# no public name; without it, the thread is joined a little later.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_wait_for_all)
 
 
 def _forget() -> None:
-    """A forked process has no part in what its parent does."""
+    """Drop the parent's jobs in a forked process."""
     _unfinished.clear()
     _untold.clear()
 
@@ -198,7 +199,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _leave_unfinished() -> None:
-    """End the process if the wait for the thread was interrupted: the ranks can't part while it lets them talk."""
+    """Exit if the wait for the thread was interrupted: the thread still uses the process group."""
     if _unfinished:
         _end("interrupted before a checkpoint was complete; what was there before is unchanged", _INTERRUPTED)
 
@@ -210,7 +211,7 @@ def _tell_untold() -> None:
 
 
 def _end(message: str, status: int) -> None:
-    """End the process from within its own end, whose exit status Python offers no other way to set."""
+    """Exit from an exit handler: Python offers no other way to set the exit status there."""
     print(message, file=sys.stderr)
     logging.shutdown()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Steps that every rank takes: all succeed, or the failure of one is raised on all of them, and none waits on."""
+"""Steps that all ranks take: either all succeed, or the failure of one is raised on all, and none keeps waiting."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ T = TypeVar("T")
 
 
 def together(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T]:
-    """Take a step on every rank, and give each rank what all of them returned.
+    """Run a step on every rank, and return the results of all ranks on each.
 
     Args:
-        runtime: The ranks; this process alone when ``None``.
+        runtime: The ranks; this process alone if ``None``.
         doing: What the step does, for the error: ``"writing /data/last.ckpt"``.
-        step: What this rank does. It must not wait for another rank. What it returns must be picklable.
+        step: This rank's step. It must not wait for another rank, and its result must be picklable.
 
     Returns:
         The results by rank.
 
     Raises:
-        CheckpointError: The step failed on some rank. The error is of the class that the first such rank raised, if
-            that is a class of :mod:`fsdp_core.errors`, and names the ranks.
+        CheckpointError: The step failed on some rank. The error names the ranks. Its class is that of the first failing
+            rank's error, if that is a class of :mod:`fsdp_core.errors`.
     """
     if runtime is None:
         return [step()]
@@ -53,7 +53,7 @@ def together(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list
 
 
 def _describe(error: Exception, doing: str) -> tuple[str, str]:
-    """The name of an error class of ours that every rank can raise, and the message."""
+    """Return the name of an error class of :mod:`fsdp_core.errors` that every rank can raise, and the message."""
     if isinstance(error, FSDPError) and hasattr(errors, type(error).__name__):
         return type(error).__name__, str(error)
     return "CheckpointError", f"{doing} failed: {type(error).__name__}: {error}. {remedy(error)}".rstrip()

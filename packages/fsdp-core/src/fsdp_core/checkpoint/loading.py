@@ -1,4 +1,4 @@
-"""Loading: the nest that was saved, with a handle where each chunked tensor was; only what is asked for is read."""
+"""Loads checkpoints: the saved nest, with a handle for each chunked tensor; tensors are read only when needed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.verifying import find_damage, refuse_damage, share_of
 from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.runtime import Runtime
+from fsdp_core.state.boxes import overlap
 from fsdp_core.state.chunks import Chunk
 from fsdp_core.state.saved_tensor import SavedTensor
 
@@ -28,28 +29,28 @@ __all__ = ["load", "verify_tensors"]
 
 
 def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) -> dict[str, Any]:
-    """Load a checkpoint folder: the nest that was saved, in which chunked tensors are still in the files.
+    """Load a checkpoint folder as the nest that was saved. Chunked tensors stay in the files.
 
-    Every byte is compared with the manifest before this returns, so that a damaged checkpoint is refused before any
-    weight has changed. Nothing is unpickled, and nothing outside of the folder is read. If another run saves there
-    meanwhile, the load begins anew; on a local disk, what it returns can then be read to its end.
+    Every byte is compared with the manifest before this returns, so a damaged checkpoint is refused before any weight
+    changes. Nothing is unpickled, and nothing outside of the folder is read. If another run saves there in the
+    meantime, the load starts again; on a local disk, tensors of the result stay readable if that happens later.
 
     Args:
         path: A local path or an fsspec URL.
-        runtime: The ranks, which must then all call this: they divide the files between them, so that each byte is
-            verified once, and what one of them finds is raised on all. Without it, nothing in this waits for another
-            rank: one process may call it alone, and whoever calls it verifies all files.
-        verify: Whether to compare all checksums, which reads every byte once. Otherwise only those of the plain data
-            and of the tensors in it are, and the sizes and headers of the other files.
+        runtime: The ranks, which must all call this. They divide the files between them, so that each byte is verified
+            once, and a fault that one rank finds is raised on all. Without it, no rank waits for another: a single
+            process may call this, and each caller verifies all files.
+        verify: Whether to compare all checksums, which reads every byte once. Otherwise, only those of the plain data
+            and its tensors are compared, and the sizes and headers of the other files.
 
     Returns:
-        What was given to :func:`~fsdp_core.checkpoint.save`: a handle
-        (:class:`~fsdp_core.checkpoint.SavedTensor`) where a DTensor, a chunked tensor, or a tensor of a model's or an
-        optimizer's state was; plain tensors (on the CPU) and plain data elsewhere.
+        The state that was passed to :func:`~fsdp_core.checkpoint.save`, with a handle
+        (:class:`~fsdp_core.checkpoint.SavedTensor`) for each DTensor, chunked tensor, and tensor of a model's or an
+        optimizer's state, and with plain tensors (on the CPU) and plain data elsewhere.
 
     Raises:
-        CheckpointFormatError: There is no complete checkpoint that this version can read, or it is damaged; what is
-            wrong with which file is in the message.
+        CheckpointFormatError: There is no complete checkpoint that this version can read, or it is damaged; the message
+            names the files and their faults.
     """
     folder = open_folder(path)
     doing = f"loading {os.fspath(path)}"
@@ -65,14 +66,14 @@ def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) 
     if alike:
         raise too_often([folder])
     raise CheckpointFormatError(
-        f"the ranks read different checkpoints at {folder}: another run is replacing it, or it lies on disks that "
+        f"the ranks read different checkpoints at {folder}: another run is replacing it, or it is on disks that "
         "the hosts don't share. Load it when no run saves to it, from a file system that all ranks share."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BoxesInFiles:
-    """The boxes of one tensor in the files that a manifest names."""
+    """The boxes of one tensor in the files of a checkpoint."""
 
     stored: StoredTensor
     files: StoredFiles
@@ -81,20 +82,17 @@ class _BoxesInFiles:
         assert isinstance(chunk.data, Tensor)
         box = tuple(chunk.data.shape)
         for part in self.stored.chunks:
-            low = [max(a, b) for a, b in zip(part.offsets, chunk.offsets, strict=True)]
-            high = [
-                min(a + m, b + n) for a, m, b, n in zip(part.offsets, part.lengths, chunk.offsets, box, strict=True)
-            ]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
+            common = overlap((part.offsets, part.lengths), (chunk.offsets, box))
+            if common is None:
                 continue
-            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-            source = tuple(a - o for a, o in zip(low, part.offsets, strict=True))
+            inside = tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, chunk.offsets, strict=True))
+            source = tuple(a - o for a, o in zip(common[0], part.offsets, strict=True))
             with torch.no_grad():
                 self.files.read(part.file, part.key, source, chunk.data.detach()[inside])
 
 
 class _Reading:
-    """One attempt of one rank to load a checkpoint, of which all ranks must take each step."""
+    """One attempt of this rank to load a checkpoint. All ranks must take each step."""
 
     def __init__(self, folder: Folder, runtime: Runtime | None, *, checksums: bool) -> None:
         self._folder, self._runtime, self._checksums = folder, runtime, checksums
@@ -103,7 +101,7 @@ class _Reading:
         self.nest: dict[str, Any] = {}
 
     def examine(self) -> tuple[str, dict[str, str], bool]:
-        """The save that was read, what is wrong with this rank's files, and whether another save has replaced it."""
+        """Return the save id, the faults of this rank's files, and whether another save has replaced the checkpoint."""
         manifest, runtime = read_manifest(self._folder), self._runtime
         self._files = StoredFiles(self._folder, manifest)
         mine = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
@@ -111,7 +109,7 @@ class _Reading:
         return manifest.save_id, faults, bool(faults) and self._replaced()
 
     def decode(self) -> bool:
-        """Whether the plain data could be read, and nothing has replaced the checkpoint before it was."""
+        """Decode the plain data, and return ``False`` if the checkpoint was replaced before that."""
         assert self._files is not None
         try:
             self._files.keep_open()
@@ -127,13 +125,13 @@ class _Reading:
 
 
 def verify_tensors(nest: Any) -> None:
-    """Compare the checksums of the files that the saved tensors of a nest lie in, and of no others.
+    """Compare the checksums of the files that hold the saved tensors of a nest, and of no others.
 
     Args:
-        nest: What :func:`load` gave, or a part of it.
+        nest: The result of :func:`load`, or a part of it.
 
     Raises:
-        CheckpointFormatError: They are damaged; the message names the files.
+        CheckpointFormatError: Files are damaged; the message names them.
     """
     names: dict[StoredFiles, set[str]] = {}
     _note_files(nest, names)
@@ -155,7 +153,7 @@ def _note_files(nest: Any, names: dict[StoredFiles, set[str]]) -> None:
 
 
 def _decode(files: StoredFiles) -> dict[str, Any]:
-    """The plain data with its tensors, and handles on the others."""
+    """Decode the plain data and its tensors, with handles for the other tensors."""
     folder, manifest = files.folder, files.manifest
     tensors = {
         key: SavedTensor(
@@ -169,12 +167,12 @@ def _decode(files: StoredFiles) -> dict[str, Any]:
         if tag == "$saved" and isinstance(name, str) and (key := manifest.aliases.get(name, name)) in tensors:
             return tensors[key]
         if tag == "$tensor" and isinstance(name, str) and name in small and manifest.state_tensors is not None:
-            where = small.pop(name)  # once, or a small file could ask for any amount of memory
+            where = small.pop(name)  # only once, or a small file could make this allocate any amount of memory
             tensor = torch.empty(where.shape, dtype=where.dtype)
             files.read(manifest.state_tensors, name, (0,) * tensor.ndim, tensor)
             return tensor
         raise CheckpointFormatError(
-            f"{folder.path(manifest.state_file)} points to a tensor {name!r} that isn't there, or points to it twice"
+            f"{folder.path(manifest.state_file)} refers to a tensor {name!r} that does not exist, or refers to it twice"
         )
 
     state = read_plain(files)
@@ -183,5 +181,5 @@ def _decode(files: StoredFiles) -> dict[str, Any]:
     except RecursionError as error:
         raise CheckpointFormatError(f"{folder.path(manifest.state_file)} is nested too deeply") from error
     if not isinstance(nest, dict):
-        raise CheckpointFormatError(f"{folder.path(manifest.state_file)} holds no state: {type(nest).__name__}")
+        raise CheckpointFormatError(f"{folder.path(manifest.state_file)} holds no state, but {type(nest).__name__}")
     return nest

@@ -1,4 +1,4 @@
-"""Rank 0's check: what all ranks have written makes whole tensors, each element once."""
+"""Rank 0's check that the chunks of all ranks cover every tensor exactly once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What one rank has written.
+    """The tensors and files that one rank has written.
 
     Attributes:
-        tensors: Each tensor that it knows of: key, shape, dtype, and the boxes of it that it has written.
-        files: Its files.
+        tensors: The key, shape and dtype of each tensor of the state, and the boxes of it that this rank has written.
+        files: The rank's files.
     """
 
     tensors: list[tuple[str, tuple[int, ...], str, list[Box]]]
@@ -32,7 +32,7 @@ class Index:
 
 
 def file_name(section: Section, save_id: str, rank: int) -> str:
-    """The file for one rank's chunks of a section.
+    """Return the name of the file for one rank's chunks of a section.
 
     Example:
         >>> file_name("model", "0123456789ab", 3)
@@ -42,9 +42,9 @@ def file_name(section: Section, save_id: str, rank: int) -> str:
 
 
 def chunk_name(key: str, shape: tuple[int, ...], box: Box) -> str:
-    """The name of a chunk in its file: the tensor's key, and where the chunk begins if it isn't the whole tensor.
+    """Return the name of a chunk in its file: the tensor's key, and the chunk's offsets if it isn't the full tensor.
 
-    A key with an ``@`` always gets the second part, so that no two chunks share a name.
+    A key with an ``@`` always gets the offsets, so that no two chunks share a name.
 
     Example:
         >>> chunk_name("model/wte.weight", (4, 2), ((2, 0), (2, 2)))
@@ -55,12 +55,12 @@ def chunk_name(key: str, shape: tuple[int, ...], box: Box) -> str:
 
 
 def merge(plan: Plan, save_id: str, indexes: Sequence[Index]) -> dict[str, StoredTensor]:
-    """Put together what the ranks have written.
+    """Merge the indexes of all ranks.
 
     Args:
         plan: Rank 0's plan.
-        save_id: What the names of the files carry.
-        indexes: What each rank has written, by rank.
+        save_id: The save id in the names of the files.
+        indexes: The indexes by rank.
 
     Returns:
         Every tensor with its chunks, in rank 0's order.
@@ -74,7 +74,7 @@ def merge(plan: Plan, save_id: str, indexes: Sequence[Index]) -> dict[str, Store
     for rank, index in enumerate(indexes):
         for key, shape, dtype, parts in index.tensors:
             if key not in agreed:
-                faults.setdefault(key, f"rank {rank} has it, and rank 0 has not")
+                faults.setdefault(key, f"rank {rank} has it, and rank 0 does not")
             elif agreed[key] != (shape, dtype):
                 ours = agreed[key]
                 faults.setdefault(key, f"rank 0 has {ours[0]} {ours[1]}, and rank {rank} has {shape} {dtype}")
@@ -100,14 +100,14 @@ def merge(plan: Plan, save_id: str, indexes: Sequence[Index]) -> dict[str, Store
                 ),
             )
         except ValueError as error:
-            faults[key] = f"{error} of the shape {list(shape)}"
+            faults[key] = f"{error} of shape {list(shape)}"
     if faults:
         lines = [f"  {key!r}: {fault}" for key, fault in list(faults.items())[:_SHOWN]]
         more = [f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise CheckpointMismatchError(
             "\n".join(
-                ["the ranks' chunks don't make whole tensors, so nothing was saved:", *lines, *more,
-                 "Every rank must give the same keys, and the boxes of copy 0 must cover each tensor once."]
+                ["the ranks' chunks don't form full tensors, so nothing was saved:", *lines, *more,
+                 "Every rank must pass the same keys, and the boxes of copy 0 must cover each tensor exactly once."]
             )
         )  # fmt: skip
     return tensors

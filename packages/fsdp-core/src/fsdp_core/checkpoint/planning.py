@@ -1,4 +1,4 @@
-"""What one rank has to save, decided before a byte is written: plain data, small tensors, and boxes of large ones."""
+"""Plans one rank's save before anything is written: plain data, small tensors, and boxes of large ones."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Section = Literal["model", "optimizer", "state"]
 
 @dataclass(kw_only=True)
 class Plan:
-    """What one rank has to save.
+    """The save plan of one rank.
 
     Attributes:
-        plain: The state's structure and plain data, in JSON's types, with references where tensors were.
-        tensors: Tensors of the plain data, by the name that the references use. Rank 0 writes them.
-        stored: What is saved in boxes, by key; every rank writes its own.
-        section_of: The folder that each of these goes to.
-        aliases: Further names of tensors in ``stored``.
+        plain: The state's structure and plain data, in JSON types, with references in place of tensors.
+        tensors: Tensors of the plain data, by the name in their reference. Rank 0 writes them.
+        stored: Tensors that are saved in boxes, by key; every rank writes its own boxes.
+        section_of: The folder for each tensor in ``stored``.
+        aliases: Additional names of tensors in ``stored``.
     """
 
     plain: Any = None
@@ -42,22 +42,22 @@ class Plan:
 
 
 def plan_save(state: Mapping[str, Any], kinds: Mapping[str, str], aliases: Mapping[str, str], rank: int) -> Plan:
-    """Decide what becomes of each leaf of a state.
+    """Decide how each leaf of a state is saved.
 
     Args:
         state: The nest to save.
         kinds: Which parts of it are a model's or an optimizer's state, by path.
-        aliases: Further names of tied parameters, each with the key under which the tensor is stored.
+        aliases: Additional names of tied parameters, each with the key under which the tensor is stored.
         rank: This rank.
 
     Returns:
         The plan.
 
     Raises:
-        CheckpointValueError: Something in the state can't be saved, or ``kinds`` or ``aliases`` don't fit it.
+        CheckpointValueError: A value in the state can't be saved, or ``kinds`` or ``aliases`` don't match the state.
     """
     roots: dict[Keys, Section] = {}
-    for path, kind in sorted(kinds.items(), key=lambda one: one[0].count("/")):  # the outermost decides
+    for path, kind in sorted(kinds.items(), key=lambda one: one[0].count("/")):  # the outermost takes precedence
         if kind not in ("model", "optimizer"):
             raise CheckpointValueError(f"kinds[{path!r}] is {kind!r}; it must be 'model' or 'optimizer'")
         find_part(state, path)
@@ -77,15 +77,15 @@ class _Planner:
     alias_leaves: dict[str, TensorLeaf] = field(default_factory=dict)
 
     def on_tensor(self, keys: Keys, leaf: TensorLeaf) -> dict[str, str]:
-        """Note a leaf of the state; gives the reference that stands for it in the plain data."""
+        """Record a leaf of the state, and return its reference in the plain data."""
         names = tuple(map(escaped, keys))
         path = "/".join(names)
         try:
             path.encode()
         except UnicodeEncodeError as error:
-            raise CheckpointValueError("a tensor's name must be text that UTF-8 can hold; rename it") from error
+            raise CheckpointValueError("a tensor's name must be encodable in UTF-8; rename it") from error
         root = None
-        for each in self.roots:  # a loop, for a save does this for every tensor
+        for each in self.roots:  # a plain loop for speed: this runs for every tensor
             if names[: len(each)] == each:
                 root = each
                 break
@@ -106,37 +106,37 @@ class _Planner:
 
     def _chunked(self, key: str, leaf: TensorLeaf, section: Section) -> str:
         if key == HEADER_KEY:
-            raise CheckpointValueError("safetensors keeps this name for itself; rename the tensor")
+            raise CheckpointValueError("safetensors reserves this name; rename the tensor")
         if key in self.plan.aliases:
             self.alias_leaves[key] = leaf
             return key
         if key in self.plan.stored:
-            raise CheckpointValueError(f"another tensor of the state would be stored as {key!r} too; rename one")
+            raise CheckpointValueError(f"another tensor of the state would also be stored as {key!r}; rename one")
         if not isinstance(leaf, (ChunkedTensor, DTensor)) and (reason := unsavable(leaf)) is not None:
             raise CheckpointValueError(reason)
         tensor = chunked(leaf, rank=self.rank)
-        if tensor.dtype not in SAFETENSORS_NAMES:  # this rank may hold no chunk of it
+        if tensor.dtype not in SAFETENSORS_NAMES:  # checked here too: this rank may hold no chunk of it
             raise CheckpointValueError(f"safetensors has no dtype {dtype_name(tensor.dtype)}; convert the tensor")
         for chunk in tensor.chunks:
             if (reason := unsavable(chunk.data)) is not None:
                 raise CheckpointValueError(reason)
             if chunk.data.dtype != tensor.dtype:
-                raise CheckpointValueError(f"a chunk of it has dtype {chunk.data.dtype}, and it has {tensor.dtype}")
+                raise CheckpointValueError(f"a chunk of it has dtype {chunk.data.dtype}, but the tensor {tensor.dtype}")
         self.plan.stored[key], self.plan.section_of[key] = tensor, section
         return key
 
     def check_aliases(self) -> None:
-        """Refuse aliases of what is not stored, or of what can't be the same tensor."""
+        """Refuse aliases of tensors that are not stored, or that can't be the same tensor."""
         for alias, key in self.plan.aliases.items():
             stored = self.plan.stored.get(key)
             if stored is None:
                 raise CheckpointValueError(
-                    f"alias {alias!r} stands for {key!r}, which is not among the tensors to save; "
-                    "give the key under which it is stored, as in {'model/lm_head.weight': 'model/wte.weight'}"
+                    f"alias {alias!r} refers to {key!r}, which is not among the tensors to save; "
+                    "pass the key under which it is stored, as in {'model/lm_head.weight': 'model/wte.weight'}"
                 )
             leaf = self.alias_leaves.get(alias)
             if leaf is None:
-                raise CheckpointValueError(f"alias {alias!r} names no tensor of a model's or optimizer's state")
+                raise CheckpointValueError(f"alias {alias!r} is not a tensor of a model's or optimizer's state")
             if (tuple(leaf.shape), leaf.dtype) != (stored.shape, stored.dtype):
                 raise CheckpointValueError(
                     f"alias {alias!r} has shape {tuple(leaf.shape)} and {leaf.dtype}, but {key!r} has {stored.shape} "
@@ -145,7 +145,7 @@ class _Planner:
 
 
 def _with_aliases(state: Mapping[str, Any], aliases: Mapping[str, str]) -> Mapping[str, Any]:
-    """The state with an entry for each alias, so that a load gives the tensor under both names."""
+    """Return the state with an entry for each alias, so that a load returns the tensor under both names."""
     for alias, key in aliases.items():
         path, _, name = alias.rpartition("/")
         if split_path(name)[0] not in find_part(state, path):

@@ -1,4 +1,4 @@
-"""Saving: each rank writes the boxes that it holds, rank 0 checks that they cover everything and publishes."""
+"""Saves checkpoints: each rank writes its boxes, then rank 0 checks that they cover every tensor, and publishes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from fsdp_core.checkpoint.storage.publishing import Place, choose_place
 from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.runtime import Runtime
+from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.coverage import Box
 from fsdp_core.state.dtypes import dtype_name
-from fsdp_core.state.sources import TensorSource
 
 __all__ = ["PreparedSave", "prepare_save", "save"]
 
@@ -49,35 +49,35 @@ def save(
 ) -> None:
     """Save a nest of sharded tensors and plain data as a checkpoint folder. Every rank calls this.
 
-    Each rank writes the boxes that it holds, without talking to the others meanwhile. Then rank 0 checks that the
-    boxes cover every tensor exactly, and publishes the checkpoint by replacing its manifest in one step: whoever reads
-    the path finds the old checkpoint or the new one, complete. A failure on any rank is raised on every rank and
-    leaves what was at the path as it was.
+    Each rank writes its boxes without communicating with the others. Then rank 0 checks that the boxes cover every
+    tensor exactly, and publishes the checkpoint by replacing its manifest atomically: readers find either the complete
+    old checkpoint or the complete new one. A failure on any rank is raised on every rank and leaves the path's previous
+    content unchanged.
 
     Args:
-        path: A local path or an fsspec URL, seen alike by all ranks. Rank 0's counts.
+        path: A local path or an fsspec URL, on storage that all ranks share. Rank 0's value is used.
         state: Dicts, lists and tuples of tensors and plain data (see
             :mod:`fsdp_core.checkpoint.format.plain_data`), under the same keys on every rank.
-            DTensors and chunked tensors are saved from all ranks; of plain tensors and plain data, rank 0's are saved.
+            DTensors and chunked tensors are saved from all ranks; plain tensors and plain data, from rank 0.
         runtime: The ranks.
         strategy: The name of the strategy that saves, for the manifest.
         kinds: Which parts of the state are a model's or an optimizer's state, by path: ``{"model": "model",
             "optimizer/0": "optimizer"}``. Their tensors are listed in the manifest one by one, as ``model/<FQN>`` and
             ``optimizer/0/<FQN>/exp_avg``; an optimizer's state has the keys ``"state"`` (by FQN) and
             ``"param_groups"``.
-        aliases: The further names of tied parameters: ``{"model/lm_head.weight": "model/wte.weight"}``. The tensor is
-            stored once; a load gives it under both names, whether or not the state holds the further name.
-        versions: Versions of packages to note in the manifest, beside torch's and this package's.
-        overwrite: Whether what is at the path may be replaced, once the new checkpoint is complete: a checkpoint, a
-            file, or a link, but never a folder of anything else.
-        one_after_another: Whether ranks of a host write in turn. With tensors that are only read when they are
-            written (see :mod:`fsdp_core.state.sources`), no more than one rank's are in memory then.
+        aliases: Additional names of tied parameters: ``{"model/lm_head.weight": "model/wte.weight"}``. The tensor is
+            stored once; a load returns it under both names, whether or not the state holds the additional name.
+        versions: Package versions to record in the manifest, in addition to torch's and this package's.
+        overwrite: Whether an existing checkpoint, file or link at the path may be replaced, once the new checkpoint is
+            complete. A folder of anything else is never replaced.
+        one_after_another: Whether the ranks of a host write in turn. For tensors that are read only when they are
+            written (see :class:`~fsdp_core.state.TensorSource`), only one rank's are then in memory at a time.
 
     Raises:
-        CheckpointValueError: The state holds what can't be saved; nothing was written.
-        CheckpointExistsError: Something is at the path that must not be replaced; nothing was written. Or another job
-            has saved there meanwhile: its checkpoint is there, and nothing is left of this one.
-        CheckpointMismatchError: The ranks' boxes don't make whole tensors.
+        CheckpointValueError: The state holds values that can't be saved; nothing was written.
+        CheckpointExistsError: The path holds something that must not be replaced, and nothing was written. Or another
+            job has saved there in the meantime: its checkpoint is in place, and nothing is left of this one.
+        CheckpointMismatchError: The ranks' boxes don't form full tensors.
         CheckpointError: Writing failed on some rank, for instance because the disk is full.
     """
     prepared = prepare_save(
@@ -105,24 +105,24 @@ def prepare_save(
     overwrite: bool = True,
     stage: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> PreparedSave:
-    """Take the first half of :func:`save`: everything is decided and nothing is written. Every rank calls this.
+    """Run the first half of :func:`save`, which plans the save and writes nothing. Every rank calls this.
 
     Args:
-        path: As in :func:`save`, as all that follows.
-        state: What to save.
+        path: As in :func:`save`, like the other arguments.
+        state: The state to save.
         runtime: The ranks.
         strategy: The name of the strategy that saves.
         kinds: Which parts of the state are a model's or an optimizer's.
-        aliases: The further names of tied parameters.
-        versions: Versions of packages to note.
-        overwrite: Whether what is at the path may be replaced.
-        stage: Takes the plan and gives the one to write, whose tensors may be copies of the first one's.
+        aliases: Additional names of tied parameters.
+        versions: Package versions to record.
+        overwrite: Whether an existing checkpoint may be replaced.
+        stage: Takes the plan and returns the plan to write, whose tensors may be copies.
 
     Returns:
-        The second half.
+        The prepared save, whose :meth:`~PreparedSave.write` is the second half.
 
     Raises:
-        CheckpointError: As in :func:`save`, for what can be known before anything is written.
+        CheckpointError: As in :func:`save`, for errors that are detected before anything is written.
     """
     plan = Plan()
 
@@ -132,7 +132,7 @@ def prepare_save(
         return choose_place(path, secrets.token_hex(6), overwrite=overwrite) if runtime.rank == 0 else None
 
     place = together(runtime, f"preparing to save {os.fspath(path)}", prepare)[0]
-    assert place is not None  # rank 0 gives one
+    assert place is not None  # rank 0 returns one
     return PreparedSave(
         _place=place, _plan=plan, _strategy=strategy, _kinds=dict(kinds), _versions=dict(versions or {})
     )
@@ -140,7 +140,7 @@ def prepare_save(
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSave:
-    """A save of which everything is decided and nothing is written."""
+    """A save that is planned but not written."""
 
     _place: Place
     _plan: Plan
@@ -149,14 +149,14 @@ class PreparedSave:
     _versions: dict[str, str]
 
     def write(self, runtime: Runtime, *, one_after_another: bool = False) -> None:
-        """Write and publish. Every rank calls this, on whatever thread.
+        """Write and publish. Every rank calls this, on any thread.
 
         Args:
-            runtime: The ranks, which this lets talk.
-            one_after_another: As in :func:`save`. After a rank that fails, none writes.
+            runtime: The ranks, whose collectives this uses.
+            one_after_another: As in :func:`save`. After a rank has failed, the following ones don't write.
 
         Raises:
-            CheckpointError: As in :func:`save`, for what is known only when it is written.
+            CheckpointError: As in :func:`save`, for errors that are detected only while writing.
         """
         with writing(self._place.writer) if runtime.rank == 0 else nullcontext():
             self._write(runtime, one_after_another=one_after_another)
@@ -167,7 +167,7 @@ class PreparedSave:
         data: bytes | None = None
         previous: bytes | None = None
         try:
-            # Before anything is written there, so that whatever is left of it can be known to be nobody's.
+            # Before anything is written there, so that leftover files can be recognized as nobody's.
             together(runtime, f"writing {place.final}", lambda: place.begin() if runtime.rank == 0 else None)
             turns = max(runtime.gather_objects(runtime.local_rank)) + 1 if one_after_another else 1
             by_rank: dict[int, Index] = {}
@@ -227,7 +227,7 @@ def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor | Ten
 
 
 def _write_state(folder: Folder, save_id: str, plan: Plan, indexes: Sequence[Index]) -> dict[str, Any]:
-    """Write the plain data and its tensors; gives the manifest's fields about files."""
+    """Write the plain data and its tensors, and return the manifest's fields about files."""
     files = {name: entry for index in indexes for name, entry in index.files.items()}
     for name, entry in files.items():
         if (size := folder.size(name)) != entry.size:
@@ -239,13 +239,13 @@ def _write_state(folder: Folder, save_id: str, plan: Plan, indexes: Sequence[Ind
     state_file, state_tensors = f"state-{save_id}.json", f"state-{save_id}.safetensors" if plan.tensors else None
     if state_tensors is not None:
         files[state_tensors] = _write_tensors(folder, state_tensors, plan.tensors)
-    # One line per part of the state; json's own indentation takes as long as all tensors of a small model.
+    # One line per part of the state: json's own indentation takes as long as writing all tensors of a small model.
     text = ("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in plan.plain.items()) + "\n}\n").encode()
     try:
         check_text(text)
     except ValueError as error:
         raise CheckpointValueError(
-            f"can't save this plain data, for readers would refuse it: {error}. Turn what is large into tensors."
+            f"can't save this plain data, because readers would refuse it: {error}. Convert large values to tensors."
         ) from error
     with folder.writing(state_file) as stream:
         stream.write(text)
@@ -263,11 +263,11 @@ def _own_versions() -> dict[str, str]:
 
 
 def _discard(place: Place, runtime: Runtime, manifest: bytes | None) -> None:
-    """Take back what a failed save has written, unless its last step has published it all the same."""
+    """Remove the files of a failed save, unless its last step has published it nevertheless."""
     undone = together(runtime, "reading the manifest", lambda: runtime.rank == 0 and place.withdraw(manifest))[0]
     if undone:
         rank = None if runtime.rank == 0 else runtime.rank
         together(runtime, "removing a failed save", lambda: place.remove_files(of_rank=rank))
         if runtime.rank == 0:
-            with suppress(OSError):  # what has failed is told, and not what is left of it
+            with suppress(OSError):  # the failure itself is raised, not errors of the cleanup
                 place.leave()

@@ -1,4 +1,4 @@
-"""A copy of what a rank is about to save, in host memory that is kept from save to save."""
+"""Copies of the tensors that a rank saves, in host memory that is reused from save to save."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fsdp_core.checkpoint.planning import Plan
 
 __all__ = ["Staging"]
 
-# A power of two, for torch's allocator of pinned memory rounds up to one.
+# A power of two, because torch's pinned-memory allocator rounds up to one.
 _BLOCK_BYTES = 512 * 2**20
 _ALIGNMENT = 64
 
 
 class Staging:
-    """Host memory for one rank's part of a state; pinned where the state is on CUDA devices.
+    """Host memory for one rank's part of a state; pinned if the state is on CUDA devices.
 
-    It grows to what the largest save needs, and is used again by the next one.
+    It grows to the size of the largest save, and is reused by the next one.
 
     Example:
         >>> weight = torch.ones(2)
@@ -39,22 +39,22 @@ class Staging:
         self._blocks: list[Tensor] = []
         self._pinned = False
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
-        self._places: list[Tensor] = []  # those of this layout
+        self._places: list[Tensor] = []  # the memory of this layout
         self._copied: list[torch.cuda.Event] = []
 
     def copy(self, plan: Plan, rank: int) -> Plan:
-        """Copy what ``rank`` writes of a plan. Nothing may read the copy of the last plan any more.
+        """Copy the tensors of a plan that ``rank`` writes. Copies of the previous plan must no longer be in use.
 
-        From a CUDA device the copies are only begun, in the order of its current stream, so that what the device is
-        asked for next changes nothing in them.
+        Copies from a CUDA device are asynchronous, on its current stream, so later work on the stream doesn't change
+        them.
 
         Args:
-            plan: What to save.
-            rank: This rank. Rank 0 alone writes the tensors of the plain data.
+            plan: The plan.
+            rank: This rank. Only rank 0 writes the tensors of the plain data.
 
         Returns:
-            The plan over the copies, which may be read after :meth:`wait`. What is read only when it is written
-            (:class:`~fsdp_core.state.TensorSource`) stays as it is.
+            The plan over the copies, which may be read after :meth:`wait`. A tensor that is read only when it is
+            written (:class:`~fsdp_core.state.TensorSource`) is not copied.
         """
         chunks = [chunk.data for tensor in plan.stored.values() if tensor.replica == 0 for chunk in tensor.chunks]
         originals = [data for data in chunks if isinstance(data, Tensor)] + (
@@ -82,20 +82,20 @@ class Staging:
         )
 
     def wait(self) -> None:
-        """Return when the last copies are complete. Any thread may call this."""
+        """Wait until the last copies are complete. Any thread may call this."""
         for event in self._copied:
             event.synchronize()
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._blocks, self._layout, self._places, self._copied = [], [], [], []
 
     def _memory(self, originals: list[Tensor]) -> list[Tensor]:
-        """A place for each tensor, of its shape and dtype: those of the last save, if it was of tensors like these."""
+        """Return memory for each tensor, of its shape and dtype; that of the last save, if its tensors were alike."""
         layout = [(tensor.shape, tensor.dtype) for tensor in originals]
         pinned = any(tensor.is_cuda for tensor in originals)
         if layout != self._layout or pinned != self._pinned:
-            self._layout, self._places = [], []  # these hold memory, too
+            self._layout, self._places = [], []  # these also keep memory alive
             self._places = list(self._new_places(originals, pinned=pinned))
             self._layout = layout
         return self._places
@@ -128,12 +128,12 @@ class Staging:
 
 @lru_cache(maxsize=1024)
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _identity(tensor: Tensor) -> Any:
-    """The same for tensors that are the same memory, looked at in the same way."""
+    """Return a value that is equal for tensors that view the same memory in the same way."""
     if tensor.device.type not in ("cpu", "cuda"):
         return id(tensor)
     return (

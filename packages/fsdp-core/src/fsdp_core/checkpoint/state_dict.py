@@ -1,4 +1,4 @@
-"""A model's full state dict from any checkpoint, in one process and without Lightning."""
+"""Loads a model's full state dict from any checkpoint, in one process and without Lightning."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def load_state_dict(
     dtype: torch.dtype | None = None,
     verify: bool = True,
 ) -> dict[str, Tensor]:
-    """Load a model's full state dict in one process, without Lightning and whatever strategy saved it.
+    """Load a model's full state dict in one process, without Lightning, whichever strategy saved it.
 
     Args:
         path: A checkpoint folder of this format (a local path or an fsspec URL), or a local file that was saved with
-            ``state_dict_type="full"``, which is read with ``torch.load(weights_only=True)``; of a file with the
-            Trainer's layout, the model is what lies under ``"state_dict"``.
+            ``state_dict_type="full"``, which is read with ``torch.load(weights_only=True)``. In a file with the
+            Trainer's layout, the model is the value of ``"state_dict"``.
         key: The model's path in the state: ``"model"`` under the Trainer, and the user's own key under Fabric.
-        device: Where to put the tensors. Each goes there as soon as it is read.
-        dtype: A dtype for the floating-point tensors; as saved when ``None``.
+        device: The device of the returned tensors. Each is moved there as soon as it is read.
+        dtype: The dtype for floating-point tensors; as saved if ``None``.
         verify: Whether to compare the checksums of the files that hold this model first, which reads them once more.
 
     Returns:
         Tensors by FQN, for ``model.load_state_dict``. The names of a tied parameter share one tensor. A module's extra
-        state (``get_extra_state``) stands in it as it was saved.
+        state (``get_extra_state``) is included as it was saved.
 
     Raises:
-        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
-        MissingKeyError: It holds no model under that key; the message lists the keys that it has.
+        CheckpointFormatError: There is no readable checkpoint, or it is damaged.
+        MissingKeyError: It holds no model under that key; the message lists its keys.
     """
     folder = open_folder(path)
     if folder.local and os.path.isfile(folder.root):
@@ -92,7 +92,7 @@ def _part_of_file(path: str, key: str) -> Mapping[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointFormatError(
-            f"{path} is a file that torch.load(weights_only=True) can't read: {error}. If it is of another format, "
+            f"{path} is a file that torch.load(weights_only=True) can't read: {error}. If it has another format, "
             "convert it first; this function runs no code from a checkpoint."
         ) from error
     if isinstance(content, Mapping):

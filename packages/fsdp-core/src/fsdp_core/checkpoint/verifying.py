@@ -1,4 +1,4 @@
-"""Verifying: every byte of a checkpoint against its manifest, by one process or divided between the ranks."""
+"""Verifies every byte of a checkpoint against its manifest, in one process or divided between the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_core.errors import CheckpointFormatError
 __all__ = ["OnBytes", "find_damage", "refuse_damage", "share_of", "verify"]
 
 OnBytes = Callable[[str, int], None]
-"""Called with a file's name and a number of bytes whenever these have been read."""
+"""Called with a file's name and the number of bytes that have just been read."""
 
 _BLOCK_BYTES = 2**18  # stays in the processor's cache between reading and hashing
 _REMOTE_BLOCK_BYTES = 8 * 2**20
@@ -32,13 +32,13 @@ _SHOWN = 20
 def verify(path: StrPath, *, on_bytes: OnBytes | None = None) -> None:
     """Read every file of a checkpoint and compare it with the manifest.
 
-    The manifest itself carries a checksum, and that its chunks cover every tensor is checked when it is read. Files are
-    read by up to four threads, which have at most 32 MiB in memory together.
+    The manifest has a checksum of its own, and reading it checks that its chunks cover every tensor. Files are read by
+    up to four threads, which use at most 32 MiB of memory together.
 
     Args:
         path: A local path or an fsspec URL.
-        on_bytes: Called with a file's name and a number of bytes whenever these have been read, to show progress; never
-            by two threads at once.
+        on_bytes: Called with a file's name and the number of bytes that have just been read, to show progress; never by
+            two threads at once.
 
     Raises:
         CheckpointFormatError: The manifest can't be read, or files are missing or changed; up to 20 are named.
@@ -49,10 +49,10 @@ def verify(path: StrPath, *, on_bytes: OnBytes | None = None) -> None:
 
 
 def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list[str]:
-    """The files that a rank examines when all ranks divide them: shares of about the same size.
+    """Return the files that this rank examines when the ranks divide them into shares of about the same size.
 
-    Files are taken in the order of the ranks that wrote them, so that a rank which reads the layout that it has written
-    examines mostly what it is going to read.
+    Files are ordered by the rank that wrote them, so a rank that loads with the saved layout examines mostly the files
+    that it is going to read.
 
     Example:
         >>> entry = FileEntry(size=8, checksum="xxh3:" + "0" * 16)
@@ -71,20 +71,20 @@ def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list
 def find_damage(
     files: StoredFiles, names: Iterable[str], *, checksums: bool = True, on_bytes: OnBytes | None = None
 ) -> dict[str, str]:
-    """Compare files with what the manifest says of them.
+    """Compare files with their entries in the manifest.
 
     Args:
         files: The files of a checkpoint.
-        names: Which of them to examine.
-        checksums: Whether to read every byte; otherwise only those of the plain data and of the tensors in it are read,
-            and the sizes and headers of the other files are compared.
+        names: The files to examine.
+        checksums: Whether to read every byte. Otherwise, only the plain data and its tensors are read, and the sizes
+            and headers of the other files are compared.
         on_bytes: As in :func:`verify`.
 
     Returns:
-        What is wrong with a file, by its name.
+        The fault of each damaged file, by name.
 
     Raises:
-        CheckpointFormatError: A name leads out of the folder through a link, or this user may not read a file.
+        CheckpointFormatError: A link leads out of the folder, or this user may not read a file.
     """
     names, lock, expected = list(names), threading.Lock(), _chunks_by_file(files)
     plain = {files.manifest.state_file, files.manifest.state_tensors}
@@ -107,9 +107,9 @@ def find_damage(
             if fault is None and (name in expected or name == files.manifest.state_tensors):
                 fault = _compare_header(files, name, expected.get(name, ()))
             return fault
-        except Exception as error:  # the clients of object stores have errors of their own
+        except Exception as error:  # object store clients raise errors of their own
             for one in (error, error.__cause__):
-                if isinstance(one, PermissionError):  # which says nothing of the file
+                if isinstance(one, PermissionError):  # which says nothing about the file's content
                     raise unreadable(files.folder.path(name), one) from error
             return f"can't be read: {type(error).__name__}: {error}"
 
@@ -121,7 +121,7 @@ def find_damage(
 
 
 def refuse_damage(folder: Folder, faults: Mapping[str, str]) -> None:
-    """Raise what :func:`find_damage` has found, if it has found anything.
+    """Raise an error if :func:`find_damage` has found faults.
 
     Raises:
         CheckpointFormatError: There are faults. The message shows at most 20.

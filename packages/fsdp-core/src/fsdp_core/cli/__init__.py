@@ -1,4 +1,4 @@
-"""The command ``fsdp``. Each group of commands has a file of its own, imported when a command of it is used."""
+"""The command ``fsdp``. Each group of commands has its own file, imported when one of its commands is used."""
 
 from __future__ import annotations
 
@@ -10,15 +10,31 @@ import click
 
 from fsdp_core.cli.lazy_group import LazyGroup
 
-__all__ = ["fsdp", "main"]
+__all__ = ["checkpoint", "fsdp", "main"]
 
-# Command: (where it is, what `fsdp --help` says of it), so that neither needs the others' imports.
+# Command: (its location, its line in `fsdp --help`), so that help and commands need no other command's imports.
 _COMMANDS = {
     "list": ("fsdp_core.cli.strategies:list_strategies", "Show the strategies, and which can run here."),
     "describe": ("fsdp_core.cli.strategies:describe_strategy", "Show what a strategy can do, and its options."),
     "doctor": ("fsdp_core.cli.doctor:doctor", "Look for what is broken here, for you and for bug reports."),
     "new-backend": ("fsdp_core.cli.new_backend:new_backend", "Write the skeleton of a package with a backend."),
-    "checkpoint": ("fsdp_core.cli.checkpoint:checkpoint", "Look into checkpoints, compare and convert them."),
+    "checkpoint": ("fsdp_core.cli:checkpoint", "Look into checkpoints, compare and convert them."),
+}
+
+_CHECKPOINT_COMMANDS = {
+    "list": ("fsdp_core.cli.checkpoint_reading:list_checkpoints", "Show what lies in a directory, whole or not."),
+    "inspect": ("fsdp_core.cli.checkpoint_reading:inspect_checkpoint", "Show what is in a checkpoint."),
+    "verify": ("fsdp_core.cli.checkpoint_reading:verify_checkpoint", "Compare every byte with the manifest."),
+    "diff": ("fsdp_core.cli.checkpoint_reading:diff_checkpoints", "Show what differs between two checkpoints."),
+    "consolidate": (
+        "fsdp_core.cli.checkpoint_writing:consolidate_checkpoint",
+        "Write it as a file or folder that others read.",
+    ),
+    "import": (
+        "fsdp_core.cli.checkpoint_import:import_checkpoint",
+        "Make a checkpoint of this format from another library's.",
+    ),
+    "reshard": ("fsdp_core.cli.checkpoint_writing:reshard_checkpoint", "Write it in another number of files."),
 }
 
 
@@ -28,8 +44,17 @@ def fsdp() -> None:
     """Sharded training by name: which strategies there are, what they can do, and tools for their checkpoints."""
 
 
+@click.command("checkpoint", cls=LazyGroup, commands_at=_CHECKPOINT_COMMANDS)
+def checkpoint() -> None:
+    """Look into checkpoints of this format, compare and convert them.
+
+    PATH may be a local folder or any fsspec URL, such as s3://bucket/run1.ckpt. Each command exits with status 0, with
+    1 for a reported error, damage or difference, and with 2 for wrong usage.
+    """
+
+
 def main() -> None:
-    """Run the command with the process' arguments. Exit status: 0, 1 for an error that we name, 2 for wrong usage."""
+    """Run the command with the process's arguments. Exit status: 0, 1 for a reported error, 2 for wrong usage."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # '→' on a terminal that can't show it
@@ -42,9 +67,9 @@ def main() -> None:
 
 
 def _keep_stdout() -> None:
-    """Keep stdout for what commands print: what a plugin's libraries write there by themselves goes to stderr.
+    """Reserve stdout for the output of commands: what a plugin's libraries write to file descriptor 1 goes to stderr.
 
-    Python's own prints while a plugin is loaded do so too, by :func:`fsdp_core.plugins.side_effects.watched`.
+    Python's prints while a plugin is loaded go there too, by :func:`fsdp_core.plugins.side_effects.watched`.
     """
     ours = sys.stdout
     if not isinstance(ours, TextIOWrapper) or ours is not sys.__stdout__ or sys.stderr is None:
@@ -60,7 +85,7 @@ def _keep_stdout() -> None:
 
 
 def _leave(status: object) -> None:
-    """End the process at once if a plugin left threads or exit handlers, which could change its status, or keep it."""
+    """Exit at once if a plugin left threads or exit handlers, which could change the status or block the exit."""
     found = sys.modules.get("fsdp_core.plugins.side_effects")
     if found is None or not found.lasting():
         return

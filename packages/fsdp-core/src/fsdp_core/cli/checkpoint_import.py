@@ -62,10 +62,10 @@ def import_checkpoint(
 
     SOURCE may be a sharded folder of Lightning's FSDPStrategy or ModelParallelStrategy, any folder of
     torch.distributed.checkpoint (torchtitan, accelerate), a .ckpt file of the Trainer or another file of torch.save,
-    a safetensors file or folder, or a folder with the shards of torch_xla's FSDP and their shard_metadata. What it is,
-    is seen from what is there. Optimizer state goes over with it. Names are kept, unless a prefix is given.
+    a safetensors file or folder, or a folder with the shards of torch_xla's FSDP and their shard_metadata. The format
+    is detected. Optimizer state is imported too. Names are kept, unless a prefix is given.
 
-    Nothing in SOURCE is run, and it may be larger than the memory.
+    Nothing in SOURCE is executed, and it may be larger than memory.
     """
     from fsdp_core.checkpoint.importing import import_checkpoint as run
 

@@ -30,9 +30,9 @@ _Tree: TypeAlias = dict[tuple[str, bool], Any]  # by a part of a name, and wheth
 @click.argument("directory")
 @_AS_JSON
 def list_checkpoints(directory: str, as_json: bool) -> None:
-    """Show the checkpoints in DIRECTORY, and what interrupted saves have left there: state, step, size, age.
+    """Show the checkpoints in DIRECTORY and the remains of interrupted saves, with state, step, size and age.
 
-    A checkpoint is whole if all files of its manifest are there, of their sizes; verify compares their bytes. Exit
+    A checkpoint is whole if all files of its manifest exist with the right sizes; verify compares their bytes. Exit
     status: 0, whatever is found.
     """
     from fsdp_core.checkpoint.tools.listing import find_checkpoints
@@ -75,7 +75,7 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
 @click.option("--tensors", "every", is_flag=True, help="List every tensor, not only groups of the model's.")
 @_AS_JSON
 def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
-    """Show what is in the checkpoint PATH: who saved it, its tensors, its plain data. No tensor is read."""
+    """Show the contents of the checkpoint PATH: who saved it, its tensors, its plain data. No tensor is read."""
     from fsdp_core.checkpoint import describe
 
     facts = describe(path)
@@ -235,8 +235,8 @@ def _shown_entry(entry: Mapping[str, Any]) -> str:
 def verify_checkpoint(path: str, quiet: bool, as_json: bool) -> None:
     """Compare every byte of the checkpoint PATH with the checksums of its manifest.
 
-    Also whether the pieces of each tensor cover it, each element once, and lie in the files where the manifest says.
-    Every fault is named.
+    Also check that the pieces of each tensor cover every element exactly once, and are in the files where the manifest
+    says. Every fault is reported.
     """
     from fsdp_core.checkpoint.storage.folder import open_folder
     from fsdp_core.checkpoint.storage.rereading import anew

@@ -126,9 +126,9 @@ def _print_list(title: str, lines: Sequence[str]) -> None:
 @_VERIFY
 @_QUIET
 def reshard_checkpoint(path: str, out: str, files: int, overwrite: bool, verify: bool, quiet: bool) -> None:
-    """Write the checkpoint PATH to OUT in another number of files, every bit the same.
+    """Write the checkpoint PATH to OUT in another number of files, bit for bit.
 
-    No strategy needs that: any world size loads any number of files. It is for readers that want a number of their own.
+    No strategy needs this: any world size loads any number of files. It is for readers that need a certain number.
     """
     from fsdp_core.checkpoint import reshard
 

@@ -1,4 +1,4 @@
-"""``fsdp doctor``: what is here, what is broken, and what to do about it."""
+"""``fsdp doctor``: what is installed, what is broken, and how to fix it."""
 
 from __future__ import annotations
 

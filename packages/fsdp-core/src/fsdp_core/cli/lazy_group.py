@@ -1,4 +1,4 @@
-"""A group of commands, each imported when it is used."""
+"""A group of commands, each imported on use."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["LazyGroup"]
 
 
 class _Refusal(click.ClickException):
-    """One of our errors, as the command shows it: the message alone, on stderr, and exit status 1."""
+    """One of our errors as the command reports it: only the message, on stderr, with exit status 1."""
 
     def show(self, file: Any = None) -> None:
         click.echo("\n".join(map(clean, self.message.split("\n"))), err=True)
 
 
 class LazyGroup(click.Group):
-    """Commands by name, of which neither listing nor using one needs the others' imports.
+    """Commands by name; listing them, or using one, does not import the others.
 
     Args:
-        commands_at: For each command where it is, ``"module:attribute"``, and what the group's help says of it.
-        **options: As :class:`click.Group` takes them.
+        commands_at: For each command its location, ``"module:attribute"``, and its line in the group's help.
+        **options: As for :class:`click.Group`.
     """
 
     def __init__(self, *, commands_at: Mapping[str, tuple[str, str]], **options: Any) -> None:

@@ -39,7 +39,7 @@ _FILES = {
 def new_backend(name: str, path: Path | None) -> None:
     """Write the skeleton of a package that provides the strategy NAME.
 
-    Its tests run at once, and say what is left to write.
+    Its tests run right away, and show what is left to write.
     """
     package = _package(name)
     _check_free(name, package)
@@ -66,7 +66,7 @@ def new_backend(name: str, path: Path | None) -> None:
 
 
 def _package(name: str) -> str:
-    """The distribution's name for a strategy's.
+    """The distribution's name for a strategy name.
 
     Example:
         >>> _package("my_fsdp"), _package("fsdp.tpu")
@@ -105,7 +105,7 @@ def _check_free(name: str, package: str) -> None:
 
 
 def _built_for() -> str:
-    """What to require of fsdp-core: every release that keeps the contract of this one."""
+    """The requirement on fsdp-core: every release that keeps the contract of this one."""
     major, minor = (int(number) for number in distribution("fsdp-core").version.split(".")[:2])
     until = f"0.{minor + 1}" if major == 0 else str(major + 1)
     return f"fsdp-core>={major}.{minor},<{until}"

@@ -1,4 +1,4 @@
-"""What commands print: tables, sizes, progress; plain text where there is no terminal."""
+"""The output of commands: tables, sizes, progress; plain text where there is no terminal."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def print_table(
 ) -> None:
     """Print columns, the last one folded to the terminal's width, or to ``width`` where there is no terminal.
 
-    What would do something to a terminal is shown as text.
+    Control characters are escaped.
 
-    By hand, because importing rich's tables takes a quarter of the time that ``fsdp list`` may take.
+    Without rich, because importing its tables takes a quarter of the time that ``fsdp list`` may take.
 
     Args:
         header: The columns' titles, or nothing.
         rows: The cells.
-        width: How wide it may be where there is no terminal.
+        width: The maximum width where there is no terminal.
         right: The columns to align to the right, by index; not the last.
     """
     lines = [tuple(map(clean, cells)) for cells in ([header, *rows] if header else rows)]
@@ -49,17 +49,17 @@ def print_table(
 
 
 def print_json(value: Any) -> None:
-    """Print JSON; numbers that JSON has not, such as NaN, must have been made strings before."""
+    """Print JSON; numbers that JSON lacks, such as NaN, must have been converted to strings before."""
     click.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def clean(text: object) -> str:
-    """Anything from a file as a text that does nothing to a terminal."""
+    """Convert a value from a file to text without control characters."""
     return printable(str(text))
 
 
 def shown_size(number: int) -> str:
-    """A number of bytes as a person reads it, in powers of 1000.
+    """Format a number of bytes, in powers of 1000.
 
     Example:
         >>> shown_size(999), shown_size(1_234_567), shown_size(999_999)
@@ -69,7 +69,7 @@ def shown_size(number: int) -> str:
 
 
 def shown_count(number: int) -> str:
-    """A number of things as a person reads it.
+    """Format a count.
 
     Example:
         >>> shown_count(999), shown_count(124_439_808)
@@ -79,7 +79,7 @@ def shown_count(number: int) -> str:
 
 
 def shown_age(seconds: float) -> str:
-    """How long ago something was, as a person reads it.
+    """Format an age in seconds.
 
     Example:
         >>> shown_age(59), shown_age(7_300), shown_age(200_000)
@@ -104,7 +104,7 @@ def progress(label: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] 
     """Show a progress bar on stderr while the block runs, if that is a terminal.
 
     Yields:
-        What is called with the number of bytes that are done and the number in all; ``None`` where nothing is shown.
+        A function to call with the bytes done and the total bytes; ``None`` where nothing is shown.
     """
     if quiet or not sys.stderr.isatty():
         yield None

@@ -24,8 +24,8 @@ _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for
 def list_strategies(as_json: bool) -> None:
     """Show the strategies, and which can run here.
 
-    Also shows which packages could be installed, which plugins are broken or do more than to list their names, and
-    which names are ambiguous or stay Lightning's own.
+    Also shows which packages could be installed, which plugins are broken or have side effects, and which names are
+    ambiguous or stay Lightning's own.
     """
     everything = {
         "strategies": [_row(name) for name in registry.strategies()],
@@ -144,7 +144,7 @@ def _print_list(everything: dict[str, Any]) -> None:
         click.echo("\nBroken:")
         for row in everything["broken"]:
             click.echo(f"  {row['package']} {row['version']} ({row['name']}) failed to load: {row['error']}")
-            click.echo(f"  Mend that, or type: {row['remedy']}")
+            click.echo(f"  Fix it, or type: {row['remedy']}")
     if everything["side_effects"]:
         click.echo("\nDone while listing, where a plugin should only say its names:")
         for row in everything["side_effects"]:
@@ -176,7 +176,7 @@ def _print_description(facts: dict[str, Any]) -> None:
 
 
 def _capability(name: str, options: Collection[str]) -> str:
-    """What a capability is, and how it is asked for, unless the strategy has an option of its own for that."""
+    """What a capability is, and how to request it, unless the strategy has its own option for that."""
     one = Capability(name)
     return one.text if one.option and one.option not in options else f"{one.text} Asked for by {one.asked_by}"
 

@@ -1,4 +1,4 @@
-"""What ``fsdp doctor`` looks at: facts, none of which can take the command down, and what is wrong with them.
+"""The checks of ``fsdp doctor``: facts about the environment, and what is wrong with them.
 
-What could crash, hang or end the process (a plugin, torch, Lightning) is looked at in a process of its own.
+Whatever could crash, hang or end the process (a plugin, torch, Lightning) is checked in a separate process.
 """

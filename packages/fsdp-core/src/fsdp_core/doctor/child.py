@@ -1,4 +1,4 @@
-"""A question asked in a fresh interpreter: whatever happens there is an answer too."""
+"""Runs a check in a fresh interpreter, so that crashes and hangs are results too."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 __all__ = ["END", "Answer", "answer_with", "ask"]
 
 END = "fsdp doctor: what follows is written when the process ends"
-"""The line of stderr after which a child has no more to do but to end."""
+"""The line on stderr after which a child only has to exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What became of a question.
+    """The result of a child process.
 
     Attributes:
-        given: What the child answered; empty if it did not come to that.
+        given: The child's answer; empty if it gave none.
         status: Its exit status, negative for a signal; ``None`` if it had to be stopped.
         said: What it wrote to stderr before its end.
         said_at_exit: And at its end.
@@ -53,13 +53,13 @@ def ask(module: str, *arguments: str, seconds: float) -> Answer:
 
     Args:
         module: Its name in :mod:`fsdp_core.doctor`.
-        arguments: What its ``main`` is to know, after the file for :func:`answer_with`.
+        arguments: The arguments of its ``main``, after the file for :func:`answer_with`.
         seconds: How long it may take.
     """
     began = monotonic()
     with tempfile.TemporaryDirectory(prefix="fsdp-doctor-", ignore_cleanup_errors=True) as folder:
         answer, errors = Path(folder, "answer.json"), Path(folder, "stderr.txt")
-        # -P: as for the command itself, what lies in the working directory is not imported. Files and not pipes, which
+        # -P: as for the command itself, nothing is imported from the working directory. Files instead of pipes, which
         # a process that the child has left behind would keep open.
         command = [sys.executable, "-P", "-m", f"fsdp_core.doctor.{module}", str(answer), *arguments]
         with errors.open("wb") as stderr:
@@ -79,7 +79,7 @@ def ask(module: str, *arguments: str, seconds: float) -> Answer:
 
 
 def answer_with(file: str, given: dict[str, Any]) -> None:
-    """Give an answer from a child. A later one takes the place of an earlier one."""
+    """Write a child's answer. A later answer replaces an earlier one."""
     unfinished = Path(f"{file}.unfinished")
     unfinished.write_text(json.dumps(given), encoding="utf-8")
     unfinished.replace(file)

@@ -1,4 +1,4 @@
-"""The environment variables that decide how a script is run, without what nobody else should read."""
+"""The environment variables that affect how a script runs, with secrets hidden."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IN_URL = re.compile(r"://[^/@\s]+@")
 
 
 def environment_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that matter and their values, by name, in alphabetical order.
+    """The relevant variables and their values, by name, in alphabetical order.
 
     Example:
         >>> environment_variables({"RANK": "0", "HOME": "/root", "NCCL_DEBUG": "INFO", "TORCH_API_KEY": "abc"})

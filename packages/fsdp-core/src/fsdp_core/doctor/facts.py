@@ -30,7 +30,7 @@ def gather(seconds: float) -> dict[str, Any]:
     """Gather all facts; never raises.
 
     Args:
-        seconds: How long each plugin, torch and Lightning may take to answer.
+        seconds: The time limit for each plugin, torch and Lightning.
 
     Returns:
         Plain data by subject. What could not be found out is in ``"failed"``: an error by subject.
@@ -43,7 +43,7 @@ def gather(seconds: float) -> dict[str, Any]:
         "environment": environment_variables,
     }
     facts: dict[str, Any] = {"contract": ".".join(map(str, CONTRACT_VERSION)), "failed": {}}
-    # Plugins by themselves, so that the time that they take is theirs.
+    # Plugins first, alone, so that the measured time is theirs.
     _note(facts, {"plugins": lambda: _plugins(seconds)})
     _note(facts, parts)
     if any(_is_slow(plugin) for plugin in facts["plugins"] or ()):
@@ -52,7 +52,7 @@ def gather(seconds: float) -> dict[str, Any]:
 
 
 def _note(facts: dict[str, Any], parts: dict[str, Callable[[], Any]]) -> None:
-    """Gather some facts, all at once."""
+    """Gather some facts in parallel."""
     with ThreadPoolExecutor(len(parts)) as pool:
         pending = {name: pool.submit(part) for name, part in parts.items()}
     for name, future in pending.items():
@@ -74,10 +74,10 @@ def _is_slow(plugin: dict[str, Any]) -> bool:
 
 
 def _better(plugin: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What is known of a plugin, or, if it was slow, of the faster of two loads.
+    """The facts of a plugin, or, if it was slow, of the faster of two loads.
 
-    The second finds files in memory, and waits for nothing of ours: not for the other plugins, which were asked with it
-    the first time, and not for torch and Lightning.
+    The second load finds files in the page cache, and does not compete with the other plugins, which were loaded in
+    parallel the first time, nor with torch and Lightning.
     """
     if not _is_slow(plugin):
         return plugin
@@ -105,7 +105,7 @@ def _plugin(entry_point: Any, seconds: float) -> dict[str, Any]:
 
 
 def _loaded(plugin: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The facts of a plugin after a load in a process of its own."""
+    """The facts of a plugin after loading it in a separate process."""
     answer = ask("plugin_child", plugin["name"], plugin["module"], plugin["package"], seconds=seconds)
     if not answer.given:
         plugin = {**plugin, "error": f"the process that loads it {answer.failure}"}
@@ -113,7 +113,7 @@ def _loaded(plugin: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _at_exit(answer: Answer) -> str | None:
-    """What went wrong when a process that had answered was to end."""
+    """What went wrong when a process exited after it had answered."""
     if not answer.given or (answer.status == 0 and not answer.said_at_exit.strip()):
         return None
     if answer.status == 0:

@@ -21,8 +21,8 @@ class Finding:
     """One thing to know.
 
     Attributes:
-        level: ``"broken"`` stops somebody's training; ``"note"`` does not.
-        what: What is so.
+        level: ``"broken"`` can prevent training; ``"note"`` does not.
+        what: The finding, in words.
         remedy: What to do.
     """
 
@@ -32,10 +32,10 @@ class Finding:
 
 
 def findings(facts: dict[str, Any]) -> list[Finding]:
-    """Everything that is wrong, what is broken first.
+    """All findings, the broken ones first.
 
     Args:
-        facts: As :func:`fsdp_core.doctor.facts.gather` gives them.
+        facts: The result of :func:`fsdp_core.doctor.facts.gather`.
     """
     found = [
         *_of_doctor(facts),

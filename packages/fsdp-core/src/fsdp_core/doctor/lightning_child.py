@@ -17,7 +17,7 @@ _REGISTRIES = {"trainer": "lightning.pytorch.strategies", "fabric": "lightning.f
 
 
 def main(file: str) -> None:
-    """Import Lightning, and look which names its registries hold."""
+    """Import Lightning, and list the names in its registries."""
     facts: dict[str, Any] = {"error": None, "warnings": []}
     began = perf_counter()
     try:

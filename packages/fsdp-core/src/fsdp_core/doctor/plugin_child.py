@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 
 def main(file: str, name: str, module: str, package: str) -> None:
-    """Load it, answer, ask its strategies whether they run here, and answer again."""
+    """Load the plugin, answer, check whether its strategies can run here, and answer again."""
     wanted = (name, module, package)
     (entry_point, *_) = [one for one in installed_plugins() if (one.name, one.value, provider_of(one).name) == wanted]
     plugin = load_plugin(entry_point)

@@ -1,4 +1,4 @@
-"""Asks torch what it sees: ``python -m fsdp_core.doctor.torch_child ANSWER``. The one part that imports torch."""
+"""Queries torch's version and devices: ``python -m fsdp_core.doctor.torch_child ANSWER``. Imports torch."""
 
 from __future__ import annotations
 

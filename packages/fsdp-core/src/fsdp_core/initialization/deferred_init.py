@@ -1,4 +1,4 @@
-"""Building a model without memory, and doing what its constructor did for a part of it, when that part gets memory."""
+"""Builds a model on the meta device, and replays what its constructor did when a part of it is materialised."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["continue_deferred", "deferred_init", "has_values", "is_deferred", "v
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """A context in which what is built is on the meta device, and how it would have been filled is noted.
+    """A context in which modules are built on the meta device, and the initialisation of their tensors is recorded.
 
-    Whatever the constructors do to tensors is noted: ``reset_parameters``, ``self.apply(self._init_weights)``, values
-    that are computed. :func:`values_of` does it again with memory, of which it takes no more than the tensors asked for
-    need, and draws random numbers in the order in which building the whole model would have drawn them.
+    Everything that constructors do to tensors is recorded: ``reset_parameters``, ``self.apply(self._init_weights)``,
+    computed values. :func:`values_of` replays it with real memory, as little as the requested tensors need, and draws
+    random numbers in the order in which building the whole model would have drawn them.
 
     Example:
         >>> with deferred_init():
@@ -48,19 +48,19 @@ def deferred_init() -> Iterator[None]:
 
 @contextmanager
 def continue_deferred(module: nn.Module) -> Iterator[None]:
-    """A context in which what is done to a module from :func:`deferred_init` is noted too, such as another dtype."""
+    """A context in which further changes to a module from :func:`deferred_init` are recorded, such as another dtype."""
     builds = [_noted(tensor)[0] for tensor in (*module.parameters(), *module.buffers()) if is_deferred(tensor)]
     with _noting(builds[0]) if builds else nullcontext():
         yield
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Whether it is noted how a tensor on the meta device came to be."""
+    """Whether the initialisation of a tensor on the meta device is recorded."""
     return tensor.is_meta and hasattr(tensor.untyped_storage(), _BUILD)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether something was noted that has filled a tensor on the meta device."""
+    """Whether a recorded operation has filled a tensor on the meta device."""
     if not is_deferred(tensor):
         return False
     build, place = _noted(tensor)
@@ -68,17 +68,17 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def was_changed(tensor: Tensor) -> bool:
-    """Whether something was done to a tensor from :func:`deferred_init` that was not noted, so that it did nothing."""
+    """Whether a tensor from :func:`deferred_init` was changed without a record, so that the change had no effect."""
     build, place = _noted(tensor)
     return tensor._version > build.changes.get(place, 0)
 
 
 def values_of(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """Do what was noted of some tensors on the meta device. What shared memory there does so in what is returned.
+    """Replay the recorded initialisation of tensors on the meta device. Tensors that share memory still do afterwards.
 
     Args:
-        tensors: Those that :func:`is_deferred` is true of.
-        device: Where to, and whose random generator to draw from.
+        tensors: Tensors for which :func:`is_deferred` is true.
+        device: The device to allocate on, whose random-number generator is used.
 
     Returns:
         Their values, NaN where nothing was noted that has filled them.
@@ -109,7 +109,7 @@ def _noted(tensor: Tensor) -> tuple[_Build, int]:
 
 
 def _allow(tensor: Tensor, more: int) -> None:
-    """Note a change in place, which torch may count before or after: it is allowed, and one that comes later is not."""
+    """Record an in-place change, which torch may count before or after: this one is allowed, later ones are not."""
     build, place = _noted(tensor)
     build.changes[place] = max(build.changes.get(place, 0), tensor._version) + more
 
@@ -120,7 +120,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor as a part of a piece of memory."""
+    """A tensor as a view of a storage."""
 
     place: int
     dtype: torch.dtype
@@ -136,12 +136,12 @@ class _View:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """An operation that was noted, with views instead of tensors.
+    """A recorded operation, with views instead of tensors.
 
     Attributes:
         func: The operation.
         given: Its arguments.
-        reads: The pieces of memory whose values it needs.
+        reads: The storages whose values it needs.
         writes: Those that it writes to.
         returned: The tensors that it gives.
         fills: Whether it writes to one tensor alone, the whole of it, whatever was in it.
@@ -158,7 +158,7 @@ class _Step:
 
 
 class _Memory:
-    """Where steps are done again: real memory in the places of what was noted."""
+    """Real storages for the recorded ones, in which steps are replayed."""
 
     def __init__(self, sizes: list[tuple[int, torch.dtype]], device: torch.device) -> None:
         self._sizes, self._device = sizes, device
@@ -168,7 +168,7 @@ class _Memory:
         if view.place not in self._storages:
             size, dtype = self._sizes[view.place]
             new = torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._device)
-            # marked as not yet given a value, where the dtype can be
+            # NaN marks unfilled memory, if the dtype has it
             self._storages[view.place] = (new.fill_(torch.nan) if dtype.is_floating_point else new).untyped_storage()
         empty = torch.empty(0, dtype=view.dtype, device=self._device)
         return empty.set_(self._storages[view.place], view.offset, view.size, view.stride)
@@ -193,18 +193,18 @@ class _Memory:
 
 
 class _Build:
-    """What was noted in a context. The storages of its tensors keep it, and it keeps none of them."""
+    """The record of a context. The storages of its tensors keep it alive, and it keeps none of them alive."""
 
     def __init__(self) -> None:
         self.steps: list[_Step] = []
         self.sizes: list[tuple[int, torch.dtype]] = []
         self.written: set[int] = set()
-        self.changes: dict[int, int] = {}  # in place, by piece of memory
+        self.changes: dict[int, int] = {}  # in place, by storage
         self.draws = Draws()
         self._drawn: dict[str, int] = {}
 
     def note(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any, written: list[Tensor]) -> None:
-        """Note an operation that has returned, or written to, tensors without memory."""
+        """Record an operation that has returned, or written to, tensors on the meta device."""
         returned, given = _tensors(out), _tensors((args, kwargs))
         new = [tensor for tensor in returned if not is_deferred(tensor)]
         for tensor in new:
@@ -243,7 +243,7 @@ class _Build:
         return one.detach().clone()  # it may be changed later
 
     def redone(self, places: Collection[int], device: torch.device) -> _Memory:
-        """Do all steps that some pieces of memory have their values from."""
+        """Replay all steps that the values of some storages depend on."""
         self._draw_all(device)
         return self._redo(places, device, len(self.steps))
 
@@ -262,7 +262,7 @@ class _Build:
         return memory
 
     def _draw_all(self, device: torch.device) -> None:
-        """Draw all random numbers once, in their order, to know where each step begins."""
+        """Draw all random numbers once, in order, to find the generator's state before each step."""
         first, self._drawn[device.type] = self._drawn.get(device.type, 0), len(self.steps)
         with self.draws.going_on(device), torch.no_grad():
             for index in range(first, len(self.steps)):
@@ -274,7 +274,7 @@ class _Build:
 
 
 def value_now(tensor: Tensor) -> Tensor:
-    """The value of a tensor from :func:`deferred_init`, asked for before its module has memory."""
+    """The value of a tensor from :func:`deferred_init`, read before its module is materialised."""
     before = random_state(_CPU)
     try:
         return values_of([tensor], _CPU)[0]
@@ -305,7 +305,7 @@ def _paused() -> Iterator[None]:
 
 
 class _Reads(TorchFunctionMode):
-    """Gives values where control flow asks for them, and notes what torch leaves out for tensors without memory."""
+    """Returns values where control flow needs them, and records what torch skips for tensors on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -320,12 +320,12 @@ class _Reads(TorchFunctionMode):
                     _noted(args[0])[0].note(initialiser[0], (), initialiser[1], args[0], [args[0]])
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is Tensor.data and is_deferred(args[0]):
-            _allow(args[0], 0)  # another tensor may have been put instead of what it was
+            _allow(args[0], 0)  # another tensor may have replaced its data
         return out
 
 
 class _Operations(TorchDispatchMode):
-    """Runs operations on the meta device, and notes them."""
+    """Runs operations on the meta device, and records them."""
 
     def __init__(self, build: _Build) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -360,7 +360,7 @@ class _Operations(TorchDispatchMode):
             kwargs["device"] = _META
         try:
             out = func(*tree_map(_empty, args), **tree_map(_empty, kwargs))
-        except NotImplementedError:  # without values it is not even known how large the result is
+        except NotImplementedError:  # the size of the result depends on values
             kwargs.pop("device", None)
             return func(*tree_map(_real, args), **tree_map(_real, kwargs))
         build = _noted(written[0])[0] if written and is_deferred(written[0]) else self._build

@@ -1,4 +1,4 @@
-"""The random numbers that building a model without memory would have drawn, and their order."""
+"""The random numbers that building a model on the meta device would have drawn, and their order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Draw", "Draws", "random_state", "set_random_state"]
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of the random generator of a device."""
+    """The state of a device's random-number generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -21,7 +21,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Set the random generator of a device to a state."""
+    """Set the state of a device's random-number generator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -33,11 +33,11 @@ class Draw:
     """Random numbers that one operation draws.
 
     Attributes:
-        generator: Whose; ``None``: the device's.
-        follows: The draw at whose end the device's generator was when this one was noted; ``None``: at no draw's.
-        seeded: What the CPU's generator was set to otherwise, and by which seed.
-        before: The state that it begins in, by type of device.
-        after: The state that it ends in.
+        generator: The generator; ``None`` for the device's.
+        follows: The draw that left the device's generator in the state in which this one was recorded, or ``None``.
+        seeded: Without such a draw, the state of the CPU's generator, and its seed.
+        before: The state before the draw, by device type.
+        after: The state after the draw, by device type.
     """
 
     generator: torch.Generator | None = None
@@ -48,7 +48,7 @@ class Draw:
 
     @contextmanager
     def first(self, device: torch.device) -> Iterator[None]:
-        """A context in which the numbers are drawn for the first time, which moves on the generator."""
+        """A context in which the numbers are drawn for the first time, which advances the generator."""
         kind = device.type
         if self.generator is None:
             if self.follows is not None:
@@ -61,7 +61,7 @@ class Draw:
 
     @contextmanager
     def again(self, device: torch.device) -> Iterator[None]:
-        """A context in which the same numbers are drawn again, after which the generator is where it was."""
+        """A context in which the same numbers are drawn again; the generator's state is restored afterwards."""
         now = self._state(device)
         self._set(device, self.before[device.type])
         try:
@@ -80,10 +80,10 @@ class Draw:
 
 
 class Draws:
-    """The draws of one build, in their order.
+    """The draws of one build, in order.
 
-    Nothing is drawn while they are noted but one number for each. So the state of the CPU's generator tells at the end
-    of which draw it is, or that it was seeded.
+    Recording a draw draws only one number. So the state of the CPU's generator identifies the last draw, or shows that
+    the generator was seeded.
     """
 
     def __init__(self) -> None:
@@ -94,11 +94,11 @@ class Draws:
         self._ended: dict[int, Draw] = {}
 
     def go_on(self) -> bool:
-        """Whether nobody has drawn or seeded since the last draw was noted."""
+        """Whether the generator is unchanged since the last draw was recorded."""
         return self._end is not None and torch.equal(self._end, torch.get_rng_state())
 
     def note(self, generator: torch.Generator | None) -> Draw:
-        """Note that random numbers are drawn."""
+        """Record that random numbers are drawn."""
         draw = Draw(generator)
         if generator is not None:
             return draw
@@ -115,9 +115,10 @@ class Draws:
 
     @contextmanager
     def going_on(self, device: torch.device) -> Iterator[None]:
-        """A context in which what was noted is drawn for the first time, all or what has come since the last such one.
+        """A context in which recorded draws are made for the first time: those since the last such context.
 
-        It begins where the first draw was noted; if somebody has drawn or seeded since, where the generator is now.
+        They start from the generator's state at the first recorded draw; if the generator was used or seeded since,
+        from its current state.
         """
         kind = device.type
         if kind not in self._origin.after:

@@ -1,4 +1,4 @@
-"""Bringing a module to its device with rank 0's values, and giving what was built on the meta device its first ones."""
+"""Moves a module to its device with rank 0's values, and initialises tensors that were built on the meta device."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def place(
     *,
     leave: Callable[[nn.Module, nn.Parameter], bool] = lambda module, parameter: False,
 ) -> None:
-    """Bring what ``modules`` own directly to the runtime's device, with rank 0's values. All ranks must call it.
+    """Move the tensors that ``modules`` own directly to the device, with rank 0's values. All ranks must call it.
 
-    What was sharded as it was built is put together again (:mod:`fsdp_core.initialization.sharded_init`).
+    Parameters that were sharded while they were built are gathered (:mod:`fsdp_core.initialization.sharded_init`).
 
     Args:
-        modules: The modules, each taken without its children.
-        runtime: The ranks, and the device to bring them to.
-        init: Gives a module that was built on the meta device memory and values, instead of :func:`materialize`.
-        leave: Which parameters to leave as they are, of a module's own.
+        modules: The modules, each without its children.
+        runtime: The ranks, and the device to move to.
+        init: Materialises a module that was built on the meta device, instead of :func:`materialize`.
+        leave: Called with a module and a parameter of its own; returns whether to leave the parameter as it is.
     """
     if init is None:
         materialize(modules, runtime.device)
@@ -55,32 +55,31 @@ def place(
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(runtime.device)
         for tensor in (*whole, *module.buffers(recurse=False)):
-            # ranks seeded differently would shard a model that no rank ever had
+            # ranks with different seeds would shard a mixture of different models
             runtime.broadcast(tensor.data)
 
 
 def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Allocate the parameters and buffers that ``modules`` own directly, and initialise them, in place.
 
-    What was built in a backend's ``init_context(empty=True)`` gets the values that its constructor would have given
-    it. What was not, or what the constructor has left unfilled, is filled by ``reset_parameters``, and so is a module
-    that was given one of its own after it was built. Tied parameters stay tied as long as all their owners are among
-    ``modules``.
+    Modules built in a backend's ``init_context(empty=True)`` get the values that their constructors would have set.
+    Other modules, tensors that the constructor has left unfilled, and modules that were given their own
+    ``reset_parameters`` after they were built are filled by ``reset_parameters``. Tied parameters stay tied if all
+    their owners are among ``modules``.
 
     Args:
-        modules: The modules, each taken without its children, in the order in which they draw from the random
-            generator.
-        device: Where to allocate.
+        modules: The modules, each without its children, in the order in which they draw random numbers.
+        device: The device to allocate on.
 
     Raises:
         ShardingError: A module owns tensors on the meta device that its constructor has not filled, but has no
             ``reset_parameters``, or one that leaves a tensor unfilled; or its model initialises its modules by itself,
-            which was not noted.
+            which was not recorded.
     """
     modules = list(modules)
     _fill_deferred(modules, device)
     made: dict[int, nn.Parameter] = {}
-    kept: list[nn.Parameter] = []  # a freed parameter's id could be given to another
+    kept: list[nn.Parameter] = []  # a freed parameter's id could be reused
     for module in modules:
         if not any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             continue
@@ -120,15 +119,15 @@ def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 _EMPTY_INIT = "fabric.init_module(empty_init=True) or trainer.init_module(empty_init=True)"
 
-#: The class that initialises a module's parameters, where that was not noted and can't be done again.
+#: The class that initialises a module's parameters, where this was not recorded and can't be repeated.
 _initialised_by: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def note_initialisers(root: nn.Module) -> None:
-    """Note which modules without memory are initialised by a module around them, so that they are not filled otherwise.
+    """Record which modules on the meta device an enclosing module initialises, so that nothing else fills them.
 
-    Units get memory one after another, without what is around them. transformers' models initialise themselves so, and
-    others after their example: ``self.apply(self._init_weights)``.
+    Units are materialised one by one, without their enclosing modules. transformers' models, and others that follow
+    them, initialise their modules with ``self.apply(self._init_weights)``.
     """
     for owner in root.modules():
         if callable(getattr(type(owner), "_init_weights", None)):
@@ -139,14 +138,14 @@ def note_initialisers(root: nn.Module) -> None:
 
 
 def _fill_deferred(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Give the modules the values that their constructors would have given them, where those were noted."""
+    """Fill the modules with the values that their constructors would have set, where those were recorded."""
     owned: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
         (module, kept, name, tensor)
         for module in modules
         for kept in (module._parameters, module._buffers, vars(module))
         for name, tensor in kept.items()
         if isinstance(tensor, Tensor) and (has_values(tensor) or (is_deferred(tensor) and not tensor.numel()))
-        # given to this very module, to fill it when it gets memory
+        # set on the instance, to fill the module when it is materialised
         if "reset_parameters" not in vars(module)
     ]
     for module, _, name, tensor in owned:
@@ -175,6 +174,6 @@ def _fill_deferred(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def _unfilled_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory marked as not yet given a value: NaN, where the dtype has it."""
+    """Memory marked as unfilled: NaN, if the dtype has it."""
     empty = torch.zeros_like(tensor, device=device)
     return empty.fill_(torch.nan) if tensor.is_floating_point() else empty

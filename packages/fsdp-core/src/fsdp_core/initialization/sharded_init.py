@@ -1,4 +1,4 @@
-"""Layers that are sharded as they are built: a rank keeps its part of each, and no model is ever there as a whole."""
+"""Layers that are sharded while they are built: each rank keeps its part, and the whole model never exists."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # those
 
 @dataclass(frozen=True, kw_only=True)
 class KeptPart:
-    """What a rank keeps of a parameter whose layer was marked as it was built.
+    """A rank's part of a parameter whose layer was marked while it was built.
 
     Attributes:
         shape: The parameter's shape.
-        part: A run of its elements, the rank's own.
-        rank: Which run that is.
-        ranks: How many there are.
+        part: The rank's contiguous range of the elements.
+        rank: The index of that range.
+        ranks: The number of ranges.
         digest: Of the whole, as long as all of it was known; ranks compare it.
         spoiled: Whether something was computed of elements that are not here.
     """
@@ -55,22 +55,22 @@ class KeptPart:
     spoiled: bool = False
 
     def opened(self) -> Tensor:
-        """A tensor of the whole shape. What other ranks keep is NaN."""
+        """A tensor of the whole shape, with NaN for the elements of other ranks."""
         whole = torch.full((self.shape.numel(),), torch.nan, dtype=self.part.dtype, device=self.part.device)
         _run(whole, self.rank, self.ranks).copy_(self.part)
         return whole.view(self.shape)
 
     def whole(self, device: torch.device) -> Tensor:
-        """The parameter's values, put together from all ranks'. All ranks must call it."""
+        """Gather the whole parameter. All ranks must call it."""
         out = self.part.new_empty(self.shape.numel(), device=device)
         self.gather(out)
         return out.view(self.shape)
 
     def gather(self, out: Tensor) -> None:
-        """Put the runs of all ranks together. All ranks must call it.
+        """Gather the parts of all ranks. All ranks must call it.
 
         Args:
-            out: Filled with the whole, flattened. Shape ``(n,)``, on the device on which ranks meet.
+            out: Filled with the whole, flattened. Shape ``(n,)``, on the device of the collectives.
         """
         if out.device.type == "cpu" and out.nbytes >= _LARGE:
             self._gather_in_place(out)
@@ -84,7 +84,7 @@ class KeptPart:
             out.copy_(gathered[:count])
 
     def _gather_in_place(self, out: Tensor) -> None:
-        """The same by broadcasts: gloo makes an all-gather in memory of its own, as much again."""
+        """The same by broadcasts: gloo's all-gather allocates the same amount of memory again."""
         for rank in range(self.ranks):
             run = _run(out, rank, self.ranks)
             if rank == self.rank:
@@ -94,10 +94,10 @@ class KeptPart:
 
 
 class PartOfParameter(nn.Parameter):
-    """What is left of a parameter of which each rank keeps a part: its shape, without memory.
+    """A parameter of which each rank keeps a part: it has the whole shape, without memory.
 
-    To write to it, as an initialiser does, or :meth:`~torch.nn.Module.load_state_dict`, makes it whole for so long;
-    what other ranks keep is NaN then. What would read it raises.
+    Writing to it, as initialisers and :meth:`~torch.nn.Module.load_state_dict` do, allocates it temporarily, with NaN
+    for the elements of other ranks. Reading it raises.
     """
 
     @classmethod
@@ -109,7 +109,7 @@ class PartOfParameter(nn.Parameter):
         with without_torch_function():
             if name in _OF_NO_VALUES:
                 return func(*args, **kwargs)
-            _close_all()  # also what is among the arguments, and is opened again
+            _close_all()  # including the arguments, which are opened again below
             kept = list(_parts_in((args, kwargs)))
             if not _may_write(name):
                 _refuse_reading(kept[0], name)
@@ -117,7 +117,7 @@ class PartOfParameter(nn.Parameter):
                 _open(parameter)
             result = func(*args, **kwargs)
             if isinstance(result, Tensor) and result.device.type not in _DEVICES:
-                _refuse_reading(kept[0], name)  # a module makes new parameters of what it moves there
+                _refuse_reading(kept[0], name)  # moving a module there creates new parameters
             return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -137,7 +137,7 @@ class PartOfParameter(nn.Parameter):
 
 
 class OpenParameter(nn.Parameter):
-    """The same, while something writes to it."""
+    """A :class:`PartOfParameter` while something writes to it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -149,7 +149,7 @@ class OpenParameter(nn.Parameter):
 
 
 class _OpenOnes(threading.local):
-    """The parameters that are open, for ranks may be threads."""
+    """The open parameters; per thread, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.refs: list[weakref.ref[nn.Parameter]] = []
@@ -160,18 +160,18 @@ _open_ones = _OpenOnes()
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether a rank keeps a part of this parameter alone."""
+    """Whether this rank keeps only a part of this parameter."""
     return isinstance(parameter, PartOfParameter | OpenParameter)
 
 
 @contextmanager
 def kept_as_built(runtime: Runtime | None) -> Iterator[None]:
-    """A context in which a rank keeps its part of each layer that is marked, and lets go of the rest.
+    """A context in which a rank keeps only its part of each layer that is marked.
 
-    Ranks that were seeded differently draw rank 0's random numbers inside.
+    Inside, all ranks draw rank 0's random numbers, even if they have different seeds.
 
     Args:
-        runtime: The ranks; ``None`` if they have not met, and then all is kept.
+        runtime: The ranks; ``None`` if there is no process group yet, in which case everything is kept.
 
     Raises:
         ShardingError: Rank 0 has not begun to build a model.
@@ -189,7 +189,7 @@ def kept_as_built(runtime: Runtime | None) -> Iterator[None]:
 
 @contextmanager
 def _random_numbers_of_rank_0(runtime: Runtime) -> Iterator[None]:
-    """Without a collective: rank 0 waits for nobody, and may be alone in here."""
+    """Use rank 0's random numbers, without a collective: rank 0 does not wait, and may be the only rank here."""
     store = meeting_place()
     if store is None:
         yield
@@ -225,10 +225,10 @@ _PATIENCE = timedelta(minutes=30)
 
 
 def keep_parts(module: nn.Module, runtime: Runtime) -> None:
-    """Keep a part of each of a layer's parameters. No rank waits for another here.
+    """Keep only this rank's part of each of a layer's parameters, without communication.
 
     Args:
-        module: The layer. What is on another device than a CPU or GPU, or is no plain parameter, stays.
+        module: The layer. Tensors on other devices than CPU and GPU, or that are not plain parameters, are left alone.
         runtime: The ranks.
     """
     _close_all()
@@ -238,14 +238,14 @@ def keep_parts(module: nn.Module, runtime: Runtime) -> None:
             rank, ranks = runtime.rank, runtime.world_size
             part = _run(flat, rank, ranks).clone()
             kept = KeptPart(shape=parameter.shape, part=part, rank=rank, ranks=ranks, digest=_digest(flat))
-            spoiled = _open_ones.were_there and _has_nan(flat)  # by what was read of a layer that was marked before
+            spoiled = _open_ones.were_there and _has_nan(flat)  # by values read from a layer that was marked before
             _put(parameter, replace(kept, digest="" if spoiled else kept.digest, spoiled=spoiled))
             del flat
     give_back()
 
 
 def let_go_of(parameter: nn.Parameter) -> KeptPart | None:
-    """Take a parameter's part from it, which is a plain one without memory from then on.
+    """Detach a parameter's part from it; the parameter becomes a plain one without memory.
 
     Returns:
         The part; ``None`` if the parameter is whole.
@@ -261,10 +261,10 @@ def let_go_of(parameter: nn.Parameter) -> KeptPart | None:
 
 
 def check_parts(module: nn.Module, runtime: Runtime) -> None:
-    """Raise on every rank if the ranks' parts are not of the same values. All ranks must call it.
+    """Raise on every rank if the ranks' parts are from different values. All ranks must call it.
 
     Args:
-        module: Of whose parameters all ranks keep parts, or none does.
+        module: A module of whose parameters either all ranks keep parts, or none does.
         runtime: The ranks.
 
     Raises:
@@ -276,7 +276,7 @@ def check_parts(module: nn.Module, runtime: Runtime) -> None:
             _close(parameter)
         if isinstance(parameter, PartOfParameter):
             kept[clean_name(name)] = _kept(parameter)
-    was_open, _open_ones.were_there = _open_ones.were_there, False  # layers that others have replaced were too, perhaps
+    was_open, _open_ones.were_there = _open_ones.were_there, False  # perhaps also of layers that were replaced since
     if runtime.world_size == 1:
         return
     read = _computed_of_parts(module) if was_open else []
@@ -303,7 +303,7 @@ def check_parts(module: nn.Module, runtime: Runtime) -> None:
 
 
 def _computed_of_parts(module: nn.Module) -> list[str]:
-    """What is whole and NaN, where parameters of which other ranks keep elements could be read as NaN."""
+    """The names of whole tensors with NaN, which may have been computed from parts whose other elements are NaN."""
     whole = [*module.named_parameters(), *module.named_buffers()]
     return [clean_name(n) for n, t in whole if not (is_part(t) or t.is_meta) and t.dtype in _DTYPES and _has_nan(t)]
 
@@ -344,7 +344,7 @@ _IN_PLACE = frozenset(
 
 
 def _name_of(func: Any) -> str:
-    """What is called: of attributes, one that shows values by its name, and ``"attribute"`` for all others."""
+    """The name of a called function; for attributes, the name if it exposes values, otherwise ``"attribute"``."""
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__", "__delete__"):
         of = str(getattr(func.__self__, "__name__", ""))
@@ -380,7 +380,7 @@ def _kept(parameter: nn.Parameter) -> KeptPart:
 
 
 def _put(parameter: nn.Parameter, kept: KeptPart) -> None:
-    """Leave a parameter its shape alone."""
+    """Free a parameter's memory, and keep its shape and ``kept``."""
     with without_torch_function():
         parameter.data = torch.full((), torch.nan, dtype=kept.part.dtype, device=kept.part.device).expand(kept.shape)
     parameter.__dict__[_KEPT] = kept
@@ -392,7 +392,7 @@ def _become(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
 
 
 def _open(parameter: nn.Parameter) -> None:
-    """Make a parameter as large as it is, for something to write to it."""
+    """Allocate a parameter's whole memory, for something to write to it."""
     if isinstance(parameter, PartOfParameter):
         kept = _kept(parameter)
         _open_ones.were_there = True
@@ -407,7 +407,7 @@ def _note_open(parameter: nn.Parameter, kept: KeptPart) -> None:
 
 
 def _close_all() -> None:
-    """Let go again of what nobody writes to any more: whose memory nobody but the parameter holds."""
+    """Close the parameters that nothing writes to any more: those whose memory only the parameter itself holds."""
     if not _open_ones.refs:
         return
     left: list[weakref.ref[nn.Parameter]] = []
@@ -437,24 +437,24 @@ def _close(parameter: OpenParameter) -> None:
 
 
 def _others_written(flat: Tensor, part: Tensor, before: KeptPart) -> bool:
-    """Whether anything was written, also if to elements of other ranks alone, which are NaN where nothing was."""
+    """Whether anything was written, including to other ranks' elements, which are NaN until written."""
     known = flat.numel() - int(flat.isnan().sum()) + int(part.isnan().sum())
     return known > part.numel() or not torch.equal(part, before.part.to(part.device))
 
 
 def _length(count: int, ranks: int) -> int:
-    """How many elements a rank keeps; the last ranks may keep fewer, or none."""
+    """The number of elements that a rank keeps; the last ranks may keep fewer, or none."""
     return -(-count // ranks)
 
 
 def _run(flat: Tensor, rank: int, ranks: int) -> Tensor:
-    """A rank's run of a whole, as a view."""
+    """A rank's range of a flat tensor, as a view."""
     length = _length(flat.numel(), ranks)
     return flat[length * rank :][:length]
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return bool(tensor.numel()) and bool(tensor.detach().amax().isnan())  # of all elements, without memory for a mask
+    return bool(tensor.numel()) and bool(tensor.detach().amax().isnan())  # without allocating a mask
 
 
 def _digest(flat: Tensor) -> str:

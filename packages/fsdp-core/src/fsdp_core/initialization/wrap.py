@@ -1,4 +1,4 @@
-"""``wrap``: marking a module as a unit of sharding, where the model is built."""
+"""``wrap``: marks a module as an FSDP unit where the model is built."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ _by_torch_wrap: ContextVar[bool] = ContextVar("_by_torch_wrap", default=False)
 
 
 def wrap(module: M) -> M:
-    """Make a module a unit of sharding: what it holds is gathered, used and freed together.
+    """Mark a module as an FSDP unit: its parameters are unsharded, used and resharded together.
 
-    Write it where the model is built: in ``__init__``, in ``configure_model``, or under Fabric before ``setup``. Marked
-    modules take the place of the units that ``auto_wrap_policy="auto"`` would choose; a policy of your own adds to
-    them. Under a strategy that does not shard, DDP and a single device included, the mark means nothing.
+    Call it where the model is built: in ``__init__``, in ``configure_model``, or under Fabric before ``setup``. Marked
+    modules replace the units that ``auto_wrap_policy="auto"`` would choose; a policy of your own adds to them. Under
+    strategies that don't shard, such as DDP or a single device, the mark has no effect.
 
     Args:
-        module: Any module that is called itself.
+        module: A module that is called itself.
 
     Returns:
         The same module.
 
     Raises:
-        ShardingError: The module is sharded already, so that the mark comes too late; or it is no module, or a
-            container that is never called.
+        ShardingError: The module is already sharded, or it is not a module, or it is a container that is never called.
 
     Example:
         >>> block = wrap(nn.Linear(4, 4))
@@ -58,8 +57,8 @@ def wrap(module: M) -> M:
 
 @contextmanager
 def mark_by_torch_wrap() -> Iterator[None]:
-    """Let torch's ``wrap`` mark modules too, with the options that it is given. In such a context it does nothing."""
-    if _by_torch_wrap.get():  # torch's own can't be nested
+    """Make torch's ``wrap`` mark modules too, with the options passed to it. Has no effect when nested."""
+    if _by_torch_wrap.get():  # torch's enable_wrap can't be nested
         yield
         return
     before = _by_torch_wrap.set(True)
@@ -86,7 +85,7 @@ def marked(root: nn.Module) -> list[nn.Module]:
 
 
 def options_of(module: nn.Module) -> Mapping[str, Any]:
-    """What torch's ``wrap`` was given for a module beyond the strategy's own options."""
+    """The options that torch's ``wrap`` was passed for a module, beyond the strategy's own options."""
     options: Mapping[str, Any] = module.__dict__.get(_MARK, {})
     return options
 

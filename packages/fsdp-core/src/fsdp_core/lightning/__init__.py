@@ -1,7 +1,7 @@
-"""The two Lightning front ends. Importing this package enters our strategy names in Lightning by hand.
+"""The two Lightning front ends. Importing this package registers our strategy names with Lightning.
 
-Nobody needs that as long as torch loads its ``torch.backends`` entry points (see :mod:`fsdp_core.autoload`); where
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns those off, a script says ``import fsdp_core.lightning``, before or after it
+That is only needed if torch does not load its ``torch.backends`` entry points (see :mod:`fsdp_core.autoload`): where
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables them, a script imports ``fsdp_core.lightning`` itself, before or after it
 imports Lightning.
 """
 

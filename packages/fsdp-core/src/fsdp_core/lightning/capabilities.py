@@ -1,4 +1,4 @@
-"""What a strategy does not declare is refused here, for every strategy, when a user asks for it."""
+"""Refuses, for every strategy, what a user requests and the strategy does not declare."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = [
     "require",
 ]
 
-#: Options by which users ask for a capability, under core's names for them.
+#: The capability that an option requests, by core's name of the option.
 _ASKED_BY = {one.option: one for one in Capability if one.option not in (None, "state_dict_type")}
 
 _CHECKPOINTS = {"sharded": Capability.SHARDED_CHECKPOINT, "full": Capability.FULL_CHECKPOINT}
 
 
 def require(strategy: str, capability: Capability, asked: str, instead: str = "Leave it out") -> None:
-    """Refuse what a strategy does not declare. A name that no plugin lists declares nothing, and is let through.
+    """Refuse what a strategy does not declare. A name that no plugin lists is let through.
 
     Args:
         strategy: The name that users type.
-        capability: What it needs.
-        asked: What the user has asked for, as it is written.
-        instead: What to do with this strategy.
+        capability: The capability that is needed.
+        asked: What the user requested, as it is written.
+        instead: What to write with this strategy.
 
     Raises:
-        UnsupportedCapabilityError: The strategy is listed, and does not declare it.
+        UnsupportedCapabilityError: The strategy is listed, but does not declare it.
     """
     info = registry.strategies().get(strategy)
     if info is not None and capability not in info.capabilities:
@@ -51,7 +51,7 @@ def require(strategy: str, capability: Capability, asked: str, instead: str = "L
 
 
 def capability_of(option: str, value: Any) -> Capability | None:
-    """What a user asks for with an option, under core's name for it.
+    """The capability that an option requests, by core's name of the option.
 
     Example:
         >>> capability_of("cpu_offload", True), capability_of("state_dict_type", "full"), capability_of("timeout", None)
@@ -63,15 +63,15 @@ def capability_of(option: str, value: Any) -> Capability | None:
 
 
 def check_options(made: type, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Refuse options of a constructor that ask for what its strategy does not declare, whether it has them or not.
+    """Refuse options that request what a strategy does not declare, even if its constructor does not take them.
 
     Args:
         made: The strategy's class, or a subclass of it.
-        arguments: What is given by position.
-        options: What is given by name.
+        arguments: The positional arguments.
+        options: The keyword arguments.
 
     Raises:
-        UnsupportedCapabilityError: One asks for it, or the constructor takes no option of this name.
+        UnsupportedCapabilityError: There is such an option, or the constructor takes no option of this name.
     """
     found = _listed(made)
     if found is None:
@@ -98,14 +98,14 @@ def check_options(made: type, arguments: tuple[Any, ...], options: Mapping[str, 
 
 
 def check_precision(strategy: str, precision: ShardPrecision) -> None:
-    """Refuse a precision that takes more than one dtype, or a gradient scaler, where that is not declared.
+    """Refuse mixed precision, or a precision with a gradient scaler, if the strategy does not declare it.
 
     Args:
         strategy: The name that users type.
-        precision: What was asked for.
+        precision: The requested precision.
 
     Raises:
-        UnsupportedCapabilityError: The strategy lacks it.
+        UnsupportedCapabilityError: The strategy does not declare it.
     """
     asked, instead = f"precision={precision.name!r}", "Write precision='32-true'"
     if precision.compute not in (None, precision.storage):
@@ -115,15 +115,15 @@ def check_precision(strategy: str, precision: ShardPrecision) -> None:
 
 
 def check_checkpoint(strategy: str, kind: str, asked: str) -> None:
-    """Refuse a checkpoint of a kind that is not declared.
+    """Refuse a kind of checkpoint that the strategy does not declare.
 
     Args:
         strategy: The name that users type.
         kind: ``"sharded"`` or ``"full"``.
-        asked: What the user has asked for.
+        asked: What the user requested.
 
     Raises:
-        UnsupportedCapabilityError: The strategy lacks it.
+        UnsupportedCapabilityError: The strategy does not declare it.
     """
     info = registry.strategies().get(strategy)
     other = "full" if kind == "sharded" else "sharded"
@@ -133,16 +133,16 @@ def check_checkpoint(strategy: str, kind: str, asked: str) -> None:
 
 
 def check_loop(strategy: str, kind: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse what a Trainer was asked to do in its fit, before anything is trained.
+    """Refuse what a fit requests and the strategy does not declare, before training starts.
 
     Args:
         strategy: The name that users type.
         kind: The kind of its checkpoints, ``"sharded"`` or ``"full"``.
-        trainer: Whose arguments ask.
-        module: Which may ask for manual optimization.
+        trainer: The Trainer, whose arguments are checked.
+        module: The module, which may use manual optimization.
 
     Raises:
-        UnsupportedCapabilityError: The strategy lacks it.
+        UnsupportedCapabilityError: The strategy does not declare it.
     """
     if trainer.accumulate_grad_batches != 1:
         asked = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
@@ -160,14 +160,14 @@ def check_loop(strategy: str, kind: str, trainer: pl.Trainer, module: pl.Lightni
 
 
 def check_materialization(strategy: str, module: nn.Module) -> None:
-    """Refuse a module built on the meta device, where that is not declared.
+    """Refuse a module built on the meta device, if the strategy does not declare that.
 
     Args:
         strategy: The name that users type.
-        module: What is about to be sharded.
+        module: The module that is about to be sharded.
 
     Raises:
-        UnsupportedCapabilityError: The strategy lacks it.
+        UnsupportedCapabilityError: The strategy does not declare it.
     """
     if any(one.is_meta for of in (module.parameters, module.buffers) for one in of()):
         require(
@@ -179,7 +179,7 @@ def check_materialization(strategy: str, module: nn.Module) -> None:
 
 
 def _refused_besides(made: Callable[..., object], arguments: tuple[Any, ...], rest: Mapping[str, Any]) -> Iterator[str]:
-    """What a constructor says of the options that are left, to be told with what is refused already."""
+    """The constructor's error about the remaining options, to be reported with those that are refused already."""
     try:
         made(*arguments, **rest)
     except UnsupportedCapabilityError as error:
@@ -187,7 +187,7 @@ def _refused_besides(made: Callable[..., object], arguments: tuple[Any, ...], re
 
 
 def _listed(made: type) -> tuple[type, StrategyInfo] | None:
-    """The class, or the first of its bases, that a plugin lists, and what it says; names without presets first."""
+    """The class or first base that a plugin lists, and its entry there; names without presets first."""
     infos = sorted(registry.strategies().values(), key=lambda info: len(info.presets))
     for one in made.__mro__:
         for info in infos:
@@ -197,11 +197,11 @@ def _listed(made: type) -> tuple[type, StrategyInfo] | None:
 
 
 def _parameters(made: type, listed: type) -> tuple[list[str], bool]:
-    """The names that a constructor takes, or passes on to the class that is listed; and whether it takes no others."""
+    """The names that a constructor takes, or passes on to the listed class; and whether it takes no others."""
     names: list[str] = []
     for one in made.__mro__[: made.__mro__.index(listed) + 1]:
         if "__init__" in vars(one) or one is listed:
-            # the one that is listed shows what it passes on to core's too
+            # the listed class's signature includes what it passes on to core
             signature = inspect.signature(one if one is listed else vars(one)["__init__"])
             parameters = [each for name, each in signature.parameters.items() if name != "self"]
             names += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in names]

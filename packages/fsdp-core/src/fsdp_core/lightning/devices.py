@@ -20,11 +20,11 @@ __all__ = ["check_devices", "check_state_dict_type", "check_waiting", "reduce_op
 def check_devices(
     strategy: str, backend: Backend, devices: Iterable[torch.device] | None, precision: ShardPrecision
 ) -> None:
-    """Refuse devices that the backend doesn't run on, and dtypes that they don't compute in.
+    """Refuse devices that the backend doesn't run on, and dtypes that they don't support.
 
     Raises:
-        StrategyUnavailableError: The accelerator is another one.
-        UnsupportedCapabilityError: The device lacks the precision.
+        StrategyUnavailableError: The backend does not run on this accelerator.
+        UnsupportedCapabilityError: The device does not support the precision.
     """
     for device in list(devices or ())[:1]:
         if device.type not in backend.accelerators:
@@ -44,33 +44,33 @@ def check_state_dict_type(state_dict_type: str) -> None:
     """
     if state_dict_type not in ("sharded", "full"):
         raise UnsupportedCapabilityError(
-            f"state_dict_type={state_dict_type!r} is no kind of checkpoint.\n"
-            "Write 'sharded' for a folder that every rank writes its part of, or 'full' for one file."
+            f"state_dict_type={state_dict_type!r} is not a kind of checkpoint.\n"
+            "Write 'sharded' for a folder into which every rank writes its shards, or 'full' for one file."
         )
 
 
 def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
-    """Refuse a time that is none, and an ``async_save`` that Python would only take for true.
+    """Refuse a ``timeout`` that is not a positive ``timedelta``, and an ``async_save`` that is not a ``bool``.
 
     Raises:
-        UnsupportedCapabilityError: It is so.
+        UnsupportedCapabilityError: One of them is invalid.
     """
     given: Any = timeout
     if given is not None and not (isinstance(given, timedelta) and given > timedelta()):
         seconds = given if isinstance(given, (int, float)) and not isinstance(given, bool) and given > 0 else 1800
         raise UnsupportedCapabilityError(
-            f"timeout={given!r} is no time to wait.\nWrite a datetime.timedelta, such as timedelta(seconds={seconds}), "
+            f"timeout={given!r} is not a duration.\nWrite a datetime.timedelta, such as timedelta(seconds={seconds}), "
             "or leave it out."
         )
     if not isinstance(async_save, bool):
         raise UnsupportedCapabilityError(
-            f"async_save={async_save!r} says neither yes nor no.\n"
+            f"async_save={async_save!r} is neither True nor False.\n"
             "Write True to write checkpoints in the background, or False to wait for them."
         )
 
 
 def reduce_op_name(reduce_op: Any) -> str:
-    """Name a reduction, given as Lightning gives it: a string, torch's ``ReduceOp``, or ``None`` for the mean.
+    """Return the name of a reduction, given as in Lightning: a string, torch's ``ReduceOp``, or ``None`` for the mean.
 
     Example:
         >>> reduce_op_name(None), reduce_op_name("AVG"), reduce_op_name(torch.distributed.ReduceOp.SUM)
@@ -86,6 +86,6 @@ def reduce_op_name(reduce_op: Any) -> str:
 
 
 def set_rank_zero(rank: int) -> None:
-    """Tell Lightning's helpers for messages of rank 0 which rank this is."""
+    """Set the rank in Lightning's helpers for rank-zero messages."""
     for rank_zero_only in (fabric_rank_zero_only, utilities_rank_zero_only):
         setattr(rank_zero_only, "rank", rank)  # noqa: B010  # a function with an attribute, which no type describes

@@ -1,4 +1,4 @@
-"""Fabric's side of every sharded strategy. Knows Lightning, and nothing of how a module is sharded."""
+"""The Fabric adapter of every sharded strategy. Depends on Lightning, but not on how a module is sharded."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ __all__ = ["ShardedFabricStrategy"]
 class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     """Runs modules on a :class:`~fsdp_core.sharding.Backend` under Fabric.
 
-    A backend's public strategy class inherits from it and adds a constructor that makes the backend.
+    A backend's public strategy class inherits from it and adds a constructor that creates the backend.
 
     Args:
         backend: How modules are sharded.
         strategy_name: The name that users type, for messages and checkpoints.
-        runtime: Where the ranks meet; a process group when ``None``.
+        runtime: How the ranks communicate; a process group when ``None``.
         accelerator: As in Lightning.
         parallel_devices: As in Lightning.
         cluster_environment: As in Lightning.
         checkpoint_io: As in Lightning; used for ``full`` checkpoints only.
         precision: As in Lightning; a precision string given to Fabric is the usual way.
-        state_dict_type: ``"sharded"`` for folders that every rank writes its part of, ``"full"`` for one file.
-        timeout: How long a collective may wait for its peers.
-        async_save: Whether a save returns when the state is copied, and the checkpoint is written in the background.
+        state_dict_type: ``"sharded"`` for folders into which every rank writes its shards, ``"full"`` for one file.
+        timeout: How long a collective may wait for the other ranks.
+        async_save: Whether a save returns once the state is copied, and the checkpoint is written in the background.
 
     Raises:
-        UnsupportedCapabilityError: An option that shards can't follow, that the strategy does not declare, or that
-            does not exist.
+        UnsupportedCapabilityError: An option does not work with shards, is not declared by the strategy, or does
+            not exist.
     """
 
     launcher_class: ClassVar[Any] = FabricSubprocessLauncher
@@ -104,7 +104,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """How many hosts take part."""
+        """The number of hosts."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -160,7 +160,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         return stack
 
     def module_sharded_context(self) -> AbstractContextManager[Any]:
-        """A context in which torch's ``wrap`` marks units, and a backend that can shards them as they are built."""
+        """A context in which torch's ``wrap`` marks units; a backend that can do so shards them as they are built."""
         return self.backend.wrap_context()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -170,30 +170,30 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         return ShardedForward(sharded)
 
     def sharded_of(self, module: nn.Module) -> Sharded:
-        """What is known of a model that was set up: its shards, their layout, gradients and state.
+        """The sharded state of a model that was set up: its shards, their layout, gradients and state.
 
         Args:
-            module: What ``fabric.setup`` has returned, or the user's module.
+            module: What ``fabric.setup`` returned, or the user's module.
 
         Raises:
-            ShardingError: It was not set up, or is a part of a model that was.
+            ShardingError: The module was not set up, or is only a part of a model that was.
         """
         sharded = sharded_in(written_of(module))
         around = sharded_around(written_of(module)) if sharded is None else None
         if around is not None:
             raise ShardingError(
                 f"{type(module).__name__} is a part of {around[0].class_name}, which is sharded as a whole.\n"
-                "Ask with the model that fabric.setup() has returned."
+                "Pass the model that fabric.setup() returned."
             )
         if sharded is None:
             raise ShardingError(
                 f"{type(module).__name__} is not sharded.\n"
-                "Write `model = fabric.setup(model)` first, and ask with what that returns."
+                "Write `model = fabric.setup(model)` first, and pass what that returns."
             )
         return sharded
 
     def _root_around(self, module: nn.Module) -> Sharded:
-        """The root of a model that was set up, of a part of one, or of what is around one."""
+        """The root of a model that was set up, given the model, a part of it, or a module around it."""
         around = sharded_around(written_of(module))
         inside = (one for part in module.modules() if (one := sharded_in(part)) is not None)
         return around[0] if around is not None else next(inside, None) or self.sharded_of(module)
@@ -312,7 +312,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
 
 class _NoSync(BackwardSyncControl):
-    """Tells Fabric how to leave out the reduction of gradients."""
+    """Lets Fabric skip the reduction of gradients."""
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
         self._no_sync, self._require, self._sharded_of = strategy._no_sync, strategy.require, strategy.sharded_of

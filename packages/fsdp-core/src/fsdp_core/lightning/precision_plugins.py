@@ -1,4 +1,4 @@
-"""Lightning's precision plugins for shards: one for Trainer, one for Fabric, both made from a ``ShardPrecision``."""
+"""Lightning's precision plugins for shards: one for Trainer, one for Fabric, both built from a ``ShardPrecision``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fsdp_core.torch_private import make_scaler_sharded
 
 __all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]
 
-#: Plugins that mean nothing but their precision string, and perhaps a gradient scaler.
+#: Plugins that are fully described by their precision string, and possibly a gradient scaler.
 _TRANSLATED = (
     Precision,
     FSDPPrecision,
@@ -63,19 +63,19 @@ class _TrainerStrategy(_Strategy, Protocol):
 
 
 def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
-    """Read from a plugin of Lightning's what precision was asked for, and the user's own gradient scaler.
+    """Return the requested precision of one of Lightning's plugins, and the user's own gradient scaler.
 
     Raises:
-        UnsupportedCapabilityError: The plugin does something that shards can't follow.
+        UnsupportedCapabilityError: The plugin does something that does not work with shards.
     """
     if type(plugin) not in _TRANSLATED:
         raise UnsupportedCapabilityError(
             f"the precision plugin {type(plugin).__name__} can't be used with a sharded strategy, which casts shards "
-            "itself.\nWrite precision='bf16-mixed' (or another precision string) in its place."
+            "itself.\nWrite precision='bf16-mixed' (or another precision string) instead."
         )
     if isinstance(plugin, XLAPrecision | FabricXLAPrecision):
-        plugin.teardown()  # by its environment variables XLA would compute all that is fp32 in another dtype
-    # Lightning makes FSDPPrecision's scaler by itself and drops the user's; it is made anew, for the device in use
+        plugin.teardown()  # its environment variables would make XLA compute fp32 in another dtype
+    # Lightning creates FSDPPrecision's scaler itself and drops the user's; ours is created for the device in use
     own = None if isinstance(plugin, FSDPPrecision | FabricFSDPPrecision) else getattr(plugin, "scaler", None)
     return str(plugin.precision), own
 
@@ -93,15 +93,15 @@ def compute_context(precision: ShardPrecision, device: str) -> AbstractContextMa
 
 
 class _ShardedPrecision:
-    """What both plugins share: dtypes, casting and the gradient scaler. Comes before Lightning's class.
+    """What both plugins share: dtypes, casting and the gradient scaler. Comes before Lightning's class in the MRO.
 
     Args:
         precision: The dtypes.
-        strategy: Whose precision it is.
-        scaler: The gradient scaler that the user has given.
+        strategy: The strategy that it belongs to.
+        scaler: The user's gradient scaler.
 
     Raises:
-        UnsupportedCapabilityError: A gradient scaler was given that the precision has no use for.
+        UnsupportedCapabilityError: A gradient scaler was given, but the precision does not need one.
     """
 
     def __init__(
@@ -120,25 +120,25 @@ class _ShardedPrecision:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, if fp16 needs one; made when the device is known."""
+        """The gradient scaler, if fp16 needs one; created once the device is known."""
         if self._scaler is None and self.dtypes.scaled:
             self._scaler = self._asked_scaler or torch.amp.GradScaler(self._strategy.root_device.type)
             make_scaler_sharded(self._scaler, lambda flag: self._strategy.runtime.all_reduce(flag, "max"))
         return self._scaler
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast what is sharded later to the dtype of shards."""
+        """Cast a module that is sharded later to the dtype of shards."""
         with continue_deferred(module):
             return module if self.dtypes.storage is torch.float32 else module.to(self.dtypes.storage)
 
     def convert_input(self, data: Any) -> Any:
-        """Cast a batch, where shards are no fp32; to the dtype of computation the backend casts it."""
+        """Cast a batch, if shards are not fp32; casting it to the compute dtype is up to the backend."""
         if self.dtypes.storage is torch.float32:
             return data
         return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=self.dtypes.storage)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """A context in which tensors are made in the dtype of shards."""
+        """A context in which tensors are created in the dtype of shards."""
         return DtypeContext(self.dtypes.storage)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -154,7 +154,7 @@ class _ShardedPrecision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it."""
+        """Restore the gradient scaler's state."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
 
@@ -164,9 +164,9 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
 
     Args:
         precision: The dtypes.
-        strategy: Whose precision it is.
-        scaler: The gradient scaler that the user has given.
-        guarding: What the user's hooks that look at gradients run in.
+        strategy: The strategy that it belongs to.
+        scaler: The user's gradient scaler.
+        guarding: The context in which the user's hooks that see gradients run.
     """
 
     _strategy: _TrainerStrategy
@@ -216,7 +216,7 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
         return output
 
     def _unscale(self, optimizer: Any) -> None:
-        """Divide the scale out of gradients, once a step: clipping by hand comes before the step that would do it."""
+        """Unscale gradients, once per step: manual clipping comes before the step that would unscale them."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)

@@ -18,16 +18,16 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as FabricSubprocessLauncher,
 )
 
-# Fabric asks a strategy for an object of this class before it lets `no_backward_sync` do anything.
+# Fabric's `no_backward_sync` only has an effect if the strategy has an object of this class.
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 
-# Tells a loader's samplers, wherever they are in it, which epoch it is.
+# Sets the epoch of a dataloader's samplers, wherever they are in it.
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 
-# Seeds a process that Lightning's launcher has started as its parent was seeded.
+# Seeds a process started by Lightning's launcher as its parent was seeded.
 from lightning.fabric.utilities.seed import reset_seed
 
-# Holds whether a loop goes on within its run; the property that the loop of a fit puts over it can't be set to false.
+# Holds whether a loop is restarting; the property by which the fit loop overrides it can't be set to false.
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerSubprocessLauncher,
@@ -57,7 +57,7 @@ __all__ = [
 
 
 def always_say_what_is_saved(trainer: Any) -> None:
-    """Let ``trainer.save_checkpoint(path)`` save all, as ever; Lightning logs on every rank that it was not told to."""
+    """Make ``trainer.save_checkpoint(path)`` save everything explicitly; Lightning logs its default on every rank."""
     connector = trainer._checkpoint_connector
     if "dump_checkpoint" not in vars(connector):
         connector.dump_checkpoint = partial(_dump, connector.dump_checkpoint)
@@ -68,7 +68,7 @@ def _dump(dump: Callable[[bool], Any], weights_only: bool | None = None) -> Any:
 
 
 def forget_module(strategy: Any) -> None:
-    """Let a strategy of Lightning's, which is given its module before it is asked to take it, have none."""
+    """Remove the module from a strategy of Lightning, which gets it before ``connect`` is called."""
     strategy._lightning_module = None
 
 
@@ -78,23 +78,23 @@ def wrapped_sampler(wrapper: Any) -> Any:
 
 
 def combined_loader(fit_loop: Any) -> Any | None:
-    """What combines the training loaders; ``None`` before they are asked for. Publicly they are there only nested."""
+    """The fit's combined loader; ``None`` before the loaders are set up. The public property returns them nested."""
     return fit_loop._combined_loader
 
 
 def deciding_loader(combined: Any) -> Any:
-    """The one of several combined loaders whose number of batches is that of an epoch."""
+    """The combined loader that determines the number of batches of an epoch."""
     longest = max if combined._mode.startswith("max") else min
     return combined.flattened[longest(range(len(combined.limits)), key=combined.limits.__getitem__)]
 
 
 def has_states_to_load(fit_loop: Any) -> bool:
-    """Whether the loop holds states for its loaders, which were made before the checkpoint was read."""
+    """Whether the loop still holds states for its loaders, which were created before the checkpoint was read."""
     return bool(fit_loop._combined_loader_states_to_load)
 
 
 def load_loader_states(fit_loop: Any, states: list[Any] | None = None) -> None:
-    """Give the training loaders these states, or those that the loop holds for them."""
+    """Load these states, or those that the loop holds, into the training loaders."""
     combined = combined_loader(fit_loop)
     states = fit_loop._combined_loader_states_to_load if states is None else states
     if combined is not None and states:
@@ -103,27 +103,27 @@ def load_loader_states(fit_loop: Any, states: list[Any] | None = None) -> None:
 
 
 def always_load_loader_states(fit_loop: Any) -> None:
-    """Let loaders get their states when they are made. Lightning gives them none at the beginning of an epoch."""
+    """Load states whenever loaders are created. Lightning does not at the beginning of an epoch."""
     fit_loop._load_combined_loader_states = partial(load_loader_states, fit_loop)
 
 
 def begin_an_epoch(fit_loop: Any) -> None:
-    """Let the loop begin an epoch. With ``max_steps`` Lightning would take any checkpoint for one within an epoch."""
+    """Make the loop begin an epoch. With ``max_steps``, Lightning would take any checkpoint for a mid-epoch one."""
     Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
 
 
 def fetcher_of(fit_loop: Any) -> Any | None:
-    """What takes batches from the training loaders while a fit lasts; ``iter()`` of it begins an epoch."""
+    """The data fetcher of a fit, which fetches batches of the training loaders; ``iter()`` of it begins an epoch."""
     return fit_loop._data_fetcher
 
 
 def fetched_ahead(fit_loop: Any) -> bool:
-    """Whether a batch was taken from the loaders that training has not seen. Lightning does so without a length."""
+    """Whether a batch was prefetched that training has not seen. Lightning prefetches if loaders have no length."""
     return bool(getattr(fit_loop._data_fetcher, "batches", ()))
 
 
 def before_each_fetch(fit_loop: Any, call: Callable[[], None]) -> None:
-    """Call ``call`` each time before a batch is taken from the training loaders, where the profiler is told."""
+    """Call ``call`` before each batch is fetched from the training loaders, where the profiler is notified."""
     epoch_loop = fit_loop.epoch_loop
     tell_profiler = type(epoch_loop)._on_before_fetch
 

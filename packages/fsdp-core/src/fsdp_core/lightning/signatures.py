@@ -1,4 +1,4 @@
-"""What a strategy's constructor takes, where it passes on to the next one what it does not name."""
+"""The signature of a strategy's constructor, including the options that it passes on to the next one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fsdp_core.plugins.option_discovery import explained
 
 __all__ = ["described_constructor"]
 
-#: What a package gives to core's constructors, and no user does.
+#: Arguments of core's constructors that packages pass, and users don't.
 _BY_THE_PACKAGE = ("backend", "strategy_name", "runtime")
 
 
 def described_constructor(cls: type) -> tuple[inspect.Signature, str | None]:
     r"""The signature of a class's constructor and the class's docstring, both with the options that it passes on.
 
-    A constructor passes on what it does not name if it takes ``*common`` and hands that to the next one.
+    A constructor that takes ``*common`` passes on what it does not name to the next one.
 
     Args:
         cls: The class.
@@ -66,11 +66,11 @@ def described_constructor(cls: type) -> tuple[inspect.Signature, str | None]:
         if not passes_on:
             break
         passed_on = True
-    # the next constructor's positional ones come first, for they are what *common hands on
+    # the next constructor's positional parameters come first, since *common passes them on
     docstring = vars(cls).get("__doc__")
     try:
         signature = inspect.Signature(sorted(parameters.values(), key=lambda each: each.kind))
-    except ValueError:  # a required one after others, which no composed one can show
+    except ValueError:  # a required parameter after optional ones, which no combined signature can show
         return inspect.Signature(list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]), docstring
     if not passed_on or not isinstance(docstring, str) or explained(docstring):
         return signature, docstring

@@ -1,4 +1,4 @@
-"""What both adapters have in common: where their ranks run, how these meet, and what no rank can do."""
+"""What both adapters share: where ranks run, how they communicate, and what is refused on all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.zero_grad import when_zeroed
 from fsdp_core.initialization.sharded_init import check_parts
-from fsdp_core.lightning.announcing import announce
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
 from fsdp_core.lightning.devices import (
     check_devices,
@@ -44,13 +43,16 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
+from fsdp_core.state.layout import bytes_of_wholes
 
-__all__ = ["RanksOfStrategy", "StrategyOptions"]
+__all__ = ["RanksOfStrategy", "StrategyOptions", "size_in_words"]
 
-#: What optimizers held when they were last looked at.
+#: The parameters that optimizers held when they were last checked.
 _held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
 
 _NOT_SHARDED = "not sharded yet"
+
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 _log = logging.getLogger(__name__)
 
@@ -60,17 +62,17 @@ class RanksOfStrategy:
 
     Attributes:
         backend: How modules are sharded.
-        runtime: Where the ranks meet.
+        runtime: How the ranks communicate.
         strategy_name: The name that users type.
         state_dict_type: ``"sharded"`` or ``"full"``.
-        timeout: How long a collective may wait for its peers.
-        async_saves: What writes checkpoints in the background; ``None`` where a save returns when all is written.
-        sequential_save: Whether ranks of a host write their part of a sharded checkpoint one after another.
-        make_before: Where users make parameters before they are sharded, as a sentence.
-        log: Where Lightning says what rank 0 has to say, whose level users set.
+        timeout: How long a collective may wait for the other ranks.
+        async_saves: Writes checkpoints in the background; ``None`` if a save returns once everything is written.
+        sequential_save: Whether the ranks of a host write their shards of a checkpoint one after another.
+        make_before: Where users can create parameters before sharding, as a sentence.
+        log: Lightning's logger for rank 0, whose level users set.
     """
 
-    #: What to write instead of options that other libraries have, and by these the values that say what happens anyway.
+    #: By option of another library, what to write instead; and its values that ask for what happens anyway.
     others_options: ClassVar[Mapping[str, str]] = {}
     happens_anyway: ClassVar[Mapping[str, Collection[object]]] = {}
 
@@ -87,7 +89,7 @@ class RanksOfStrategy:
     timeout: timedelta | None
     async_saves: AsyncSaves | None
     sequential_save: bool = False
-    _unreduced: WeakSet[Sharded]  # roots with backward passes since the last step that reduced nothing
+    _unreduced: WeakSet[Sharded]  # roots with unreduced backward passes since the last step
 
     # of Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None
@@ -100,13 +102,13 @@ class RanksOfStrategy:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # else Sphinx and editors would show the arguments of __new__
+        # otherwise Sphinx and editors would show the arguments of __new__
         cls.__signature__, docstring = described_constructor(cls)
         if isinstance(docstring, str):
             cls.__doc__ = docstring
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        # before the constructor, which may have no parameter for what is refused
+        # before the constructor, which may not accept the refused options at all
         check_options(cls, args, options)
         return super().__new__(cls)
 
@@ -120,7 +122,7 @@ class RanksOfStrategy:
         async_save: bool,
         unknown: Mapping[str, object],
     ) -> None:
-        """Note what the constructor was given, before Lightning's constructor looks at it."""
+        """Store the constructor's arguments, before Lightning's constructor uses them."""
         refuse_unknown_options(strategy_name, type(self), unknown, self.others_options, always=self.happens_anyway)
         check_state_dict_type(state_dict_type)
         check_waiting(timeout, async_save)
@@ -133,15 +135,15 @@ class RanksOfStrategy:
         self._unreduced = WeakSet()
 
     def require(self, capability: Capability, asked: str) -> None:
-        """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare this."""
+        """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare it."""
         require(self.strategy_name, capability, asked)
 
     def _shard(self, module: nn.Module) -> Sharded:
-        """Shard a module, or go on with one that is sharded already. All ranks must call it."""
+        """Shard a module, or take over one that is sharded already. All ranks must call it."""
         if self.runtime.world_size > 1:
             facts = self._facts(module)
             check_same(self.runtime, type(module).__name__, facts)
-            if facts["state"] == _NOT_SHARDED:  # else sharding raises on all ranks, or goes on
+            if facts["state"] == _NOT_SHARDED:  # otherwise sharding raises on all ranks, or is not needed
                 check_parts(module, self.runtime)
         check_materialization(self.strategy_name, module)
         goes_on = sharded_of(module) is not None
@@ -160,16 +162,16 @@ class RanksOfStrategy:
         refuse_state_dicts(sharded.root, sharded.names, layout, self.strategy_name)
         refuse_files_of_shards(sharded.root, self.strategy_name)
         if not goes_on:
-            announce(self.log, len(units), sharded)
+            _announce(self.log, len(units), sharded)
         return sharded
 
     def _refuse_late(self, sharded: Sharded, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Refuse parameters that the module has got since it was sharded."""
+        """Refuse parameters that were added to the module after it was sharded."""
         with sharded.as_written():
             refuse_late(sharded.written, sharded.names, optimizers, self.make_before)
 
     def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
-        """Let optimizers hold shards, and nothing that came after these."""
+        """Make optimizers hold shards, and refuse parameters that were added after sharding."""
         for root in roots:
             self._refuse_late(root, optimizers)
         self.backend.repoint(optimizers, roots)
@@ -179,7 +181,7 @@ class RanksOfStrategy:
             refuse_files_of_optimizer(optimizer, _held_in_parts(optimizer, roots), self.strategy_name)
 
     def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
-        """Let ``zero_grad()`` give up too what waits for a reduction, which is elsewhere than at the shards."""
+        """Make ``zero_grad()`` also discard unreduced gradients, which are not stored at the shards."""
         held = {id(parameter) for parameter in _parameters_of(optimizer)}
         trained: list[tuple[ref[Sharded], set[str]]] = []
         for root in roots:
@@ -197,13 +199,13 @@ class RanksOfStrategy:
         when_zeroed(optimizer, give_up)
 
     def _look_at(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
-        """Have what an optimizer was given since it was last looked at re-pointed or refused, before it is stepped."""
+        """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
         now, known = _parameters_of(optimizer), _held.get(optimizer, [])
         if len(now) != len(known) or any(one is not other() for one, other in zip(now, known, strict=True)):
             self._repoint([optimizer], roots)
 
     def _facts(self, module: nn.Module) -> dict[str, str]:
-        """What this rank is about to do, in words, for comparison with the others."""
+        """Describe what this rank is about to do, for comparison with the other ranks."""
         terms = self.backend.terms()
         options = {
             "state_dict_type": self.state_dict_type,
@@ -221,17 +223,17 @@ class RanksOfStrategy:
             return {**facts, "state": "sharded already"}
         try:
             self.backend.check_shardable(module)
-        except ShardingError as error:  # sharding raises it, on all ranks where it is the same on all
+        except ShardingError as error:  # sharding raises it, on all ranks if all have it
             return {**facts, "state": str(error)}
         return {**facts, "state": _NOT_SHARDED, **facts_of_module(module, self.backend.units)}
 
     @contextmanager
     def _no_sync(self, sharded: Sharded) -> Iterator[None]:
-        """The root's ``no_sync``, left as if nothing was raised in it: reduction is on then without ``finally`` too.
+        """The root's ``no_sync``, exited as if nothing was raised in it, since some have no ``finally``.
 
-        Otherwise every gradient would be ``None`` from an exception on, without a word.
+        Otherwise every gradient would silently be ``None`` after an exception.
         """
-        sharded.backend = self.backend  # another strategy may have looked at the module in between
+        sharded.backend = self.backend  # another strategy may have used the module in between
         context = sharded.no_sync()
         context.__enter__()
         try:
@@ -248,28 +250,28 @@ class RanksOfStrategy:
             check_not_gathered(sharded.root, "a checkpoint")
             if is_inside_forward(sharded.root):
                 raise ShardingError(
-                    "a checkpoint was asked for inside a step, whose forward pass holds parameters gathered.\n"
+                    "a checkpoint was requested inside a step, whose forward pass needs the gathered parameters.\n"
                     "Save it in a hook after the step, such as on_train_batch_end()."
                 )
         kind = self.state_dict_type
         check_checkpoint(self.strategy_name, kind, f"a checkpoint with state_dict_type={kind!r}")
 
     def wait_for_saves(self) -> None:
-        """Return when every checkpoint that was asked for is complete, with ``async_save=True`` too. All ranks call it.
+        """Wait until all requested checkpoints are complete, also with ``async_save=True``. All ranks must call it.
 
         Raises:
-            CheckpointError: One could not be saved.
+            CheckpointError: A checkpoint could not be saved.
         """
         if self.async_saves is not None:
             self.async_saves.wait()
 
     def _let_saves_finish(self, exception: BaseException) -> None:
-        """Wait for what is pending; if it fails, that goes with ``exception``, which is the one to raise."""
+        """Wait for pending saves; a failure is added as a note to ``exception``, which is the one to raise."""
         try:
             self.wait_for_saves()
         except CheckpointError as failure:
             exception.add_note(f"{type(failure).__name__}: {failure}")
-            if not isinstance(exception, Exception):  # an interrupt, whose notes nobody shows
+            if not isinstance(exception, Exception):  # an interrupt, whose notes are not shown
                 _log.error("%s", failure)
 
     @property
@@ -285,16 +287,16 @@ class RanksOfStrategy:
 
     @property
     def num_processes(self) -> int:
-        """How many ranks run on this host."""
+        """The number of ranks on this host."""
         return len(self.parallel_devices or ())
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank sees data of its own."""
+        """The sampler's arguments: every rank gets its own part of the data."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _number_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        """Set the rank in the cluster environment and in Lightning's rank-zero helpers."""
         environment = self.cluster_environment
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -309,7 +311,7 @@ class RanksOfStrategy:
             self._launcher = self.launcher_class(environment, self.num_processes, self.num_nodes)
 
     def _join_world(self) -> None:
-        """Meet the other ranks, and give the backend its world."""
+        """Start the runtime with the other ranks, and bind the backend to it."""
         reset_seed()
         self._number_ranks()
         environment = self.cluster_environment
@@ -326,21 +328,21 @@ class RanksOfStrategy:
         self.backend.bind(self.runtime, self.shard_precision)
 
     def _reduced(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
-        """Reduce a tensor over the ranks; what is not a tensor comes back unchanged."""
+        """Reduce a tensor over the ranks; other values are returned unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor
         return self.runtime.all_reduce(tensor, reduce_op_name(reduce_op), group)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the ranks' tensors along a new first axis."""
+        """Stack the ranks' tensors along a new first dimension."""
         return self.runtime.all_gather(tensor, group, sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank."""
+        """Wait for all ranks."""
         self.runtime.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give every rank the object of rank ``src``."""
+        """Broadcast the object of rank ``src`` to all ranks."""
         return self.runtime.broadcast_object(obj, src)
 
     def _check_checkpoint_io(self, io: CheckpointIO) -> None:
@@ -351,7 +353,7 @@ class RanksOfStrategy:
             )
 
     def refuse_storage_options(self, storage_options: Any) -> None:
-        """Raise if options are given for a ``CheckpointIO``, when none writes the checkpoint."""
+        """Raise if options for a ``CheckpointIO`` are given, but none writes the checkpoint."""
         if storage_options is not None:
             raise UnsupportedCapabilityError(
                 "storage_options can't be used with sharded checkpoints, which no CheckpointIO writes.\n"
@@ -362,7 +364,7 @@ class RanksOfStrategy:
 class StrategyOptions(RanksOfStrategy):
     """Base of the class that takes a package's own options, once for both front ends.
 
-    Its constructor names these as keywords, and hands the rest on to that of core's adapter, which comes after it::
+    Its constructor takes them as keywords and passes the rest on to core's adapter, the next class in the MRO::
 
         class TheirsOptions(StrategyOptions):
             def __init__(self, *common, size=2, **others):
@@ -370,7 +372,7 @@ class StrategyOptions(RanksOfStrategy):
 
         class TheirsStrategy(TheirsOptions, ShardedTrainerStrategy): ...
 
-    Signature and docstring of such a strategy name the options of both.
+    The strategy's signature and docstring list the options of both.
     """
 
     def __init__(
@@ -387,7 +389,7 @@ def _give_all_up(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
 
 
 def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Tensor], bool]:
-    """Tells of an optimizer's parameters; it keeps this and may outlive the roots, which it must not keep."""
+    """Whether an optimizer's parameter is a shard. The optimizer keeps the result, which must not keep the roots."""
     pieces = WeakTensorKeyDictionary()
     for parameter in _parameters_of(optimizer):
         if any(root.holds_part(parameter) for root in roots):
@@ -397,3 +399,27 @@ def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _announce(log: logging.Logger, units: int, sharded: Sharded) -> None:
+    """Log on rank 0 what was sharded, over what, and what a rank holds of it."""
+    runtime = sharded.runtime
+    if runtime.rank != 0 or not log.isEnabledFor(logging.INFO):
+        return
+    in_units = f"{units} unit{'s' if units > 1 else ''} and the root" if units else "the root alone"
+    held, whole = sharded.bytes_held(), bytes_of_wholes(sharded.layout())
+    log.info(
+        f"{sharded.strategy_name}: {sharded.class_name} is sharded over {runtime.described()}, in {in_units}; "
+        f"the first holds {size_in_words(held)} of {size_in_words(whole)} of parameters."
+    )
+
+
+def size_in_words(size: int) -> str:
+    """A number of bytes in the unit that leaves one to four digits.
+
+    Example:
+        >>> size_in_words(1000), size_in_words(1536), size_in_words(7 * 2**30)
+        ('1000 B', '1.5 KiB', '7.0 GiB')
+    """
+    power = min(max(0, (size.bit_length() - 1) // 10), len(_SIZES) - 1)
+    return f"{size / 2 ** (10 * power):.1f} {_SIZES[power]}" if power else f"{size} B"

@@ -1,4 +1,4 @@
-"""The Trainer's side of every sharded strategy. Knows Lightning, and nothing of how a module is sharded."""
+"""The Trainer adapter of every sharded strategy. Depends on Lightning, but not on how a module is sharded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Never
 
@@ -36,7 +37,6 @@ from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint,
 from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
 from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
-from fsdp_core.lightning.hooks.toggling import watch_toggling
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
@@ -52,7 +52,7 @@ from fsdp_core.state.full_tensor import check_not_gathered
 
 __all__ = ["ShardedTrainerStrategy"]
 
-#: What decides in which step a rank meets the others, among a Trainer's arguments.
+#: The Trainer's arguments that determine in which steps a rank runs collectives.
 _SAME_IN_LOOPS = (
     "accumulate_grad_batches",
     "gradient_clip_val",
@@ -68,24 +68,24 @@ _SAME_IN_LOOPS = (
 class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     """Runs a LightningModule on a :class:`~fsdp_core.sharding.Backend`.
 
-    A backend's public strategy class inherits from it and adds a constructor that makes the backend.
+    A backend's public strategy class inherits from it and adds a constructor that creates the backend.
 
     Args:
         backend: How the module is sharded.
         strategy_name: The name that users type, for messages and checkpoints.
-        runtime: Where the ranks meet; a process group when ``None``.
+        runtime: How the ranks communicate; a process group when ``None``.
         accelerator: As in Lightning.
         parallel_devices: As in Lightning.
         cluster_environment: As in Lightning.
         checkpoint_io: As in Lightning; used for ``full`` checkpoints only.
         precision_plugin: As in Lightning; a precision string given to the Trainer is the usual way.
-        state_dict_type: ``"sharded"`` for folders that every rank writes its part of, ``"full"`` for one file.
-        timeout: How long a collective may wait for its peers.
-        async_save: Whether a save returns when the state is copied, and the checkpoint is written in the background.
+        state_dict_type: ``"sharded"`` for folders into which every rank writes its shards, ``"full"`` for one file.
+        timeout: How long a collective may wait for the other ranks.
+        async_save: Whether a save returns once the state is copied, and the checkpoint is written in the background.
 
     Raises:
-        UnsupportedCapabilityError: An option that shards can't follow, that the strategy does not declare, or that
-            does not exist.
+        UnsupportedCapabilityError: An option does not work with shards, is not declared by the strategy, or does
+            not exist.
     """
 
     launcher_class: ClassVar[Any] = TrainerSubprocessLauncher
@@ -120,7 +120,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._held_in_pieces: list[Tensor] = []
         self._trainer: pl.Trainer | None = None
         self._fitting = False
-        #: By path, whether a checkpoint is there when all that is pending is done.
+        #: By path, whether a checkpoint exists once all pending saves are done.
         self.async_saved: dict[str, bool] = {}
         super().__init__(
             accelerator=accelerator,
@@ -167,7 +167,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._checkpoint_io = io
 
     def set_world_ranks(self) -> None:
-        """Number the ranks; Lightning calls it when the devices are known."""
+        """Set the ranks; Lightning calls this once the devices are known."""
         self._number_ranks()
 
     def setup_environment(self) -> None:
@@ -185,7 +185,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         with self.backend.wrap_context(), warnings.catch_warnings():
-            # whose advice is to write it in configure_model, which this is around
+            # its advice is to use configure_model, which runs inside this context
             warnings.filterwarnings("ignore", message="`trainer.init_module` cannot fully support proper instantiation")
             yield
 
@@ -203,7 +203,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             check_loop(self.strategy_name, self.state_dict_type, trainer, module)
             check_pruning(trainer, self.strategy_name)
         if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":
-            # refuse now what the first checkpoint, perhaps hours from now, could not hold
+            # fail now rather than at the first checkpoint, which may be hours away
             check_hyper_parameters(module, "hyper_parameters")
             datamodule = getattr(trainer, "datamodule", None)
             if datamodule is not None:
@@ -222,27 +222,27 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             with sharded.as_written():
                 self.setup_optimizers(trainer)
-                # now, for what came into the module in here may be gone with the context
+                # check here: what was added to the module in this context may be gone after it
                 refuse_late(sharded.written, sharded.names, self.optimizers, self.make_before)
             self._repoint(self.optimizers, [sharded])
             check_finetuning(trainer, sharded, self.strategy_name)
         if not module.automatic_optimization:
-            watch_toggling(self.lightning_module)
+            _watch_toggling(self.lightning_module)
         self.setup_precision_plugin()
         self.barrier()
 
     @property
     def sharded(self) -> Sharded:
-        """What is known of the sharded module: its shards, their layout, gradients and state.
+        """The sharded module: its shards, their layout, gradients and state.
 
         Raises:
-            ShardingError: Nothing is sharded yet: the Trainer does it at the beginning of each stage.
+            ShardingError: The module is not sharded yet: the Trainer does that at the beginning of each stage.
         """
         sharded = self._sharded_or_none
         if sharded is None:
             raise ShardingError(
-                f"strategy={self.strategy_name!r} has sharded no module yet.\n"
-                "Ask in a hook after setup() and configure_model(), such as on_fit_start(), or after the stage."
+                f"strategy={self.strategy_name!r} has not sharded a module yet.\n"
+                "Access it in a hook after setup() and configure_model(), such as on_fit_start(), or after the stage."
             )
         return sharded
 
@@ -259,7 +259,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         return {**stage, **loop, **facts}
 
     def follow_toggling(self) -> None:
-        """Let parameters that are gathered inside a step require gradients as their shards do now."""
+        """Copy ``requires_grad`` from the shards to the parameters that are gathered inside a step."""
         if self._in_step:
             self._check_writes()
             self.sharded.follow_requires_grad()
@@ -286,7 +286,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             output = self._step("training_step", *args, **kwargs)
             assert self.lightning_module is not None
             if not self.lightning_module.automatic_optimization:
-                self.sharded.reshard()  # what hooks write from now on is written to shards
+                self.sharded.reshard()  # hooks write to shards from now on
             return output
         finally:
             self._in_step = self._is_first_step = False
@@ -307,7 +307,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         return self._eval_step("predict_step", *args, **kwargs)
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a step method of the user's inside the root's forward pass, so that the root's shards are gathered."""
+        """Run one of the user's step methods inside the root's forward pass, where the root's shards are gathered."""
         assert self.model is not None and self.lightning_module is not None
         self._has_stepped = True
         refuse_values_of_parts(False)
@@ -344,22 +344,22 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         self._exact_resume.on_backward(self.optimizers)
-        if self._blocking:  # not before: Lightning forgets gradients within the context
+        if self._blocking:  # not earlier: Lightning zeroes gradients inside the context
             self._unreduced.add(self.sharded)
         if self._inside_root_forward:
             self.sharded.resume_forward()
             self._guard()
 
     def _pieces(self) -> Iterator[Tensor | None]:
-        """This rank's pieces of gradients, which are no DTensors that compute over all ranks."""
+        """This rank's pieces of gradients that are plain tensors, which, unlike DTensors, compute on one rank."""
         held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if list(map(id, held)) != self._looked_at:  # several times a step, in which it seldom changes
+        if list(map(id, held)) != self._looked_at:  # called several times a step, in which it rarely changes
             self._looked_at = list(map(id, held))
             self._held_in_pieces = [p for p in held if not isinstance(p, DTensor) and self.sharded.holds_part(p)]
         return (p.grad for p in self._held_in_pieces)
 
     def _guard(self) -> None:
-        """Refuse what would be computed of gradients as one rank has them."""
+        """Refuse computations on gradients that would only see this rank's pieces."""
         guard(self._pieces())
         refuse_values_of_parts(True)
 
@@ -369,7 +369,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     @contextmanager
     def _guarded_pieces(self) -> Iterator[None]:
-        """Refuse what the user's hooks would compute of gradients as one rank has them."""
+        """Refuse such computations in the user's hooks."""
         self._guard()
         try:
             yield
@@ -407,7 +407,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     @property
     def _inside_root_forward(self) -> bool:
-        """Whether a backward pass or a step of manual optimization is being taken by the training step itself."""
+        """Whether the training step itself is running a backward pass or an optimizer step (manual optimization)."""
         assert self.lightning_module is not None
         return self._in_step and not self.lightning_module.automatic_optimization
 
@@ -420,7 +420,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._exact_resume.before_first_batch(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
-        """Wait for what is pending, so that its failure ends the fit as any other does."""
+        """Wait for pending saves, so that a failed one ends the fit like any other error."""
         if self.fit_saves is not None:
             self.fit_saves.wait()
 
@@ -439,12 +439,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     @normal_tensors()
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state by name, of the kind that checkpoints have. All ranks must call it.
+        """Return the module's state dict, of the kind that checkpoints hold. All ranks must call it.
 
         Returns:
-            With ``state_dict_type="full"`` whole tensors in host memory on rank 0, and an empty dictionary elsewhere.
-            With ``"sharded"`` what this rank holds: DTensors, :class:`~fsdp_core.checkpoint.ChunkedTensor` s, or plain
-            tensors that are the same on every rank; for whole ones, see :func:`fsdp_core.full_state_dict`.
+            With ``state_dict_type="full"``, full tensors in host memory on rank 0, and an empty dictionary elsewhere.
+            With ``"sharded"``, what this rank holds: DTensors, :class:`~fsdp_core.checkpoint.ChunkedTensor` s, or plain
+            tensors that are replicated on every rank; for full tensors, see :func:`fsdp_core.full_state_dict`.
         """
         sharded = self.sharded
         self._check_saving([sharded])
@@ -461,7 +461,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.sharded.load_model_state(checkpoint["state_dict"], strict)
 
     def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Refuse what does not fit the model or an optimizer, before either is changed."""
+        """Refuse a checkpoint that does not fit the model or an optimizer, before either is changed."""
         self.sharded.load_model_state(checkpoint["state_dict"], strict, check_only=True)
         load_optimizers(self, checkpoint["optimizer_states"], check_only=True)
 
@@ -477,7 +477,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     @property
     def fit_saves(self) -> AsyncSaves | None:
-        """What writes behind a fit; where there is no training, a save returns when all is written."""
+        """Writes in the background of a fit; ``None`` without training, where a save returns once all is written."""
         return self.async_saves if self._fitting else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -485,7 +485,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._check_saving(filter(None, [self._sharded_or_none]))
         path = self.broadcast(str(filepath))
         if self.fit_saves is not None:
-            self.fit_saves.wait()  # before memory is taken for this one
+            self.fit_saves.wait()  # before memory is allocated for this one
             self.async_saved = {path: True}
         save_checkpoint(self, path, checkpoint, storage_options, self._training_loaders, self._exact_resume)
 
@@ -499,12 +499,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.in_order(f"removing {path}", lambda: checkpoints.remove(path), {path: False})
 
     def in_order(self, doing: str, job: Callable[[], None], saved: Mapping[str, bool]) -> None:
-        """Let rank 0 do something to checkpoints, after what is pending has been done. All ranks must call it.
+        """Run a job on rank 0, after all pending saves. All ranks must call it.
 
         Args:
-            doing: What it does, for an error.
-            job: Does it.
-            saved: By path, whether a checkpoint is there then.
+            doing: What the job does, for error messages.
+            job: The job.
+            saved: By path, whether a checkpoint exists afterwards.
         """
         if self.fit_saves is None:
             together(self.runtime, doing, lambda: job() if self.is_global_zero else None)
@@ -517,11 +517,11 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
-        if self.lightning_module is not None and self._trainer is not None:  # else its ranks ran elsewhere
+        if self.lightning_module is not None and self._trainer is not None:  # else the ranks ran elsewhere
             self._training_loaders.finish(self._trainer)
             self._exact_resume.leave()
             for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
-                self.lightning_module.__dict__.pop(name, None)  # see watch_toggling and shard_averages
+                self.lightning_module.__dict__.pop(name, None)  # see _watch_toggling, shard_averages
             refuse_again(self.lightning_module)
         sharded = self._sharded_or_none
         if sharded is not None:
@@ -536,6 +536,28 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 self._checkpoint_io.teardown()
 
 
-# Passes Lightning's isinstance gates (distributed sampling, no inference_mode over shards, compiled modules, precision
-# left to the strategy) without inheriting FSDP1's code, and without its ban of the CPU, which asks for the exact class.
+def _watch_toggling(module: pl.LightningModule) -> None:
+    """Notify the strategy when a module toggles an optimizer, which only sees the shards that it holds.
+
+    The strategy is looked up then, since another Trainer's may have replaced this one: one of Lightning's, for example,
+    which has no ``follow_toggling``.
+    """
+
+    def followed(toggle: Callable[..., None]) -> Callable[..., None]:
+        @wraps(toggle)
+        def toggle_and_follow(optimizer: Any) -> None:
+            toggle(optimizer)
+            follow = getattr(module.trainer.strategy, "follow_toggling", None)
+            if follow is not None:
+                follow()
+
+        return toggle_and_follow
+
+    if "toggle_optimizer" not in module.__dict__:
+        module.toggle_optimizer = followed(module.toggle_optimizer)  # type: ignore[method-assign]
+        module.untoggle_optimizer = followed(module.untoggle_optimizer)  # type: ignore[method-assign]
+
+
+# Passes Lightning's isinstance checks (distributed sampling, no inference_mode over shards, compiled modules, precision
+# left to the strategy) without inheriting FSDP1's code, and without its ban on the CPU, which tests the exact class.
 FSDPStrategy.register(ShardedTrainerStrategy)

@@ -1,4 +1,4 @@
-"""What plugins provide: strategies by name, how they are found, and what can be said of each without torch."""
+"""What plugins provide: strategies by name, how they are found, and what is known of each without importing torch."""
 
 from fsdp_core.plugins.contract import CONTRACT_VERSION
 from fsdp_core.plugins.hookspecs import ENTRY_POINT_GROUP, fsdp_strategies, hookimpl

@@ -1,4 +1,4 @@
-"""Whether a strategy can run on this machine, asked without importing torch or Lightning."""
+"""Whether a strategy can run on this machine, checked without importing torch or Lightning."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fsdp_core.plugins.side_effects import SideEffect, watched
 
 __all__ = ["check_classes", "import_object", "why_unavailable"]
 
-# By which a module can have attributes that its source does not name.
+# Names in a source that can give its module attributes that the source does not name.
 _DYNAMIC = frozenset({"__getattr__", "exec", "globals", "setattr", "vars"})
 
 
 def import_object(reference: str) -> Any:
-    """Import what ``"module:attribute"`` names.
+    """Import the object that ``"module:attribute"`` refers to.
 
     Example:
         >>> import_object("math:floor")(1.5)
@@ -31,26 +31,26 @@ def import_object(reference: str) -> Any:
 
 
 def check_classes(claim: Claim) -> None:
-    """Look whether the classes that a strategy names are there, in the sources of their modules; nothing is imported.
+    """Check that the classes that a strategy names exist in the sources of their modules; nothing is imported.
 
     Args:
         claim: The strategy and its provider.
 
     Raises:
-        BrokenStrategyError: One is not there.
+        BrokenStrategyError: A class does not exist.
     """
     info, provider = claim.info, claim.provider
     for role, target in (("Trainer", info.trainer), ("Fabric", info.fabric)):
         reason = None if target is None else _why_not_there(target)
         if reason is not None:
             raise BrokenStrategyError(
-                f"strategy {info.name!r} names a {role} class that isn't there: {target!r} ({reason})\n"
+                f"strategy {info.name!r} names a {role} class that does not exist: {target!r} ({reason})\n"
                 f"Report this to the authors of {provider.name}, or type: pip install --upgrade {provider.name}"
             )
 
 
 def why_unavailable(claim: Claim) -> str | None:
-    """Ask a strategy's requirements, then its probe.
+    """Check a strategy's requirements, then call its probe.
 
     Args:
         claim: The strategy and its provider.
@@ -59,7 +59,7 @@ def why_unavailable(claim: Claim) -> str | None:
         The reason why it can't run here, or ``None`` if it can.
 
     Raises:
-        BrokenStrategyError: If asking fails, which is a fault of the plugin.
+        BrokenStrategyError: The probe or a requirement fails, which is a fault of the plugin.
     """
     info = claim.info
     try:
@@ -71,7 +71,7 @@ def why_unavailable(claim: Claim) -> str | None:
         with watched(noted):
             answer = None if info.probe is None else import_object(info.probe)()
         if answer is not None and not isinstance(answer, str):
-            raise TypeError(f"{info.probe} returned a {type(answer).__name__} where None or a reason is due")
+            raise TypeError(f"{info.probe} returned a {type(answer).__name__} instead of None or a string")
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -96,14 +96,14 @@ def _why_unmet(text: str) -> str | None:
         installed = version(requirement.name)
     except PackageNotFoundError:
         return f'it needs {wanted}, which is not installed; type: pip install "{wanted}"'
-    # By base version, so that vendors' builds such as 2.9.0a0+… count as the release that they are built towards.
+    # By base version, so that vendors' builds such as 2.9.0a0+… count as the release that they lead up to.
     if Version(Version(installed).base_version) not in requirement.specifier:
         return f'it needs {wanted}, but {installed} is installed; type: pip install "{wanted}"'
     return None
 
 
 def _why_not_there(reference: str) -> str | None:
-    """Why what ``"module:attribute"`` names can't be imported, as far as can be told without importing it.
+    """Why the object that ``"module:attribute"`` refers to can't be imported, as far as known without importing it.
 
     Example:
         >>> _why_not_there("logging.handlers:SocketHandler")
@@ -123,7 +123,7 @@ def _why_not_there(reference: str) -> str | None:
         names = None if source is None else symtable(source, module, "exec")
     except SyntaxError as error:
         return error_text(error)
-    except Exception:  # a loader that has no sources: importing will tell
+    except Exception:  # a loader without sources: importing will show it
         return None
     if names is None or "import *" in source or {attribute, *_DYNAMIC} & set(names.get_identifiers()):
         return None
@@ -131,7 +131,7 @@ def _why_not_there(reference: str) -> str | None:
 
 
 def _spec_of(name: str, path: Any) -> ModuleSpec | None:
-    """What would be imported under a name: unlike :func:`importlib.util.find_spec`, without importing its parents."""
+    """The spec of a module: unlike :func:`importlib.util.find_spec`, without importing its parents."""
     spec: ModuleSpec | None = getattr(sys.modules.get(name), "__spec__", None)
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)

@@ -1,4 +1,4 @@
-"""The version of what core promises to plugins, and whether a plugin was built for the core that is installed."""
+"""The version of core's contract with plugins, and whether a plugin was built for the installed core."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
 __all__ = ["CONTRACT_VERSION", "check_contract", "core_requirements", "has_upper_bound"]
 
 CONTRACT_VERSION: tuple[int, int] = (1, 0)
-"""The version of the contract: the first number is raised by what breaks plugins, the second by additions.
+"""The version of the contract: breaking changes raise the first number, additions the second.
 
-Every release of fsdp-core that raises the first number also raises its own first number (before 1.0: its second), so
-that a plugin says which contracts it was built for by what it requires of fsdp-core, such as ``fsdp-core>=0.1,<0.2``.
+Every release of fsdp-core that raises the first number also raises its own major version (before 1.0: its minor
+version). So a plugin's requirement on fsdp-core, such as ``fsdp-core>=0.1,<0.2``, states which contracts it was built
+for.
 """
 
 _CORE = "fsdp-core"
 
 
 def core_requirements(distribution: Distribution | None) -> list[Requirement]:
-    """What a distribution's metadata require of fsdp-core, as ``pip`` reads it; extras are left out.
+    """A distribution's requirements on fsdp-core, from its metadata, as ``pip`` reads them; extras are left out.
 
     Args:
-        distribution: As :mod:`importlib.metadata` finds it; ``None`` has no metadata.
+        distribution: From :mod:`importlib.metadata`; ``None`` if there is no metadata.
     """
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
@@ -39,7 +40,7 @@ def core_requirements(distribution: Distribution | None) -> list[Requirement]:
         try:
             one = Requirement(text)
         except InvalidRequirement:
-            continue  # pip's to complain of
+            continue  # reporting it is pip's job
         if canonicalize_name(one.name) == _CORE and (one.marker is None or one.marker.evaluate({"extra": ""})):
             found.append(one)
     return found
@@ -49,10 +50,10 @@ def check_contract(distribution: Distribution | None) -> None:
     """Refuse a plugin that was built for another version of the contract, before any of its code runs.
 
     Args:
-        distribution: The plugin's; one that requires no version of fsdp-core is let through.
+        distribution: The plugin's distribution; one without a requirement on fsdp-core is accepted.
 
     Raises:
-        ContractVersionError: The installed fsdp-core is not one that it requires.
+        ContractVersionError: The installed fsdp-core does not meet the plugin's requirement.
     """
     from packaging.version import Version
 
@@ -63,7 +64,7 @@ def check_contract(distribution: Distribution | None) -> None:
         installed = version(_CORE)
     except PackageNotFoundError:
         return
-    # By base version, so that builds between two releases count as the release that they are built towards.
+    # By base version, so that builds between two releases count as the release that they lead up to.
     have = Version(Version(installed).base_version)
     for one in requirements:
         unmet = [part for part in one.specifier if not part.contains(have, prereleases=True)]

@@ -1,4 +1,4 @@
-"""Loads the installed plugins, each by itself, so that a broken one hides nobody."""
+"""Loads the installed plugins, each separately, so that a broken one does not hide the others."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = [
 ]
 
 SLOW = 1.0
-"""From how many seconds on a plugin is called slow. It should take milliseconds; a loaded machine takes its time."""
+"""The load time in seconds from which a plugin is reported as slow. It should take milliseconds."""
 
 _LONGEST = 500  # characters of an error in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """An installed distribution, as ``pip`` names it."""
+    """An installed distribution, by the name that ``pip`` uses."""
 
     name: str
     version: str
@@ -50,7 +50,7 @@ class Provider:
 
     @property
     def canonical_name(self) -> str:
-        """The name as package indexes compare it.
+        """The normalized name, as package indexes compare it.
 
         Example:
             >>> Provider(name="My_Plugin", version="1").canonical_name
@@ -69,12 +69,12 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenPlugin:
-    """An entry point that gave no strategies but an error.
+    """An entry point that failed to load.
 
     Attributes:
         name: The entry point's name in lower case, by convention the plugin's main strategy name.
         provider: The distribution that it belongs to.
-        error: What it raised.
+        error: The exception that it raised.
     """
 
     name: str
@@ -86,7 +86,7 @@ class BrokenPlugin:
 
     @property
     def remedy(self) -> str:
-        """The command that may mend it."""
+        """The command that may fix it."""
         if isinstance(self.error, ContractVersionError):
             return self.error.remedy
         return f"pip install --upgrade --force-reinstall {self.provider.name}"
@@ -94,16 +94,16 @@ class BrokenPlugin:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedPlugin:
-    """What came of asking one entry point for its strategies.
+    """The result of loading one entry point.
 
     Attributes:
         name: The entry point's name.
-        module: What it names.
+        module: The module that it names.
         provider: The distribution that it belongs to.
         infos: Its strategies; none if it is broken.
         error: Why it is broken, or ``None``.
-        seconds: How long it took.
-        side_effects: What it did besides, that it should not have done.
+        seconds: How long loading took.
+        side_effects: What loading did to the process and should not have done.
     """
 
     name: str
@@ -116,7 +116,7 @@ class LoadedPlugin:
 
     @property
     def complaints(self) -> tuple[SideEffect, ...]:
-        """Its side effects, and that it is slow if it is."""
+        """Its side effects, and its load time if it is slow."""
         if self.seconds < SLOW:
             return self.side_effects
         remedy = "it should import less, and do its work when a strategy is built"
@@ -125,12 +125,12 @@ class LoadedPlugin:
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
-    """What all installed plugins said.
+    """The results of loading all installed plugins.
 
     Attributes:
         claims: By strategy name, in alphabetical order; a name with several claims is ambiguous.
-        broken: The plugins that failed.
-        plugins: All of them, in the order in which they were asked.
+        broken: The plugins that failed to load.
+        plugins: All plugins, in the order in which they were loaded.
     """
 
     claims: Mapping[str, tuple[Claim, ...]]
@@ -143,7 +143,7 @@ def _canonical(name: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """An exception in one line, whatever its own ``__str__`` does.
+    """Format an exception in one line, even if its ``__str__`` fails.
 
     Example:
         >>> error_text(KeyError("a"))
@@ -162,7 +162,7 @@ def error_text(error: BaseException) -> str:
 def discover() -> Discovery:
     """Load every plugin of the entry-point group ``fsdp.strategies``, once per process.
 
-    Never raises on account of a plugin, whatever it does at import, short of a ``KeyboardInterrupt``.
+    No plugin can make it raise, whatever it does at import, except by a ``KeyboardInterrupt``.
     """
     plugins = tuple(load_plugin(entry_point) for entry_point in installed_plugins())
     claims: dict[str, list[Claim]] = {}
@@ -181,20 +181,20 @@ def installed_plugins() -> list[EntryPoint]:
     """The entry points of the group, in a fixed order; nothing is imported."""
     try:
         found = list(entry_points(group=ENTRY_POINT_GROUP))
-    except Exception:  # one distribution's damaged file spoils the call; look at each by itself
+    except Exception:  # one distribution's damaged file fails the whole call; read each separately
         by_distribution: dict[str, list[EntryPoint]] = {}
         for distribution in distributions():
             ours = _entry_points_of(distribution)
-            by_distribution.setdefault(_canonical(distribution.name or ""), ours)  # of two of one name the first counts
+            by_distribution.setdefault(_canonical(distribution.name or ""), ours)  # of equal names, the first counts
         found = [one for ours in by_distribution.values() for one in ours]
     return sorted(found, key=lambda one: (provider_of(one).canonical_name, one.name))
 
 
 def load_plugin(entry_point: EntryPoint) -> LoadedPlugin:
-    """Ask one entry point for its strategies, with its side effects noted and, where that can be done, undone.
+    """Load one entry point's strategies; its side effects are recorded and, where possible, undone.
 
     Raises:
-        KeyboardInterrupt: Nothing else, whatever the plugin does.
+        KeyboardInterrupt: No other exception propagates, whatever the plugin does.
     """
     infos: list[StrategyInfo] = []
     noted: list[SideEffect] = []
@@ -220,8 +220,8 @@ def load_plugin(entry_point: EntryPoint) -> LoadedPlugin:
 
 
 def _ask(entry_point: EntryPoint) -> list[StrategyInfo]:
-    # pluggy's own load_setuptools_entrypoints stops at the first plugin that fails; and a hook call fails as a whole
-    # with any of its implementations. Hence one manager per plugin.
+    # pluggy's own load_setuptools_entrypoints stops at the first plugin that fails, and a hook call fails if any of
+    # its implementations does. Hence one manager per plugin.
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(entry_point.load())
@@ -234,14 +234,18 @@ def _ask(entry_point: EntryPoint) -> list[StrategyInfo]:
         )
     results = hook()
     if len(results) < sum(not one.wrapper and not one.hookwrapper for one in hook.get_hookimpls()):
-        results.append(None)  # which pluggy leaves out
+        results.append(None)  # pluggy drops None results
     infos: list[StrategyInfo] = []
     for result in results:
         if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
-            raise StrategyInfoError(f"fsdp_strategies() gave a {type(result).__name__}; return a list of StrategyInfo.")
+            raise StrategyInfoError(
+                f"fsdp_strategies() returned a {type(result).__name__}; return a list of StrategyInfo."
+            )
         for info in result:
             if not isinstance(info, StrategyInfo):
-                raise StrategyInfoError(f"fsdp_strategies() gave a {type(info).__name__} where a StrategyInfo is due.")
+                raise StrategyInfoError(
+                    f"fsdp_strategies() returned a {type(info).__name__} instead of a StrategyInfo."
+                )
             infos.append(info)
     return infos
 
@@ -249,14 +253,14 @@ def _ask(entry_point: EntryPoint) -> list[StrategyInfo]:
 def _entry_points_of(distribution: Distribution) -> list[EntryPoint]:
     try:
         return [one for one in distribution.entry_points if one.group == ENTRY_POINT_GROUP]
-    except Exception:  # its names can't be read, so there is nothing to ask
+    except Exception:  # its names can't be read, so there is nothing to load
         return []
 
 
 def provider_of(entry_point: EntryPoint) -> Provider:
-    """The distribution that an entry point belongs to, as far as its metadata can be read."""
+    """The distribution that an entry point belongs to, as far as the metadata can be read."""
     try:
         assert entry_point.dist is not None
         return Provider(name=entry_point.dist.name, version=entry_point.dist.version)
-    except Exception:  # metadata can be damaged in many ways; the plugin itself may still be sound
+    except Exception:  # metadata can be damaged in many ways; the plugin itself may still work
         return Provider(name=entry_point.module.partition(".")[0], version="(unknown version)")

@@ -1,6 +1,6 @@
 """The one hook that a plugin implements.
 
-A plugin is a module named by an entry point in the group ``fsdp.strategies``; by convention the entry point bears the
+A plugin is a module named by an entry point in the group ``fsdp.strategies``; by convention the entry point has the
 plugin's main strategy name::
 
     # pyproject.toml
@@ -36,7 +36,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def fsdp_strategies() -> Iterable[StrategyInfo]:  # type: ignore[empty-body]
-    """Say which strategies this plugin provides.
+    """Return the strategies that this plugin provides.
 
     Called once per process, when a name is first listed or looked up. Must import neither torch nor Lightning.
 

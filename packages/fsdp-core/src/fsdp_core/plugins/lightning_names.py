@@ -1,4 +1,4 @@
-"""The strategy names that Lightning has itself, known without importing it."""
+"""Lightning's own strategy names, known without importing Lightning."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LIGHTNINGS_OWN: Mapping[str, tuple[FrontEnd, ...]] = MappingProxyType(
         **dict.fromkeys(_FABRICS, ("fabric",)),
     }
 )
-"""Lightning 2.6.6's names, and where it has each; ``"auto"`` is in no registry of its."""
+"""Lightning 2.6.6's names, with the front ends that have each; ``"auto"`` is in none of its registries."""
 
 TAKEN_OVER = "xla_fsdp"
-"""The one name of Lightning's (of Fabric's) that a package of this project replaces."""
+"""The only one of Lightning's names (under Fabric) that a package of this project replaces."""
 
 
 def kept_by_lightning(name: str, package: str | None = None) -> tuple[FrontEnd, ...]:
-    """Where a name stays Lightning's own, whoever claims it.
+    """The front ends under which Lightning keeps a name, whoever claims it.
 
     Args:
         name: A strategy name.

@@ -1,4 +1,4 @@
-"""Options as plain data, read from the source of the constructor that takes them: nothing of it is imported."""
+"""Options as plain data, read from the source of the constructor that takes them, without importing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_core.plugins.strategy_info import Option, Plain
 
 __all__ = ["COMMON_OPTIONS", "explained", "options_in"]
 
-#: What the constructors of core's adapters take, and pass on.
+#: The options that the constructors of core's adapters take and pass on.
 COMMON_OPTIONS = (
     Option(
         name="state_dict_type",
@@ -38,20 +38,20 @@ COMMON_OPTIONS = (
 
 
 def options_in(*references: str) -> tuple[Option, ...]:
-    """What the constructors of classes name, with defaults, and what the classes' docstrings say of it.
+    """The constructor parameters of classes, with their defaults and their descriptions from the class docstrings.
 
-    So an option is said once, where it is taken, and listing strategies imports neither torch nor Lightning.
+    So an option is documented once, where it is taken, and listing strategies imports neither torch nor Lightning.
 
     Args:
-        *references: ``"module:Class"`` for each class, such as the two front ends'. A class has a Google-style
-            docstring, whose ``Args`` explain each parameter.
+        *references: ``"module:Class"`` for each class, such as the two front ends'. Each class needs a Google-style
+            docstring whose ``Args`` section describes every parameter.
 
     Returns:
-        The parameters in their order, those of several classes once; one of :data:`COMMON_OPTIONS` where the docstring
-        says that it is as in Lightning. A default that is no plain data is given as it is written.
+        The parameters in order, those that several classes share once. A parameter that the docstring describes "As in
+        Lightning" is the one of :data:`COMMON_OPTIONS`. A default that is not plain data is given as source text.
 
     Raises:
-        StrategyInfoError: There is no such class, or it does not explain one of its options.
+        StrategyInfoError: A class does not exist, or does not describe one of its options.
     """
     found: dict[str, Option] = {}
     for reference in references:
@@ -67,11 +67,11 @@ def _class(reference: str, tree: ast.Module, name: str) -> ast.ClassDef:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
-    raise StrategyInfoError(f"{reference!r} is no class.\nWrite 'module:Class', as it is called there.")
+    raise StrategyInfoError(f"{reference!r} is not a class.\nWrite 'module:Class', with the name it has there.")
 
 
 def _imported(module: str, name: str) -> Iterator[Option]:
-    """The same of a class that is installed without its source: it is imported, with all that it imports."""
+    """The options of a class that is installed without its source: it is imported, with everything that it imports."""
     made = getattr(import_module(module), name)
     told = explained(made.__doc__)  # none under python -OO
     for one in list(inspect.signature(made.__init__).parameters.values())[1:]:
@@ -104,10 +104,10 @@ def _options(reference: str, made: ast.ClassDef) -> Iterator[Option]:
 
 
 def _tree(module: str) -> ast.Module | None:
-    """The source of a module; ``None`` where it is installed without."""
-    spec = find_spec(module)  # which imports the packages around it
+    """The syntax tree of a module; ``None`` if it is installed without its source."""
+    spec = find_spec(module)  # imports the parent packages
     if spec is None:
-        raise StrategyInfoError(f"there is no module {module!r}.\nWrite 'module:Class', as it is called there.")
+        raise StrategyInfoError(f"there is no module {module!r}.\nWrite 'module:Class', with the name it has there.")
     file = Path(spec.origin) if spec.origin else None
     if file is not None and file.suffix == ".py" and file.is_file():
         return ast.parse(file.read_bytes())
@@ -116,7 +116,7 @@ def _tree(module: str) -> ast.Module | None:
 
 
 def explained(docstring: str | None) -> dict[str, str]:
-    """What a Google-style docstring says under ``Args``, by name, each in one line.
+    """The descriptions under ``Args`` in a Google-style docstring, by name, each in one line.
 
     Example:
         >>> explained('''Cuts.
@@ -138,7 +138,7 @@ def explained(docstring: str | None) -> dict[str, str]:
 
 
 def _without_markup(text: str) -> str:
-    """Plain text of a docstring's.
+    """Strip the markup from a docstring's text.
 
     Example:
         >>> _without_markup("A :class:`~torch.Tensor`, or ``None``.")

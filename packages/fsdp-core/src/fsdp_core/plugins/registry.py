@@ -1,4 +1,4 @@
-"""From a strategy's name to its description and its class; and where there is none, what to type next."""
+"""Looks up a strategy's description and class by name, and says what to type next if there is none."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def strategies() -> dict[str, StrategyInfo]:
     """The installed strategies, by name, in alphabetical order.
 
     Names that several packages claim are left out (see :func:`duplicates`), as are those of plugins that failed to
-    load (see :func:`broken`). Whether a strategy can run on this machine is another question: :func:`unavailable`.
+    load (see :func:`broken`). For whether a strategy can run on this machine, see :func:`unavailable`.
     """
     return {name: claims[0].info for name, claims in discover().claims.items() if len(claims) == 1}
 
@@ -77,7 +77,8 @@ def describe(name: str) -> StrategyInfo:
         name: A strategy name, in any case.
 
     Raises:
-        UnknownStrategyError: If nobody provides it; a :class:`StrategyNotInstalledError` if a package is known to.
+        UnknownStrategyError: If no installed package provides it; a :class:`StrategyNotInstalledError` if a known
+            package does.
         DuplicateStrategyError: If several packages provide it.
         BrokenStrategyError: If the plugin that should provide it failed to load.
     """
@@ -93,16 +94,16 @@ def unavailable(name: str) -> str | None:
     """Why a strategy can't run on this machine, or ``None`` if it can.
 
     Raises:
-        BrokenStrategyError: If the plugin fails to answer. Otherwise as :func:`describe`.
+        BrokenStrategyError: If the plugin's probe fails. Otherwise as :func:`describe`.
     """
     return why_unavailable(_find(name))
 
 
 def check_classes(name: str) -> None:
-    """Look whether a strategy's classes are there, without importing anything.
+    """Check that a strategy's classes exist, without importing anything.
 
     Raises:
-        BrokenStrategyError: One is not there. Otherwise as :func:`describe`.
+        BrokenStrategyError: A class does not exist. Otherwise as :func:`describe`.
     """
     availability.check_classes(_find(name))
 
@@ -115,7 +116,7 @@ def resolve(name: str, front_end: FrontEnd) -> Callable[..., Any]:
         front_end: ``"trainer"`` for ``lightning.pytorch.Trainer``, ``"fabric"`` for ``lightning.fabric.Fabric``.
 
     Returns:
-        The strategy's class; where the name fixes options, a :func:`functools.partial` of the class with them.
+        The strategy's class; if the name is a preset, a :func:`functools.partial` of the class with its options.
 
     Raises:
         StrategyUnavailableError: If the strategy can't run on this machine.
@@ -142,13 +143,13 @@ def resolve(name: str, front_end: FrontEnd) -> Callable[..., Any]:
     except Exception as error:
         raise BrokenStrategyError(
             f"strategy {info.name!r} ({claim.provider}) can't be imported from {target!r}: {error_text(error)}\n"
-            f"Mend that, or type: pip install --upgrade --force-reinstall {claim.provider.name}"
+            f"Fix it, or type: pip install --upgrade --force-reinstall {claim.provider.name}"
         ) from error
     return partial(strategy, **info.presets) if info.presets else strategy
 
 
 def duplicates() -> dict[str, tuple[Provider, ...]]:
-    """The names that nobody gets because several claim them, with the distributions that do."""
+    """The names that can't be used because several distributions claim them, with these distributions."""
     return {
         name: tuple(claim.provider for claim in claims) for name, claims in discover().claims.items() if len(claims) > 1
     }
@@ -160,7 +161,7 @@ def broken() -> tuple[BrokenPlugin, ...]:
 
 
 def kept_names() -> dict[str, Provider]:
-    """The names that a package claims and Lightning keeps for itself, under a front end at least."""
+    """The names that a package claims and Lightning keeps for itself, under at least one front end."""
     found = {name: claims[0].provider for name, claims in discover().claims.items() if len(claims) == 1}
     return {name: source for name, source in found.items() if kept_by_lightning(name, source.canonical_name)}
 
@@ -176,13 +177,13 @@ def not_installed() -> dict[str, str]:
 
 
 def known_names() -> list[str]:
-    """Every name that :func:`resolve` has more to say about than that it is unknown."""
+    """Every name for which :func:`resolve` returns a class or raises something more specific than "unknown"."""
     found = discover()
     return sorted({*found.claims, *FIRST_PARTY, *(plugin.name for plugin in found.broken)})
 
 
 def claimants(name: str) -> tuple[Provider, ...]:
-    """The installed distributions that claim a name, be it together with others or in a plugin that is broken."""
+    """The installed distributions that claim a name, including ambiguous claims and those of broken plugins."""
     found = discover()
     return tuple(
         dict.fromkeys(
@@ -192,7 +193,7 @@ def claimants(name: str) -> tuple[Provider, ...]:
 
 
 def likeness(name: str, candidates: Iterable[str]) -> tuple[float, str]:
-    """How close the nearest of ``candidates`` is to ``name``, from 0 to 1, and which it is.
+    """The similarity of the candidate closest to ``name``, from 0 to 1, and that candidate.
 
     Example:
         >>> likeness("fsdp3", ["fsdp2", "ddp"])
@@ -202,11 +203,11 @@ def likeness(name: str, candidates: Iterable[str]) -> tuple[float, str]:
 
 
 def unknown_strategy(name: str, lightning_names: Iterable[str] = ()) -> UnknownStrategyError:
-    """The error for a name that nobody knows.
+    """The error for an unknown name.
 
     Args:
-        name: What was asked for.
-        lightning_names: Lightning's own names, where the name was given to Lightning.
+        name: The requested name.
+        lightning_names: Lightning's own names, if the name was passed to Lightning.
     """
     ours, nearest = likeness(name, known_names())
     lightnings, lightnings_nearest = likeness(name, lightning_names)
@@ -218,7 +219,7 @@ def unknown_strategy(name: str, lightning_names: Iterable[str] = ()) -> UnknownS
 
 
 def lightnings_own(name: str) -> UnknownStrategyError:
-    """The error for a name that is Lightning's own where one of ours was asked for."""
+    """The error for one of Lightning's own names where one of ours is required."""
     ours, nearest = likeness(name, known_names())
     question = f" Did you mean {nearest!r}?" if ours >= CUTOFF else ""
     where = " and ".join(FRONT_ENDS[one] for one in kept_by_lightning(name))
@@ -229,12 +230,12 @@ def lightnings_own(name: str) -> UnknownStrategyError:
 
 
 def ambiguous_strategy(name: str) -> DuplicateStrategyError:
-    """The error for a name that several claim, one of :func:`duplicates`."""
+    """The error for a name that several distributions claim, one of :func:`duplicates`."""
     return DuplicateStrategyError("\n".join(ambiguity(name, duplicates()[name])))
 
 
 def ambiguity(name: str, claimed_by: Iterable[Provider]) -> tuple[str, str]:
-    """What is wrong with a name that several claim, and what to type.
+    """What is wrong with a name that is claimed more than once, and what to type.
 
     Example:
         >>> ambiguity("mine", [Provider(name="a-plugin", version="1.0"), Provider(name="b-plugin", version="2.0")])[1]
@@ -254,27 +255,27 @@ def ambiguity(name: str, claimed_by: Iterable[Provider]) -> tuple[str, str]:
 
 
 def is_kept(info: StrategyInfo, claimed_by: Provider) -> bool:
-    """Whether Lightning keeps a strategy's name under each front end that it has a class for."""
+    """Whether Lightning keeps a strategy's name under every front end that the strategy has a class for."""
     kept = kept_by_lightning(info.name, claimed_by.canonical_name)
     return all(one in kept for one in get_args(FrontEnd) if getattr(info, one) is not None)
 
 
 def passed_over(name: str, claimed_by: Provider) -> tuple[str, str]:
-    """What becomes of a claim to one of Lightning's own names, and what to type.
+    """What happens to a claim to one of Lightning's own names, and what to type.
 
     Example:
         >>> passed_over("dp", Provider(name="a-plugin", version="1.0"))[0]
-        "Lightning keeps the name 'dp' for its own strategy under Fabric, and passes over a-plugin 1.0's."
+        "Lightning keeps the name 'dp' for its own strategy under Fabric, and ignores a-plugin 1.0's."
     """
     where = " and ".join(one.title() for one in kept_by_lightning(name, claimed_by.canonical_name))
     return (
-        f"Lightning keeps the name {name!r} for its own strategy under {where}, and passes over {claimed_by}'s.",
-        f"Have its authors choose another name; to be rid of it, type: pip uninstall {claimed_by.name}",
+        f"Lightning keeps the name {name!r} for its own strategy under {where}, and ignores {claimed_by}'s.",
+        f"Have its authors choose another name; to remove it, type: pip uninstall {claimed_by.name}",
     )
 
 
 def _inventory(*, missing: bool = True) -> list[str]:
-    """What there is, what there could be (``missing``), and what is wrong, one line each."""
+    """The installed strategies, those that could be installed (``missing``), and what is wrong, one line each."""
     by_provider: dict[Provider, list[str]] = {}
     for name, claims in discover().claims.items():
         if len(claims) == 1:
@@ -300,7 +301,7 @@ def _find(name: str) -> Claim:
         raise ambiguous_strategy(key)
     for plugin in _failed(key):
         raise BrokenStrategyError(
-            f"strategy {key!r} can't be used: {plugin}\nMend that, or type: {plugin.remedy}"
+            f"strategy {key!r} can't be used: {plugin}\nFix it, or type: {plugin.remedy}"
         ) from plugin.error
     package = FIRST_PARTY.get(key)
     if package in _packages():
@@ -315,7 +316,7 @@ def _find(name: str) -> Claim:
 
 
 def _failed(name: str) -> list[BrokenPlugin]:
-    """The broken plugins that would have provided a name, as far as one can tell."""
+    """The broken plugins that would have provided a name, as far as is known."""
     package = FIRST_PARTY.get(name)
     return [plugin for plugin in discover().broken if plugin.name == name or plugin.provider.canonical_name == package]
 

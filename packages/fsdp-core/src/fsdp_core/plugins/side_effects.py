@@ -1,4 +1,4 @@
-"""What a plugin does to the process while it is asked what it provides: noted, and undone where that can be done."""
+"""Records what a plugin does to the process while it is loaded, and undoes it where possible."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 __all__ = ["HEAVY", "SideEffect", "lasting", "watched"]
 
 HEAVY = ("torch", "torch_xla", "lightning", "lightning_fabric", "pytorch_lightning")
-"""What a plugin must not import when it is listed."""
+"""The packages that a plugin must not import when it is listed."""
 
 _lasting: list[SideEffect] = []
-_one_at_a_time = threading.RLock()  # two that undo each other's changes would leave one of them
+_one_at_a_time = threading.RLock()  # two threads that undo each other's changes would leave some of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class SideEffect:
     """One thing that listing a plugin did and should not have done.
 
     Attributes:
-        what: As a predicate, such as ``"imports torch"``.
+        what: The side effect as a predicate, such as ``"imports torch"``.
         remedy: What its authors should do instead.
     """
 
@@ -40,17 +40,17 @@ class SideEffect:
 
 
 def lasting() -> bool:
-    """Whether a plugin left something in this process that acts when the process ends."""
+    """Whether a plugin left threads or exit handlers, which act when the process ends."""
     return bool(_lasting)
 
 
 @contextmanager
 def watched(noted: list[SideEffect]) -> Iterator[None]:
-    """Note in ``noted`` what the block does to the process, and undo it.
+    """Record in ``noted`` what the block does to the process, and undo it.
 
-    Undone are changes of ``os.environ``, ``sys.path``, the working directory, ``sys.stdout``, ``sys.stderr``,
-    ``sys.excepthook`` and ``atexit``'s functions. What the block prints goes to stderr. Modules that it imports,
-    threads that it starts and exit handlers that it registers stay.
+    Changes to ``os.environ``, ``sys.path``, the working directory, ``sys.stdout``, ``sys.stderr``,
+    ``sys.excepthook`` and ``atexit``'s functions are undone. What the block prints goes to stderr. Modules that it
+    imports, threads that it starts and exit handlers that it registers remain.
 
     Example:
         >>> noted = []
@@ -68,7 +68,7 @@ def watched(noted: list[SideEffect]) -> Iterator[None]:
 
 
 def _look() -> Callable[[], list[SideEffect]]:
-    """Look at the process as it is now. What it returns looks again, puts things back and says what was otherwise."""
+    """Take a snapshot of the process. The returned function restores it and reports the differences."""
     loaded = {name for name in HEAVY if name in sys.modules}
     threads = set(threading.enumerate())
     environment, path, folder = dict(os.environ), list(sys.path), _folder()
@@ -103,7 +103,7 @@ def _look() -> Callable[[], list[SideEffect]]:
 
 
 def _put_back(module: ModuleType, before: dict[str, Any], stand_ins: dict[str, Any]) -> list[str]:
-    """Set a module's attributes to what they were, and name those that something else stands in for."""
+    """Restore a module's attributes, and name those that were replaced."""
     replaced = [name for name in before if getattr(module, name, None) is not stand_ins.get(name, before[name])]
     for name, value in before.items():
         setattr(module, name, value)
@@ -111,7 +111,7 @@ def _put_back(module: ModuleType, before: dict[str, Any], stand_ins: dict[str, A
 
 
 class _Printed(io.TextIOBase):
-    """Stands in for stdout: passes on to stderr, and knows whether it was written to."""
+    """Replaces stdout: writes to stderr, and records whether anything was written."""
 
     was_used = False
 
@@ -130,7 +130,7 @@ class _Printed(io.TextIOBase):
 
 
 def _recording(register: Callable[..., Any], handlers: list[str]) -> Callable[..., Any]:
-    """``atexit.register``, with a note of whose handlers it is given, but for those of Python's own modules."""
+    """``atexit.register``, recording each handler in ``handlers``, except those of Python's own modules."""
 
     @wraps(register)
     def recording(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a plugin says about one strategy name: plain data, so that listing names imports no implementation."""
+"""The description of a strategy by its plugin: plain data, so that listing names imports no implementation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class Capability(StrEnum):
-    """What a strategy can do. What it declares here is tested to work, and what it doesn't is tested to raise.
+    """What a strategy can do. Declared capabilities are tested to work, undeclared ones are tested to raise.
 
-    One is the Trainer's alone. ``MANUAL_OPTIMIZATION`` is ``automatic_optimization=False``: backward passes and steps
-    inside the training step, and so inside the root's forward pass. Under Fabric every loop is the user's own, with
-    backward passes and steps after the forward pass; there is nothing to declare, and nothing is refused.
+    ``MANUAL_OPTIMIZATION`` applies to the Trainer only. It is ``automatic_optimization=False``: backward passes and
+    steps inside the training step, and so inside the root's forward pass. Under Fabric every loop is the user's own,
+    with backward passes and steps after the forward pass; there is nothing to declare, and nothing is refused.
 
     Example:
         >>> Capability("cpu_offload").text, Capability.CPU_OFFLOAD.asked_by, Capability.CLIP_BY_NORM.option
@@ -52,12 +52,12 @@ class Capability(StrEnum):
 
     @property
     def option(self) -> str | None:
-        """The option of a strategy that asks for it, or ``None`` if something else does."""
+        """The strategy's option that requests it, or ``None`` if something else does."""
         return _MEANINGS[self].option
 
     @property
     def asked_by(self) -> str:
-        """What users write to ask for it."""
+        """What users write to request it."""
         return _MEANINGS[self].asked_by
 
 
@@ -95,11 +95,11 @@ _MEANINGS = {
         "The training step runs backward passes and steps by itself.", "self.automatic_optimization = False"
     ),
     Capability.META_INIT: _Meaning(
-        "A module that was built without memory gets its values when it is sharded.",
+        "A module built on the meta device is materialised when it is sharded.",
         "configure_model() under the Trainer, fabric.init_module(empty_init=True)",
     ),
     Capability.MIXED_PRECISION: _Meaning(
-        "Weights are kept in one dtype and computed with in another.", "precision='bf16-mixed', '16-mixed'"
+        "Weights are stored in one dtype and computed with in another.", "precision='bf16-mixed', '16-mixed'"
     ),
     Capability.RESHARD_AFTER_FORWARD: _Meaning(
         "Whether units are freed between the forward and the backward pass can be chosen.",
@@ -107,10 +107,10 @@ _MEANINGS = {
         "reshard_after_forward",
     ),
     Capability.SHARDED_CHECKPOINT: _Meaning(
-        "Checkpoints are folders that every rank writes its part of.", "state_dict_type='sharded'", "state_dict_type"
+        "Checkpoints are folders; each rank writes its part.", "state_dict_type='sharded'", "state_dict_type"
     ),
     Capability.WRAP_POLICY: _Meaning(
-        "The user says which modules are units of sharding.", "auto_wrap_policy=…", "auto_wrap_policy"
+        "The user chooses which modules are FSDP units.", "auto_wrap_policy=…", "auto_wrap_policy"
     ),
 }
 
@@ -121,7 +121,7 @@ class Option:
 
     Args:
         name: The keyword.
-        default: Its default, as plain data; a default that is an object is written as a string.
+        default: Its default, as plain data; write a default that is an object as a string.
         help: One sentence, without the default.
 
     Example:
@@ -148,9 +148,9 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyInfo:
-    """What one strategy name stands for. A plugin's ``fsdp_strategies`` hook returns these.
+    """The description of one strategy name. A plugin's ``fsdp_strategies`` hook returns these.
 
-    Classes and functions are named by strings, ``"module:attribute"``, and imported when they are needed.
+    Classes and functions are named by strings, ``"module:attribute"``, and imported when needed.
 
     Args:
         name: What users type, as in ``Trainer(strategy=name)``. Lower case, because Lightning lower-cases names.
@@ -158,15 +158,15 @@ class StrategyInfo:
         trainer: The strategy class for ``lightning.pytorch.Trainer``, or ``None`` if there is none.
         fabric: The strategy class for ``lightning.fabric.Fabric``, or ``None`` if there is none.
         accelerators: Lightning's names of the accelerators that it runs on.
-        capabilities: What it can do; the :class:`Capability` values or their names.
+        capabilities: What it can do, as :class:`Capability` values or their names.
         options: The constructor's keyword arguments.
-        presets: Those options that this name fixes, with their values.
+        presets: The options that this name fixes, with their values.
         requires: Requirements as in ``pip install``, checked before the probe, without importing anything.
         probe: A function without arguments that returns ``None`` if the strategy can run on this machine, and the
             reason as a string if it can't. It must import neither torch nor Lightning.
 
     Raises:
-        StrategyInfoError: If a field holds what it can't.
+        StrategyInfoError: If a field is invalid.
 
     Example:
         >>> info = StrategyInfo(
@@ -218,7 +218,7 @@ class StrategyInfo:
             object.__setattr__(self, role, tuple(getattr(self, role)))
             for one in getattr(self, role):
                 if not isinstance(one, kind):
-                    wrong = f"{role} holds a {type(one).__name__} where a {kind.__name__} is due"
+                    wrong = f"{role} holds a {type(one).__name__} instead of a {kind.__name__}"
                     raise self._error(wrong, f"Give a tuple of {kind.__name__}.")
         if not self.accelerators:
             raise self._error("accelerators is empty", "Name what it runs on, such as accelerators=('cuda', 'cpu').")
@@ -229,7 +229,7 @@ class StrategyInfo:
         try:
             object.__setattr__(self, "capabilities", frozenset(Capability(one) for one in self.capabilities))
         except ValueError as error:
-            raise self._error(str(error), f"There are: {', '.join(Capability)}.") from None
+            raise self._error(str(error), f"The capabilities are: {', '.join(Capability)}.") from None
         object.__setattr__(self, "presets", dict(self.presets))
         for name, value in vars(self)["presets"].items():
             if not isinstance(value, Plain):
@@ -238,15 +238,15 @@ class StrategyInfo:
         unknown = self.presets.keys() - {option.name for option in self.options}
         if unknown:
             raise self._error(
-                f"presets name {', '.join(sorted(unknown))}, which is no option",
+                f"presets name {', '.join(sorted(unknown))}, which is not an option",
                 "List it in options, with its default.",
             )
 
     def _error(self, what: str, remedy: str) -> StrategyInfoError:
-        return StrategyInfoError(f"strategy {self.name!r} can't be described so: {what}.\n{remedy}")
+        return StrategyInfoError(f"strategy {self.name!r} has an invalid description: {what}.\n{remedy}")
 
     def as_dict(self) -> dict[str, Any]:
-        """This description as what :mod:`json` can write.
+        """This description as plain data that :mod:`json` can serialize.
 
         Example:
             >>> info = StrategyInfo(name="mine", summary="", fabric="mine.fabric:Mine", accelerators=("cpu",))

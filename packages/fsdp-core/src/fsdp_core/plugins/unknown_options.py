@@ -19,18 +19,18 @@ def refuse_unknown_options(
     further: tuple[str, ...] = (),
     always: Mapping[str, Collection[object]] | None = None,
 ) -> None:
-    """Refuse what a strategy's constructor was given beyond its own options, all of it together.
+    """Refuse the unknown options that a strategy's constructor was passed, all in one error.
 
     Args:
         strategy: The name that users type.
         made: The strategy's class, whose constructor names its options.
-        unknown: What it was given besides.
-        translations: What to write instead of options that other libraries have.
-        further: Options that it takes beyond those that it names.
-        always: By other libraries' options, the values that say what this strategy does anyway. These are taken.
+        unknown: The unknown options, with their values.
+        translations: By other libraries' options, what to write instead.
+        further: Options that the constructor takes without naming them.
+        always: By other libraries' options, the values that mean what this strategy does anyway. These are accepted.
 
     Raises:
-        UnsupportedCapabilityError: There is any; the message names the nearest option and the strategies that have it.
+        UnsupportedCapabilityError: There are any; the message names the nearest option and the strategies that have it.
     """
     info = registry.strategies().get(strategy)
     foreign = "precision" if hasattr(made, "precision_plugin") else "precision_plugin"  # the other front end's
@@ -56,7 +56,7 @@ def refuse_unknown_options(
 
 
 def _instead(name: str, options: Sequence[str], translations: Mapping[str, str]) -> str:
-    """What to write instead of an option, with a space before it; nothing if that is not known."""
+    """What to write instead of an option, with a leading space; empty if unknown."""
     likeness, nearest = registry.likeness(name, options)
     others = [info.name for info in registry.strategies().values() if name in {one.name for one in info.options}]
     near = f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF and name not in translations else ""

@@ -28,14 +28,14 @@ __all__ = ["Backend"]
 
 
 class Backend(ABC):
-    """Shards modules: what is known before a module is sharded, and what all of them have in common.
+    """Shards modules. It holds what does not depend on a particular module: options, runtime and precision.
 
-    An adapter calls :meth:`bind` once, then :meth:`shard` with each module of the user's, and from then on asks the
-    :class:`~fsdp_core.Sharded` that this returned. A backend must write :meth:`shard_module`.
+    An adapter calls :meth:`bind` once, then :meth:`shard` with each of the user's modules, and from then on uses the
+    returned :class:`~fsdp_core.Sharded`. A backend must implement :meth:`shard_module`.
 
     Example:
-        The smallest backend keeps every parameter whole and averages gradients after the backward pass. It shows what
-        is called when; the suite's clauses about shards are for backends that have some.
+        The smallest backend replicates every parameter and averages gradients after the backward pass. It shows what
+        is called when; the suite's clauses about shards are for backends that have shards.
 
         >>> from contextlib import contextmanager
         >>> from fsdp_core.sharding import ReplicatedParameters, place
@@ -63,7 +63,7 @@ class Backend(ABC):
         >>> sharded.root is model, sorted(sharded.model_state())
         (True, ['bias', 'weight'])
 
-        A later strategy's backend goes on with the module:
+        A later strategy's backend reuses the module:
 
         >>> later = ReplicatingBackend()
         >>> later.bind(ProcessGroupRuntime(), ShardPrecision())
@@ -80,11 +80,11 @@ class Backend(ABC):
     precision: ShardPrecision
 
     def bind(self, runtime: Runtime, precision: ShardPrecision) -> None:
-        """Take the world to shard over and the dtypes to do it in. Called before each stage."""
+        """Set the runtime to shard over and the dtypes to shard in. Called before each stage."""
         self.runtime, self.precision = runtime, precision
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
-        """What becomes of the precision that the front end asked for, given this backend's own options."""
+        """The precision to use for the one that the front end requested, given this backend's own options."""
         return precision
 
     def init_context(self, empty: bool = False) -> AbstractContextManager[Any]:
@@ -92,7 +92,7 @@ class Backend(ABC):
 
         Args:
             empty: Whether to build on the meta device; :meth:`shard` then materialises unit by unit, with the values
-                that the model would have been built with.
+                that the model would have had otherwise.
         """
         return deferred_init() if empty else nullcontext()
 
@@ -101,42 +101,42 @@ class Backend(ABC):
         return mark_by_torch_wrap()
 
     def units(self, module: nn.Module) -> Sequence[nn.Module]:
-        """The submodules that sharding makes units of their own. Ranks are compared by it before they begin."""
+        """The submodules that become FSDP units. Used to check that all ranks agree before they shard."""
         return ()
 
     def terms(self) -> dict[str, Any]:
-        """What a sharded module can't change any more, by name, for comparison."""
+        """The settings that a sharded module can't change any more, by name, for comparison."""
         return {"backend": type(self).__name__, "precision": self.precision}
 
     def check_shardable(self, module: nn.Module) -> None:
         """Refuse a module that no backend can shard.
 
         Raises:
-            ShardingError: It has no parameters, a part of it is sharded already, or a parameter has a gradient hook.
+            ShardingError: It has no parameters, a submodule is sharded already, or a parameter has a gradient hook.
         """
         check_shardable(module, sharded_of)
         note_initialisers(module)
 
     def shard(self, module: nn.Module) -> Sharded:
-        """Shard ``module`` over the world, or go on with one that is sharded already. All ranks must call it.
+        """Shard ``module`` over all ranks, or reuse a module that is sharded already. All ranks must call it.
 
-        A Trainer comes here again with each stage, and a later strategy with a module that an earlier one has sharded.
+        A Trainer calls it again in each stage, and a later strategy with a module that an earlier one has sharded.
 
         Args:
-            module: The user's module, whole on every rank; or one that is sharded already, or its root.
+            module: The user's module, unsharded on every rank; or one that is sharded already, or its root.
 
         Returns:
-            What is known of it from now on; its ``root`` is what to call.
+            The module's :class:`~fsdp_core.Sharded`; its ``root`` is the module to call.
 
         Raises:
-            ShardingError: The module can't be sharded as asked, or was sharded on other terms.
+            ShardingError: The module can't be sharded as requested, or was sharded with other settings.
         """
         sharded = sharded_of(module)
         if sharded is None:
             self.check_shardable(module)
             names = tuple(clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False))
             class_name = type(module).__name__
-            # weakly, or parameters that sharding has replaced would take memory until the last is
+            # weak references, so that each parameter is freed as soon as sharding has replaced it
             before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
             sharded = self.shard_module(module)
             sharded.names, sharded.class_name, sharded.terms = names, class_name, self.terms()
@@ -151,44 +151,45 @@ class Backend(ABC):
         if sharded.backend is self:
             return
         theirs, ours = sharded.terms, self.terms()
-        if theirs["backend"] != ours["backend"]:  # whose options say nothing to each other
+        if theirs["backend"] != ours["backend"]:  # their options can't be compared
             theirs, ours = {"backend": theirs["backend"]}, {"backend": ours["backend"]}
         changed = [key for key in ours if ours[key] != theirs.get(key)]
         differing = [f"{key} {_shown(theirs.get(key))}, now {_shown(ours[key])}" for key in changed]
         if differing:
             raise ShardingError(
-                f"{sharded.class_name} was sharded by {sharded.strategy_name!r} before, on other terms: "
+                f"{sharded.class_name} was sharded by {sharded.strategy_name!r} before, with other settings: "
                 f"{'; '.join(differing)}.\n"
-                "Use the same options, or build the module anew and load its checkpoint."
+                "Use the same options, or build the module again and load its checkpoint."
             )
 
     @abstractmethod
     def shard_module(self, module: nn.Module) -> Sharded:
         """Shard a module that is not sharded yet, in place.
 
-        Rank 0's values win, and parameters on the meta device are materialised: :func:`fsdp_core.sharding.place` does
-        both. Called by :meth:`shard`, which has refused what no backend can shard and notes what is sharded.
+        All ranks get rank 0's values, and parameters on the meta device are materialised;
+        :func:`fsdp_core.sharding.place` does both. Called by :meth:`shard`, which first refuses what no backend can
+        shard, and records the result.
 
         Args:
-            module: The root module, whole on every rank.
+            module: The root module, unsharded on every rank.
 
         Raises:
-            ShardingError: The module can't be sharded as asked.
+            ShardingError: The module can't be sharded as requested.
         """
 
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
-        """Let optimizers hold the sharded parameters instead of those that the user built them over.
+        """Replace the parameters that optimizers were built over by the sharded ones.
 
         Args:
             optimizers: Changed in place; left alone if they hold the sharded parameters already.
-            roots: Those whose parameters they may hold.
+            roots: The sharded roots whose parameters they may hold.
 
         Raises:
-            OptimizerMismatchError: An optimizer holds a foreign parameter, or has stepped already.
+            OptimizerMismatchError: An optimizer holds a parameter of no root, or has stepped already.
         """
         layouts: list[Layout] = []
         for root in roots:
-            root.reshard()  # gathered parameters must not be taken for what an optimizer may hold
+            root.reshard()  # gathered parameters must not be mistaken for those that an optimizer may hold
             layouts.append(root.layout())
         layout = {p: parts for of_root in layouts for p, parts in of_root.items()}
         by_name = [{part.name: p for p, parts in of_root.items() for part in parts} for of_root in layouts]
@@ -206,7 +207,7 @@ class Backend(ABC):
             repoint(optimizer, sharded, layout)
 
     def full_tensor(self, value: Any) -> Any:
-        """The whole of a state tensor, on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""
+        """Gather a state tensor on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""
         gathered = whole(value, self.runtime)
         return None if self.runtime.rank else gathered.cpu() if isinstance(gathered, Tensor) else gathered
 

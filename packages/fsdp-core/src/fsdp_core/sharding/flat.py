@@ -1,4 +1,4 @@
-"""Parameters that a library flattens and cuts, and wraps the modules of: the user's view of them."""
+"""The user's view of a module whose parameters a library has flattened and whose units it has wrapped."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = [
     "unwrapped",
 ]
 
-#: In which order modules were written to hold their parameters.
+#: The order in which each module registered its parameters.
 ParameterOrders = Mapping[nn.Module, tuple[str, ...]]
-#: A further place of a tied parameter, a module and the name there, and its first place.
+#: A tied parameter: another module and attribute name that hold it, and the first ones.
 Tie = tuple[nn.Module, str, nn.Module, str]
 
 
 class FlatMember(Protocol):
-    """A parameter of the user's that is a part of a flat one."""
+    """One of the user's parameters, as a part of a flat parameter."""
 
     @property
     def owner(self) -> nn.Module:
@@ -37,7 +37,7 @@ class FlatMember(Protocol):
 
     @property
     def attribute(self) -> str:
-        """Its name there."""
+        """Its attribute name in that module."""
         ...
 
 
@@ -45,7 +45,7 @@ Member = TypeVar("Member", bound=FlatMember)
 
 
 def parameter_orders(modules: Iterable[nn.Module]) -> dict[nn.Module, tuple[str, ...]]:
-    """Note in which order modules hold their parameters, before a library takes these away.
+    """Record the order of each module's parameters, before a library removes them.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -56,7 +56,7 @@ def parameter_orders(modules: Iterable[nn.Module]) -> dict[nn.Module, tuple[str,
 
 
 def put_in_place(root: nn.Module, module: nn.Module, wrapper: nn.Module) -> None:
-    """Let every parent inside ``root`` hold ``wrapper``, which holds ``module``, instead of ``module``."""
+    """Replace ``module`` by ``wrapper``, which contains it, in every parent inside ``root``."""
     inside = set(wrapper.modules())
     for parent in [parent for parent in root.modules() if parent not in inside]:
         for name, child in parent._modules.items():
@@ -65,7 +65,7 @@ def put_in_place(root: nn.Module, module: nn.Module, wrapper: nn.Module) -> None
 
 
 def by_user_names(root: nn.Module, members: Iterable[Member]) -> Iterator[tuple[str, Member]]:
-    """Each member with the name that the user has for it in ``root``, without what wrappers add."""
+    """Each member with its FQN in the user's module, without the prefixes that wrappers add."""
     names: dict[nn.Module, str] = {}
     for raw, module in root.named_modules():
         names.setdefault(module, clean_name(raw))
@@ -76,11 +76,11 @@ def by_user_names(root: nn.Module, members: Iterable[Member]) -> Iterator[tuple[
 
 @contextmanager
 def unwrapped(root: nn.Module, inner: Callable[[nn.Module], nn.Module | None]) -> Iterator[None]:
-    """A context in which the units inside ``root`` are the user's own modules again, and not wrappers.
+    """A context in which the units inside ``root`` are the user's own modules instead of wrappers.
 
     Args:
         root: A module.
-        inner: Gives the module in a wrapper; ``None`` for a module that is no wrapper.
+        inner: Returns the module inside a wrapper; ``None`` for a module that is not a wrapper.
     """
     taken: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
     for parent in [parent for parent in root.modules() if inner(parent) is None]:
@@ -109,15 +109,15 @@ def stand_ins_in_place(
 ) -> Iterator[None]:
     """A context in which modules hold parameters of the user's shapes in the user's order, and no flat ones.
 
-    What is frozen or unfrozen meanwhile is afterwards.
+    Changes of ``requires_grad`` in the context are applied to the parameters that the optimizer holds.
 
     Args:
-        stand_ins: What stands for each member, by the user's names.
-        members: The members by the same names, and what an optimizer holds for each.
-        ties: The further places of tied members.
-        orders: What :func:`parameter_orders` has found before anything was flattened.
-        holders: What holds flat parameters.
-        is_flat: Tells, by a parameter's name in a module and itself, whether it is flat.
+        stand_ins: The parameter that represents each member, by FQN.
+        members: The members by FQN, with the parameter that an optimizer holds for each.
+        ties: The additional places of tied members.
+        orders: The result of :func:`parameter_orders` from before flattening.
+        holders: The modules that hold flat parameters.
+        is_flat: Called with a parameter's attribute name and the parameter; returns whether it is flat.
     """
     places: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for name, (member, _) in members.items():

@@ -1,4 +1,4 @@
-"""The norm of each parameter's gradient, whole, where ranks hold parts of it."""
+"""The norms of whole gradients of which each rank holds a part."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
     """The norm of each gradient of a sharded root, the same on every rank. All ranks must call it.
 
     Args:
-        sharded: The root, of which no forward pass may be going on.
+        sharded: The root; no forward pass of it may be in progress.
         order: The order *p* of the norms, positive; ``inf`` for the largest absolute value.
 
     Returns:
-        0-dim tensors of at least fp32 on the CPU, by the parameter's name, without those that have no gradient.
+        0-dim tensors of at least fp32 on the CPU, by parameter name, without parameters that have no gradient.
     """
     runtime = sharded.runtime
     parts = {part.name: (p, part) for p, of_it in sharded.layout().items() for part in of_it}
     names = [name for name in dict.fromkeys(sharded.names) if name in parts]
-    # where one rank has nothing of a parameter, it may have no gradient either
+    # a rank that holds no part of a parameter may have no gradient for it
     has, powers, is_nan = (torch.zeros(len(names), dtype=torch.float64) for _ in range(3))
     for index, name in enumerate(names):
         parameter, part = parts[name]
@@ -43,14 +43,14 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
     gathered = torch.stack([has, powers, is_nan]).float()
     found = runtime.all_reduce(gathered.to(runtime.device), "max" if math.isinf(order) else "sum").cpu()
     values = found[1] if math.isinf(order) else found[1] ** (1 / order)
-    values = values.where(found[2] == 0, torch.nan)  # gloo's maximum leaves a NaN of another rank out
+    values = values.where(found[2] == 0, torch.nan)  # gloo's maximum ignores a NaN from another rank
     return {name: value for name, value, one in zip(names, values, found[0], strict=True) if one}
 
 
 def _counted_here(gradient: Tensor, part: Part, rank: int) -> list[Tensor]:
-    """What this rank counts of a gradient, so that all ranks together count each element once."""
+    """The parts of a gradient that this rank counts, such that all ranks together count each element once."""
     whole = plain(gradient)
-    # to XLA a piece of a tensor, and each look at a value, is a program, which all ranks would have to run
+    # on XLA slicing a tensor or reading a value runs a program, which all ranks would have to run
     value = part.of(whole.cpu() if whole.device.type == "xla" else whole)
     if isinstance(value, ChunkedTensor):
         return [chunk.data for chunk in value.chunks if isinstance(chunk.data, Tensor)] if not value.replica else []

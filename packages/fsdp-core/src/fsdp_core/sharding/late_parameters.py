@@ -1,4 +1,4 @@
-"""Parameters that a module gets after it was sharded: no rank shares them with another, so they are refused."""
+"""Refuses parameters that are added to a module after it was sharded, which nothing would shard or reduce."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["refuse_late"]
 
 
 def refuse_late(written: nn.Module, names: Collection[str], optimizers: Iterable[Optimizer], instead: str) -> None:
-    """Refuse parameters that came after sharding, if they are to be trained. Frozen ones that nobody steps may stay.
+    """Refuse trainable parameters that were added after sharding. Frozen ones that no optimizer holds are allowed.
 
     Args:
-        written: The user's module, as it was written: see :meth:`fsdp_core.sharding.Backend.as_written`.
-        names: Those of the parameters that it had before it was sharded.
-        optimizers: What steps its parameters.
-        instead: Where to make them instead.
+        written: The user's module, inside :meth:`fsdp_core.Sharded.as_written`.
+        names: The names of its parameters before it was sharded.
+        optimizers: The optimizers of its parameters.
+        instead: Where to create the parameters instead, as a sentence.
 
     Raises:
-        ShardingError: There are some. It names them.
+        ShardingError: There are such parameters. The message names them.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
@@ -33,7 +33,7 @@ def refuse_late(written: nn.Module, names: Collection[str], optimizers: Iterable
         >>> refuse_late(model, names, [], "Make them before fabric.setup().")
         Traceback (most recent call last):
             ...
-        fsdp_core.errors.ShardingError: '1.weight' came into the model after it was sharded, ...
+        fsdp_core.errors.ShardingError: '1.weight' was added to the model after it was sharded, ...
     """
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     known = set(names)
@@ -42,7 +42,7 @@ def refuse_late(written: nn.Module, names: Collection[str], optimizers: Iterable
     if trained:
         told = ", ".join(map(repr, trained[:5])) + (f" and {len(trained) - 5} more" if len(trained) > 5 else "")
         raise ShardingError(
-            f"{told} came into the model after it was sharded, so nothing divides them or averages their gradients: "
+            f"{told} was added to the model after it was sharded, so nothing divides them or averages their gradients: "
             f"each rank would train its own.\n{instead} What is not to be trained may come at any time, with "
             "requires_grad_(False)."
         )

@@ -1,9 +1,9 @@
-"""A rank's pieces of parameters, which must not be saved as if they were whole.
+"""Refuses to save a rank's shards of parameters as if they were whole.
 
-Where a library shows pieces as plain tensors, or nothing of them, ``state_dict()`` of a module is refused. Where it
-shows DTensors, ``state_dict()`` is right: they say what they are, and torch's own tools rely on them. A file of
-them, by ``torch.save`` or ``safetensors``, is refused, and so is one of the shards in an optimizer's state. What shows
-whole tensors is left alone.
+Where a library exposes shards as plain tensors, or not at all, ``state_dict()`` of a module raises. Where it exposes
+DTensors, ``state_dict()`` works: DTensors describe their sharding, and torch's own tools rely on them. Writing them to
+a file with ``torch.save`` or ``safetensors`` raises, and so does writing the shards in an optimizer's state. Modules
+that expose whole tensors are left alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_core.state.layout import Layout
 __all__ = ["refuse_again", "refuse_files_of_optimizer", "refuse_files_of_shards", "refuse_state_dicts"]
 
 _PIECE = "_fsdp_core_piece"
-#: What a shard belongs to, on an optimizer or a module whose shards are refused to files.
+#: The attribute on an optimizer or module whose shards must not be written to files; holds what its hook needs.
 _SHARDS = "_fsdp_core_shards"
 
 _INSTEAD = (
@@ -37,15 +37,15 @@ _INSTEAD = (
 
 
 def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, strategy: str) -> None:
-    """Let ``state_dict()`` of a module, and of each part of it that shows no whole values, raise. Idempotent.
+    """Make ``state_dict()`` of a module, and of each submodule that shows no whole values, raise. Idempotent.
 
-    What reads shards on purpose calls the class's method, ``type(module).state_dict(module)``, as
-    :class:`~fsdp_core.sharding.Backend` does.
+    Code that reads shards on purpose calls the class's method, ``type(module).state_dict(module)``, as
+    :class:`~fsdp_core.Sharded` does.
 
     Args:
         root: A sharded root.
-        names: Those of the parameters that the module had before it was sharded, tied ones under each of theirs.
-        layout: What each sharded parameter has of the user's.
+        names: The names of the module's parameters before it was sharded, tied ones under each of their names.
+        layout: The parts of the user's parameters that each sharded parameter holds.
         strategy: The name that users type.
     """
     flat = {id(held) for held, parts in layout.items() if any(part.range is not None for part in parts)}
@@ -67,16 +67,16 @@ def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, 
 
 
 def refuse_again(module: nn.Module) -> None:
-    """Let ``state_dict()`` of a module raise as before, after something else replaced it for a while."""
+    """Make ``state_dict()`` of a module raise again, after something else replaced the method temporarily."""
     if _PIECE in module.__dict__:
         module.__dict__["state_dict"] = MethodType(state_dict, module)
 
 
 def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Instead of a module's own, by whose name a copy or a pickle of the module finds it.
+    """Replaces a module's ``state_dict``; copies and pickles of the module look it up by this name.
 
     Raises:
-        ShardingError: Always, but inside the ``state_dict()`` of a module around this one.
+        ShardingError: Always, except inside the ``state_dict()`` of an enclosing module.
     """
     if (args[0] if args else kwargs.get("destination")) is None and self not in gathered_modules:
         name, strategy = self.__dict__[_PIECE]
@@ -88,7 +88,7 @@ def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_files_of_shards(root: nn.Module, strategy: str) -> None:
-    """Let the DTensors in ``state_dict()`` of a module, and of each part of it, be refused to files. Idempotent.
+    """Make writing the DTensors in ``state_dict()`` of a module or submodule to a file raise. Idempotent.
 
     Args:
         root: A sharded root.
@@ -102,11 +102,11 @@ def refuse_files_of_shards(root: nn.Module, strategy: str) -> None:
 
 
 def refuse_files_of_optimizer(optimizer: Optimizer, holds_piece: Callable[[Tensor], bool], strategy: str) -> None:
-    """Let the shards in ``state_dict()`` of an optimizer be refused to files. Idempotent.
+    """Make writing the shards in ``state_dict()`` of an optimizer to a file raise. Idempotent.
 
     Args:
-        optimizer: One that holds sharded parameters.
-        holds_piece: Whether a parameter is a rank's piece of the user's, as a plain tensor.
+        optimizer: An optimizer that holds sharded parameters.
+        holds_piece: Whether a parameter is this rank's shard as a plain tensor.
         strategy: The name that users type.
     """
     inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]  # as Lookahead has one
@@ -114,7 +114,7 @@ def refuse_files_of_optimizer(optimizer: Optimizer, holds_piece: Callable[[Tenso
         if _SHARDS not in one.__dict__:
             with suppress(
                 AttributeError
-            ):  # where a class leaves torch's constructor out, and gives the state of another
+            ):  # a class that skips torch's constructor, and returns another optimizer's state
                 one.register_state_dict_post_hook(_mark_optimizer_state)
         one.__dict__[_SHARDS] = holds_piece, strategy
 
@@ -134,7 +134,7 @@ def _mark_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
         held = parameters[number] if isinstance(number, int) and number < len(parameters) else number
         is_piece = isinstance(held, Tensor) and holds_piece(held)
         if isinstance(values, dict):
-            values = {  # others than the optimizer's own tensors, and the same memory
+            values = {  # new tensor objects that share memory with the optimizer's own
                 name: _refuse_files_of(
                     value.detach(), f"{name!r} in state_dict() of {type(optimizer).__name__}", strategy
                 )
@@ -147,14 +147,14 @@ def _mark_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
 
 
 def _refuse_files_of(shard: Tensor, name: str, strategy: str) -> Tensor:
-    """Let pickling a shard raise, and the reading of its memory, which no library can where it is a DTensor."""
+    """Make pickling a shard raise, and, for a DTensor, reading its memory, which no library does correctly."""
     methods = ["__reduce_ex__", *(["untyped_storage", "storage", "numpy"] if isinstance(shard, DTensor) else [])]
     shard.__dict__.update(dict.fromkeys(methods, partial(_refuse_file, name, strategy)))
     return shard
 
 
 def _refuse_file(name: str, strategy: str, *_: Any) -> NoReturn:
-    """Instead of a shard's own methods that give its bytes.
+    """Replaces a shard's methods that return its bytes.
 
     Raises:
         ShardingError: Always.

@@ -16,12 +16,12 @@ class ShardPrecision:
     """The dtypes of sharded training.
 
     Attributes:
-        name: Lightning's name for it, such as ``"bf16-mixed"``.
-        storage: The dtype of the shards, and so of gradients at rest and optimizer state.
-        compute: The dtype in which unsharded parameters are used; that of ``storage`` when ``None``.
-        reduce: The dtype in which gradients cross ranks; that of ``compute`` when ``None``.
+        name: Lightning's precision string, such as ``"bf16-mixed"``.
+        storage: The dtype of the shards, and so of sharded gradients and optimizer state.
+        compute: The dtype of unsharded parameters; ``None`` for ``storage``.
+        reduce: The dtype in which gradients are reduced; ``None`` for ``compute``.
         scaled: Whether the loss is scaled, as fp16 gradients need.
-        autocast: Whether operations choose between ``compute`` and fp32 by themselves, by :class:`torch.autocast`.
+        autocast: Whether :class:`torch.autocast` chooses between ``compute`` and fp32 for each operation.
 
     Example:
         >>> mixed = ShardPrecision.named("bf16-mixed")
@@ -46,7 +46,7 @@ class ShardPrecision:
             name: One of :data:`PRECISIONS`.
 
         Raises:
-            UnsupportedCapabilityError: The string has no meaning for shards.
+            UnsupportedCapabilityError: Sharded strategies don't support this string.
         """
         try:
             return PRECISIONS[str(name)]
@@ -74,7 +74,7 @@ class ShardPrecision:
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """The dtype in which floating-point inputs of the model are wanted."""
+        """The dtype that floating-point inputs of the model are converted to."""
         return self.compute or self.storage
 
 

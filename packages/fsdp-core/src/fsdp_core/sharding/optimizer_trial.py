@@ -1,4 +1,4 @@
-"""A trial on small tensors: whether an optimizer does to shards what it does to whole parameters."""
+"""Tries an optimizer on small tensors: whether its steps over shards are its steps over whole parameters."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from fsdp_core.state.layout import Layout
 
 __all__ = ["check_steps"]
 
-#: How many steps are taken, and how many values of a parameter are compared; some optimizers evaluate often in a step.
+#: The number of steps, and of values of a parameter that are compared; some optimizers evaluate often in a step.
 _STEPS = 6
 _COMPARED = 7
 
-#: The least learning rate of a trial: where it begins at 0, nothing would be seen.
+#: The minimum learning rate of a trial: with a schedule that starts at 0, no difference would be visible.
 _RATE = 1e-2
 
-#: The shape of a small tensor, by the dimensions of a parameter. Some optimizers look at matrices from a size on only.
+#: The shape of a small tensor, by a parameter's dimensions. Some optimizers treat only large matrices specially.
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (150,), 2: (136, 132), 3: (20, 18, 7), 4: (20, 18, 3, 3)}
 
-#: Lets one thread at a time keep torch from compiling a step that is taken once.
+#: Held by a thread while it keeps torch from compiling a step that runs only once.
 _ALONE = threading.Lock()
 
-#: Of a step's largest change: an optimizer that computes with bf16 inside rounds no further than that.
+#: Relative to a step's largest change: covers the rounding of optimizers that compute in bf16 internally.
 _TOLERANCE = 0.05
 
-#: Of a value, in either of the two between which a step lies: fp32 rounds by a half of that.
+#: Relative to a value, for each of the two values that a step is the difference of: fp32 rounds by half of it.
 _ROUNDED = 2.0**-22
 
-#: Optimizers that need gradients which shards don't have, by the name of a class.
+#: Optimizers that need gradients which shards don't have, by class name.
 _REFUSED = {
     "SparseAdam": "takes sparse gradients alone, and shards have dense ones. Use torch.optim.Adam, with "
     "nn.Embedding(sparse=False).",
@@ -54,13 +54,13 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class _Kind:
-    """Parameters that an optimizer can't tell apart but by their values.
+    """Parameters that an optimizer can distinguish only by their values.
 
     Attributes:
-        shape: Of the small tensor that stands for them.
-        mesh: That of a DTensor, and ``placements`` its placements.
-        is_flat: Whether each rank holds a run of its elements.
-        trained: Whether it gets gradients.
+        shape: The shape of the small tensor that represents them.
+        mesh: The mesh of a DTensor; ``placements`` are its placements.
+        is_flat: Whether each rank holds a contiguous range of the elements.
+        trained: Whether they get gradients.
     """
 
     shape: tuple[int, ...]
@@ -73,15 +73,15 @@ class _Kind:
 def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     """Refuse an optimizer whose steps over shards are not its steps over whole parameters. All ranks must call it.
 
-    A copy of it steps over small tensors: over whole ones, and over what this strategy would show of them. What can't
-    be copied, or doesn't step over whole ones either, is let go with a warning.
+    A copy of it steps over small tensors, both whole and as this strategy would shard them. An optimizer that can't be
+    copied, or that fails over whole tensors too, is accepted with a warning.
 
     Args:
-        optimizer: It holds the parameters that it is to train. Is left as it was.
-        layout: What each of them has of the user's.
+        optimizer: An optimizer that holds the sharded parameters. It is not changed.
+        layout: The parts of the user's parameters that each of them holds.
 
     Raises:
-        OptimizerMismatchError: Its step fails over shards, or does something else.
+        OptimizerMismatchError: Its step fails over shards, or has a different result.
     """
     name = type(optimizer).__name__
     if name in _REFUSED:
@@ -115,7 +115,7 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
             failure = raised
         raise OptimizerMismatchError(
             f"{name} looks at more of a parameter than single elements, such as its shape or a norm, and this strategy "
-            f"shows each rank a 1-D piece: it would train something else without a word{_told(failure)}.\n"
+            f"shows each rank a 1-D piece: it would silently train something else{_told(failure)}.\n"
             "Use an optimizer whose update is elementwise, such as AdamW; or a strategy that shows whole shapes, "
             "such as strategy='fsdp2': the table of optimizers in the documentation says for which that is enough."
         )
@@ -130,7 +130,7 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
         return
     fused = [word for word in ("fused", "foreach") if any(group.get(word) for group in optimizer.param_groups)]
     instead = f"Leave {fused[0]}=True out, or use" if fused else "Use"
-    what = "fails over" if failure is not None else "trains something else without a word over"
+    what = "fails over" if failure is not None else "silently trains something else over"
     raise OptimizerMismatchError(
         f"a step of {name} {what} DTensors, which this strategy shows as parameters{_told(failure)}.\n"
         f"{instead} another optimizer, such as AdamW; or, if its update is elementwise, a strategy that shows plain "
@@ -145,12 +145,12 @@ def _not_saved(name: str, odd: _OtherShape) -> OptimizerMismatchError:
     )
 
 
-#: What was found right in this process: the same on every rank, since all ranks try the same, one after the other.
+#: The settings that passed in this process: the same on every rank, since all ranks run the same trials in order.
 _right: set[object] = set()
 
 
 def _settings(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind]) -> object:
-    """All that a trial depends on, if it is known: of torch's optimizers, which keep it in their groups."""
+    """Everything that a trial depends on, or ``None`` if unknown. Known for torch's optimizers, from their groups."""
     if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
         return None
     return type(optimizer), tuple(
@@ -163,7 +163,7 @@ def _settings(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Ki
 
 
 def _described(kind: _Kind) -> tuple[object, ...]:
-    """A kind without its mesh, whose process groups are to end with the run."""
+    """A kind without its mesh object, whose process groups must not outlive the run."""
     mesh = kind.mesh and (kind.mesh.device_type, tuple(kind.mesh.mesh.flatten().tolist()))
     return kind.shape, kind.is_flat, kind.trained, kind.placements, mesh
 
@@ -186,11 +186,11 @@ def _kind(parameter: nn.Parameter, layout: Layout) -> _Kind:
     return _Kind((first, *shape[1:]), False, parameter.requires_grad, parameter.device_mesh, parameter.placements)
 
 
-#: By param group and kind, of the small tensor that stands for it, flat: its values, each time that the gradient is
-#: computed. Of shape ``(times, elements)``.
+#: By param group and kind, the flattened values of the small tensor at each gradient computation, of shape
+#: ``(times, elements)``.
 _Course = dict[tuple[int, _Kind], Tensor]
 
-#: What is shown of a small tensor.
+#: Returns the part of a small tensor that the optimizer gets.
 _Shown = Callable[[Tensor, _Kind], Tensor]
 
 
@@ -215,7 +215,7 @@ def _as_dtensor(tensor: Tensor, kind: _Kind) -> Tensor:
 
 
 def _joined(first: _Course, last: _Course) -> _Course:
-    """What two ranks have of each small tensor, together. One may have evaluated more often than the other."""
+    """Join two ranks' parts of each small tensor. One may have evaluated more often than the other."""
     return {
         key: torch.cat([a[: len(last[key])], last[key][: len(a)]], 1) if key[1].is_flat else a
         for key, a in first.items()
@@ -223,7 +223,7 @@ def _joined(first: _Course, last: _Course) -> _Course:
 
 
 def _of_this_rank(whole: _Course) -> _Course:
-    """What a rank is to have of each small tensor, if it is a DTensor."""
+    """This rank's expected part of each small tensor, if it is a DTensor."""
     shown = ((key, _as_dtensor(course.new_zeros(key[1].shape), key[1])) for key, course in whole.items())
     return {
         key: torch.stack([local_tensor(_as_dtensor(now.view(shard.shape), key[1])).reshape(-1) for now in whole[key]])
@@ -238,14 +238,14 @@ def _on_all_ranks(fine: bool, mesh: DeviceMesh) -> bool:
 
 @dataclass(kw_only=True)
 class _Small:
-    """A small tensor instead of a parameter.
+    """A small tensor that represents a parameter.
 
     Attributes:
-        held: What the optimizer steps over.
-        target: Where the gradient leads to, as this rank's part of ``held``.
-        signs: What turns some elements of the gradient round, as ``target``.
-        spikes: What makes some elements of the gradient large, as ``target``.
-        is_matrix: Whether what it stands for has several dimensions.
+        held: The parameter that the optimizer steps over.
+        target: The values that minimize the loss, of the shape of this rank's part of ``held``.
+        signs: Factors that flip the sign of some gradient elements, of the shape of ``target``.
+        spikes: Factors that make some gradient elements large, of the shape of ``target``.
+        is_matrix: Whether the parameter has several dimensions.
     """
 
     held: nn.Parameter
@@ -255,15 +255,15 @@ class _Small:
     is_matrix: bool
 
     def set_gradient(self, step: int) -> None:
-        """Give it the gradient of a step, without a word to other ranks."""
+        """Set the gradient of a step, without communication."""
         now = local_tensor(self.held.detach())
         grad = 3.0 * (now - self.target)
         if step in (1, 2):
-            grad *= self.signs  # some optimizers compare them with those of the momentum
-        elif step == 3 and self.is_matrix:  # some ask whether the gradient of a row is orthogonal to it
+            grad *= self.signs  # some optimizers compare signs with those of the momentum
+        elif step == 3 and self.is_matrix:  # some check whether a row's gradient is orthogonal to it
             pairs = now.reshape(-1, 2)
             grad = torch.stack([pairs[:, 1], -pairs[:, 0]], 1).view(now.shape)
-        elif step == 4:  # some compare its size with that of earlier ones
+        elif step == 4:  # some compare its size with that of earlier gradients
             grad *= self.spikes
         if isinstance(self.held, DTensor):
             self.held.grad = torch.zeros_like(self.held.detach())
@@ -273,7 +273,7 @@ class _Small:
 
 
 def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind], shown: _Shown) -> _Course:
-    """Let a copy of the optimizer step over small tensors, of which it is shown something."""
+    """Step a copy of the optimizer over the parts of small tensors that ``shown`` returns."""
     generator = torch.Generator().manual_seed(0)
     smalls: dict[tuple[int, _Kind], _Small] = {}
     memo: dict[int, Any] = {}
@@ -294,7 +294,7 @@ def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind
                 small.set_gradient(number)
         return torch.ones(())
 
-    # ranks that are threads share the stance; ranks that wait for each other in a step are none
+    # ranks that are threads share the stance; ranks that wait for each other in a step are never threads
     with nullcontext() if shown is _as_dtensor else _ALONE, torch.compiler.set_stance("force_eager"):
         for number in range(_STEPS):
             evaluate(number)
@@ -306,13 +306,13 @@ def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind
 
 
 class _OtherShape(Exception):
-    """State that can't be saved."""
+    """Optimizer state that can't be saved."""
 
 
 def _check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Refuse state of a parameter that is neither a number nor of its shape: nobody knows what a rank has of it."""
+    """Refuse state that is neither a scalar nor of its parameter's shape: which part a rank holds is unknown."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        return  # which is known
+        return  # handled separately
     for parameter in parameters:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
@@ -323,8 +323,10 @@ def _small(kind: _Kind, device: torch.device, shown: _Shown, generator: torch.Ge
     start, target, signs = (torch.randn(kind.shape, generator=generator) for _ in range(3))
     spikes = torch.ones(kind.shape)
     spikes.reshape(-1)[_cut(spikes) :] = 30.0
-    target.reshape(-1)[: _cut(target)] *= 4.0  # so that norms of pieces differ, and how they relate to the parameter's
-    signs.reshape(-1)[: _cut(signs)] -= 1.5  # so that most turn round in one piece, and few in the other
+    target.reshape(-1)[: _cut(target)] *= (
+        4.0  # so that the norms of the pieces differ, also relative to the parameter's
+    )
+    signs.reshape(-1)[: _cut(signs)] -= 1.5  # so that most signs flip in one piece, and few in the other
     signs.reshape(-1)[_cut(signs) :] += 1.5
     where = device.type if device.type == "cuda" else "cpu"
     start, target, signs, spikes = (one.to(where) for one in (start, target, signs, spikes))
@@ -338,7 +340,7 @@ def _small(kind: _Kind, device: torch.device, shown: _Shown, generator: torch.Ge
 
 
 def _alike(want: _Course, got: _Course) -> bool:
-    """Whether each step has changed the same by as much."""
+    """Whether each step changed the same elements by the same amounts."""
     for key, values in want.items():
         if values.shape != got[key].shape:
             return False
@@ -353,11 +355,11 @@ def _alike(want: _Course, got: _Course) -> bool:
 def _copied(
     optimizer: torch.optim.Optimizer, memo: dict[int, Any]
 ) -> tuple[torch.optim.Optimizer, Callable[[Callable[[], Tensor]], Any]]:
-    """A copy of an optimizer that holds other parameters, wherever it holds any; and its step.
+    """A copy of an optimizer with its parameters replaced everywhere; and the copy's step function.
 
     Args:
         optimizer: The optimizer.
-        memo: By the id of a parameter, what takes its place.
+        memo: The replacements, by the id of the parameter.
     """
     copied: Any = object.__new__(type(optimizer))
     state = {
@@ -368,15 +370,15 @@ def _copied(
     kept = {name: value for name, value in vars(optimizer).items() if name not in ("step", "state")}
     kept = {name: type(value)() if name.endswith("_hooks") else value for name, value in kept.items()}
     vars(copied).update(copy.deepcopy(kept, {**memo, id(optimizer): copied}))
-    if "state" in vars(optimizer):  # else it is that of an optimizer inside
+    if "state" in vars(optimizer):  # otherwise the state is an inner optimizer's
         copied.state = type(optimizer.state)(dict, state)  # a defaultdict
     for group in copied.param_groups:
-        group["params"][:] = dict.fromkeys(group["params"])  # in place, for others may hold the list
+        group["params"][:] = dict.fromkeys(group["params"])  # in place, because other objects may hold the list
         if isinstance(group.get("lr"), float):
             group["lr"] = max(group["lr"], _RATE)
     train = getattr(copied, "train", None)
     if callable(train):
-        train()  # of schedule-free optimizers
+        train()  # schedule-free optimizers need it
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return copied, lambda evaluate: copied.step(evaluate)
@@ -384,7 +386,7 @@ def _copied(
 
 
 def _small_state(value: Any, parameter: Tensor, stand_in: Tensor) -> Any:
-    """A value of the state that an optimizer makes before its first step, for a small tensor."""
+    """A value of the state that an optimizer creates before its first step, converted for a small tensor."""
     if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
         local = value.to_local() if isinstance(value, DTensor) else value
         fill = local.reshape(-1)[0].item() if local.numel() else 0.0

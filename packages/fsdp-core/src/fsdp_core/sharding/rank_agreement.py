@@ -1,4 +1,4 @@
-"""Whether all ranks are about to shard the same model, in the same way: compared once, before any of them begins."""
+"""Checks, once before sharding, that all ranks are about to shard the same model in the same way."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = ["check_same", "facts_of_module", "facts_of_options", "facts_of_packag
 
 
 def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
-    """Raise on every rank if one is about to do otherwise than another. All ranks must call it.
+    """Raise on every rank if the facts of any two ranks differ. All ranks must call it.
 
-    A digest is all that they tell each other where they agree.
+    If they agree, ranks exchange only a digest.
 
     Args:
         runtime: The ranks.
-        what: What they have in common, for the error: the module's class.
-        facts: What a rank is about to do, in words, by what it is about; the same words on every rank.
+        what: The module's class name, for the error.
+        facts: Descriptions of the set-up by topic; equal set-ups must have equal descriptions on all ranks.
 
     Raises:
-        ShardingError: Two ranks differ. It names the rank, and the first difference.
+        ShardingError: Two ranks differ. The message names the rank and the first difference.
 
     Example:
         >>> from fsdp_core.runtime import ProcessGroupRuntime
@@ -56,14 +56,14 @@ def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
 
 
 def facts_of_module(module: nn.Module, units: Callable[[nn.Module], Iterable[nn.Module]]) -> dict[str, str]:
-    """A module's parameters, buffers and units of sharding, in the order that it has them.
+    """A module's parameters, buffers and FSDP units, in order.
 
-    Where a tensor is says nothing: rank 0 may have read the weights, and others be on the meta device. Unless ranks
-    keep parts of it already: then rank 0 has no values for the others any more.
+    Devices are not compared: rank 0 may have loaded the weights, with other ranks on the meta device. Whether ranks
+    already keep only parts of a tensor is compared, because then rank 0 has no values for the others any more.
 
     Args:
         module: The module.
-        units: Gives the submodules that are to be units. What it raises is a fact too.
+        units: Returns the submodules that will be FSDP units. An exception from it is recorded as a fact.
 
     Example:
         >>> facts_of_module(nn.Linear(2, 1, bias=False), lambda module: [])
@@ -82,7 +82,7 @@ def facts_of_module(module: nn.Module, units: Callable[[nn.Module], Iterable[nn.
     names = {one: name for name, one in module.named_modules()}
     try:
         chosen = ", ".join(clean_name(names[unit]) for unit in units(module)) or "the whole alone"
-    except Exception as error:  # which sharding meets again, and raises
+    except Exception as error:  # sharding runs into it again, and raises
         chosen = f"{type(error).__name__}: {error}"
     facts["units of sharding"] = chosen
     return facts
@@ -99,10 +99,10 @@ def facts_of_options(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def facts_of_packages(module: nn.Module, *others: type) -> dict[str, str]:
-    """The versions of the packages that a module's classes are from, and further classes; and of torch.
+    """The versions of torch and of the packages that define a module's classes and other classes.
 
     Args:
-        module: The module; the classes of all its submodules count.
+        module: The module; the classes of all its submodules are included.
         *others: Other classes.
     """
     classes = {*others, *(type(one) for one in module.modules())}
@@ -112,7 +112,7 @@ def facts_of_packages(module: nn.Module, *others: type) -> dict[str, str]:
 
 
 def _difference(of_rank_0: list[tuple[str, str]], own: list[tuple[str, str]]) -> str:
-    """What is the first that this rank has otherwise than rank 0; empty if nothing is."""
+    """The first difference between this rank and rank 0; empty if there is none."""
     theirs, ours = dict(of_rank_0), dict(own)
     for (key, value), (own_key, own_value) in zip(of_rank_0, own, strict=False):
         if own_key != key:
@@ -133,7 +133,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def _plain(value: object) -> str:
-    """A value in words that are the same on every rank that was given the same: no addresses, no order of a set."""
+    """Describe a value such that equal values have equal descriptions on all ranks: no addresses, no set order."""
     if isinstance(value, str):
         return " ".join(sorted(_words(value))) if _ADDRESS.search(value) else repr(value)
     if value is None or isinstance(value, bool | int | float | Enum | torch.dtype | timedelta):
@@ -154,5 +154,5 @@ def _plain(value: object) -> str:
 
 
 def _words(text: str) -> Iterator[str]:
-    """The names in what a library has written of a policy, without the packages before them."""
+    """The names in a library's text about a policy, without their packages."""
     return (word.rpartition(".")[2] for word in re.findall(r"[\w.]+", _ADDRESS.sub("", text)))

@@ -1,4 +1,4 @@
-"""Letting an optimizer that was built over unsharded parameters hold the sharded ones."""
+"""Re-points an optimizer that was built over unsharded parameters to the sharded ones."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["repoint"]
 def repoint(
     optimizer: torch.optim.Optimizer, sharded: Callable[[nn.Parameter], nn.Parameter | None], layout: Layout
 ) -> torch.optim.Optimizer:
-    """Let an optimizer that was built over the unsharded parameters hold the sharded ones, in place.
+    """Replace an optimizer's unsharded parameters by the sharded ones, in place.
 
-    Wherever it holds any: some keep lists of parameters besides their groups, or another optimizer. State that it has
-    made before its first step, all elements of which are alike, is made anew for the shards. All ranks must call it.
+    This covers every reference: some optimizers keep lists of parameters besides their groups, or another optimizer.
+    State created before the first step, with all elements equal, is recreated for the shards. All ranks must call it.
 
     Args:
         optimizer: The optimizer; it must not have stepped yet if it has to be changed.
-        sharded: The sharded parameter for a parameter, which may be that itself; ``None`` for a foreign one.
-        layout: What each sharded parameter has of the user's.
+        sharded: Returns the sharded parameter of a parameter, which may be itself; ``None`` for a foreign one.
+        layout: The parts of the user's parameters that each sharded parameter holds.
 
     Raises:
         OptimizerMismatchError: A parameter is foreign, or the optimizer has stepped over unsharded parameters, or
-            parameters that share a sharded one are not all in the same group, or it keeps what can't follow them, or
-            its steps over shards would not be those over whole parameters.
+            parameters that share a flat one are not all in the same group, or the optimizer keeps other tensors that
+            can't be sharded, or its steps over shards would differ from those over whole parameters.
     """
     groups: list[list[nn.Parameter]] = []
     held: dict[Tensor, nn.Parameter] = {}
@@ -76,7 +76,7 @@ def repoint(
 
 
 def _moved_state(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, nn.Parameter]) -> dict[Any, dict[str, Any]]:
-    """The state for shards that an optimizer has made for whole parameters before its first step."""
+    """The state that an optimizer created before its first step, recreated for the shards."""
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     made: dict[Any, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
@@ -101,7 +101,7 @@ def _moved_state(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, nn.Para
 
 
 def _is_first(key: str, value: Any) -> bool:
-    """Whether a value of the state may be from before the first step, and holds nothing of a parameter."""
+    """Whether a state value may be from before the first step, and does not depend on a parameter's values."""
     if isinstance(value, Tensor):
         same = not value.numel() or bool((value == value.reshape(-1)[0]).all())
         return same and not (key == "step" and value.any())
@@ -109,7 +109,7 @@ def _is_first(key: str, value: Any) -> bool:
 
 
 def _optimizers_in(value: Any, known: list[Any]) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that an optimizer keeps, such as the one that it averages the steps of."""
+    """The optimizers inside an optimizer, such as the one whose steps it averages."""
     if isinstance(value, torch.optim.Optimizer):
         if not any(value is one for one in known):
             known.append(value)
@@ -123,7 +123,7 @@ def _optimizers_in(value: Any, known: list[Any]) -> Iterator[torch.optim.Optimiz
 
 
 def _follow(value: Any, held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> Any:
-    """What to keep instead of a value that an optimizer keeps: containers are changed in place."""
+    """A value that an optimizer keeps, with parameters replaced; containers are changed in place."""
     if isinstance(value, Tensor):
         known = value in held or any(value is target for target in held.values())
         shapes = (parameter.shape for parameter, target in held.items() if target is not parameter)
@@ -150,7 +150,7 @@ def _follow(value: Any, held: Mapping[Tensor, nn.Parameter], optimizer: torch.op
 
 
 def _each(values: Iterable[Any], held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The members of a container; one flat parameter comes once, where several came that it is made of."""
+    """The replaced members of a container; a flat parameter replaces all its parts once."""
     members: list[Any] = []
     for value in values:
         now = _follow(value, held, optimizer)

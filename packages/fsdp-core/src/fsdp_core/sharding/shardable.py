@@ -1,4 +1,4 @@
-"""What no backend can shard."""
+"""Refuses modules that no backend can shard."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
 
     Args:
         module: The root, before it is sharded.
-        sharded_of: What is known of a sharded module; ``None`` if it is not sharded.
+        sharded_of: Returns ``None`` for a module that is not sharded.
 
     Raises:
-        ShardingError: It has no parameters, a part of it is sharded already, it writes to parameters in its forward
-            pass, or a parameter has a gradient hook, or is quantised or of another class of tensors.
+        ShardingError: It has no parameters, a submodule is sharded already, it writes to parameters in its forward
+            pass, or a parameter has a gradient hook, is quantised or is of an unsupported tensor class.
 
     Example:
         >>> check_shardable(nn.Linear(2, 1), lambda module: None)
@@ -66,7 +66,7 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
             )
 
 
-#: What sharding keeps: DTensors and flat parameters are told of by the backend that meets them.
+#: The accepted tensor classes; backends themselves report DTensors and flat parameters that they don't support.
 _PLAIN = (nn.Parameter, nn.Buffer, Tensor, UninitializedParameter, UninitializedBuffer, DTensor, FlatParameter)
 
 

@@ -1,4 +1,4 @@
-"""A sharded root: what a step needs of it, and what its state is. Knows no Lightning."""
+"""The contract of a sharded root: steps, clipping and state. Independent of Lightning."""
 
 from __future__ import annotations
 
@@ -33,44 +33,44 @@ if TYPE_CHECKING:
 
 __all__ = ["Sharded", "StateTensor", "sharded_around", "sharded_of"]
 
-#: What a checkpoint may hold under a parameter's name: a DTensor, a tensor that is the same on every rank, this rank's
-#: chunks, or, on loading, a handle on what was saved.
+#: The value of a parameter in a checkpoint: a DTensor, a tensor that is the same on every rank, this rank's chunks, or,
+#: on loading, a handle to the saved tensor.
 StateTensor = Tensor | ChunkedTensor | SavedTensor
 
-#: Where a root, and the module that it stands for, keep what is known of them.
+#: The attribute of a root, and of the user's module in it, that holds their :class:`Sharded`.
 _KEY = "_fsdp_core_sharded"
-#: Every root there is, and what keeps ranks that are threads from adding one while another looks.
+#: All roots, and the lock that protects the set where ranks are threads.
 _all: WeakSet[Sharded] = WeakSet()
 _looking = threading.Lock()
 
 
 class Sharded(ABC):
-    """What is known of a module that a backend has sharded.
+    """A module that a backend has sharded.
 
-    A module outlives its strategy: the object stays with it, and the next strategy, whose backend agrees on
-    :meth:`~fsdp_core.Backend.terms`, goes on with it. A copy of the module, or a pickle, has none.
+    A module outlives its strategy: this object stays with the module, and the next strategy reuses it if its backend
+    has the same :meth:`~fsdp_core.Backend.terms`. A copy or a pickle of the module has none.
 
-    A backend must write :meth:`no_sync`. The rest is written here for libraries that shard in place and show parameters
-    as DTensors, whose ``state_dict()`` shares memory with the module. One that shows something else than the parameters
-    writes :meth:`as_written`, :meth:`layout` and :meth:`holds_part`. Where modules show pieces of parameters, the
-    adapters have their ``state_dict()`` raise; what reads the pieces on purpose calls
-    ``type(module).state_dict(module)``. Hooks on modules are functions that ask :func:`sharded_of`, and not methods: a
-    deep copy of the module has the hooks too.
+    A backend must implement :meth:`no_sync`. The other methods work for libraries that shard in place, expose
+    parameters as DTensors and whose ``state_dict()`` shares memory with the module. For other representations, override
+    :meth:`as_written`, :meth:`layout` and :meth:`holds_part`. Where modules expose shards as plain tensors, the
+    adapters make their ``state_dict()`` raise; code that reads the shards on purpose calls
+    ``type(module).state_dict(module)``. Hooks on modules must be functions that call :func:`sharded_of`, not methods,
+    because a deep copy of the module has the hooks too.
 
-    Parameters go by the names that the user's module gives them (see :mod:`fsdp_core.state.fqn`).
+    Parameters are named by their FQNs in the user's module (see :mod:`fsdp_core.state.fqn`).
 
     Args:
-        root: What to call: the user's module, or what a library has wrapped around it.
+        root: The module to call: the user's module, or a library's wrapper around it.
         written: The user's module; ``None`` if that is the root.
 
     Attributes:
-        root: What to call.
-        written: The user's module that the root stands for.
-        backend: That of the strategy that trains it now: its options, its ranks and its precision.
-        terms: What the module was sharded on; see :meth:`~fsdp_core.Backend.terms`.
-        names: The names of the module's parameters before it was sharded, tied ones under each of theirs.
-        class_name: That of the module's class before it was sharded, for messages; libraries change it.
-        strategy_name: The name of the strategy that has sharded it, for messages.
+        root: The module to call.
+        written: The user's module inside the root.
+        backend: The current strategy's backend, with its options, runtime and precision.
+        terms: The settings that the module was sharded with; see :meth:`~fsdp_core.Backend.terms`.
+        names: The names of the module's parameters before it was sharded, tied ones under each of their names.
+        class_name: The name of the module's class before it was sharded, for messages; libraries change it.
+        strategy_name: The name of the strategy that sharded it, for messages.
     """
 
     backend: Backend
@@ -81,15 +81,15 @@ class Sharded(ABC):
 
     def __init__(self, root: nn.Module, written: nn.Module | None = None) -> None:
         self.root, self.written = root, root if written is None else written
-        #: Parameters that stand for shards, by what they are called: optimizers and lists of the user may hold them.
+        #: The names of parameters that represent shards; the user's optimizers and lists may hold these parameters.
         self._stands_for = WeakTensorKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the module is not sharded.
+        """Return ``None``: a copy of the module is not sharded.
 
         Raises:
-            ShardingError: It would hold this rank's pieces as if they were whole, or is one of a strategy or of what
-                Fabric has returned.
+            ShardingError: The copy would hold this rank's shards as if they were whole, or a strategy or Fabric's
+                wrapper is copied.
         """
         is_with_module = any(id(module) in memo for module in self._modules())
         if self.root not in gathered_modules and (self._is_in_pieces() or not is_with_module):
@@ -114,7 +114,7 @@ class Sharded(ABC):
         return self.root, self.written
 
     def _is_in_pieces(self) -> bool:
-        """Whether the module shows pieces as plain parameters, or is inside of a library's wrapper."""
+        """Whether the module exposes shards as plain parameters, or is inside a library's wrapper."""
         if self.root is not self.written:
             return True
         layout = self.layout()
@@ -136,55 +136,55 @@ class Sharded(ABC):
     def as_written(self) -> Iterator[None]:
         """A context in which the module's parameters have the shapes and names that the user wrote.
 
-        ``configure_optimizers`` and summaries run in it; nothing can be computed with the parameters there. DTensors
-        show global shapes by themselves.
+        ``configure_optimizers`` and summaries run in it; the parameters can't be used for computation there. DTensors
+        have global shapes anyway.
         """
         yield
 
     @contextmanager
     def unmanaged(self) -> Iterator[None]:
-        """A context in which the user's modules can be called, and nothing of the library's comes of it.
+        """A context in which the user's modules can be called without running any of the library's code.
 
-        :func:`fsdp_core.gathered` puts whole values instead of parameters in it. As :meth:`as_written`, and a
-        library that has registered hooks on the user's modules leaves them out.
+        :func:`fsdp_core.gathered` replaces parameters by whole values in it. As :meth:`as_written`; a backend whose
+        library registers hooks on the user's modules must also disable them.
         """
         with self.as_written():
             yield
 
     def layout(self) -> Layout:
-        """What each parameter that an optimizer may hold has of the user's parameters.
+        """The parts of the user's parameters that each parameter which an optimizer may hold consists of.
 
-        DTensors say by themselves which part of a parameter they are.
+        DTensors describe themselves which part of a parameter they are.
         """
         return whole_parts(named_parameters(self.root))
 
     def holds_part(self, parameter: Tensor) -> bool:
-        """Whether ranks hold different parts of what an optimizer holds; DTensors say so by themselves."""
+        """Whether ranks hold different parts of a parameter that an optimizer holds; true for sharded DTensors."""
         return is_sharded_dtensor(parameter)
 
     def bytes_held(self) -> int:
-        """How many bytes of the parameters this rank holds; where one rank drives several devices, the first."""
+        """The bytes of parameters on this rank; where one rank drives several devices, on the first device."""
         return bytes_held(self.layout())
 
     def aliases(self) -> dict[str, str]:
-        """The further names of tied parameters and shared buffers. See :func:`fsdp_core.state.aliases`."""
+        """The additional names of tied parameters and shared buffers. See :func:`fsdp_core.state.aliases`."""
         with self.as_written():
             return aliases(self.written)
 
     def remember(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Note parameters that stand for shards by their names: an optimizer that holds one is re-pointed to its shard.
+        """Record the names of parameters that represent shards: optimizers that hold one are re-pointed to its shard.
 
-        Those that the module had before it was sharded are noted already. What :meth:`as_written` puts instead of
-        shards is to be noted there, and nothing else: a parameter that the user has added is none of the module's own.
+        The module's parameters from before sharding are recorded already. :meth:`as_written` must record the stand-ins
+        that it creates, and nothing else: a parameter that the user has added is not one of the module's own.
 
         Args:
-            parameters: By name. They are not kept alive.
+            parameters: Names and parameters. The parameters are not kept alive.
         """
         for name, parameter in parameters:
             self._stands_for[parameter] = name
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
-        """What the user calls a parameter that :meth:`remember` was given; ``None`` if it was not."""
+        """The name of a parameter that was passed to :meth:`remember`; ``None`` for others."""
         name: str | None = self._stands_for.get(parameter)
         return name
 
@@ -194,64 +194,63 @@ class Sharded(ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward passes accumulate gradients without reducing them.
 
-        Leaves reduction on, also after an exception: write ``try`` and ``finally`` around the ``yield``.
+        On exit it must turn reduction on again, also after an exception: use ``try`` and ``finally`` around ``yield``.
         """
 
     def reshard(self) -> None:
-        """Free what is still gathered of the parameters. Called often, mostly with nothing to do.
+        """Free parameters that are still gathered. Called often, mostly with nothing to do.
 
-        A forward pass without a backward pass leaves something; used again after a step, it would be stale.
+        A forward pass without a backward pass leaves parameters gathered, which would be stale after a step.
         """
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
-        """Leave a forward pass of the root that is still going on, for a backward pass or an optimizer step inside it.
+        """Suspend the root's forward pass in progress, for a backward pass or an optimizer step inside it.
 
-        Manual optimization takes both there, where a library may be ready for neither.
+        Manual optimization runs both there, where libraries may support neither.
 
         Args:
-            loss: What the backward pass starts from; ``None`` before an optimizer step.
+            loss: The tensor that the backward pass starts from; ``None`` before an optimizer step.
         """
 
     def resume_forward(self) -> None:
-        """Go on with a forward pass of the root after a backward pass or an optimizer step inside it.
+        """Resume the root's forward pass after a backward pass or an optimizer step inside it.
 
-        Gradients must have arrived at the shards, and the root's parameters be gathered with their current values. What
-        is gathered must show those gradients as its ``grad``, or raise: see
+        The shards must have their gradients, and the root's parameters must be gathered with their current values.
+        Gathered parameters must show those gradients as ``grad``, or raise: see
         :class:`~fsdp_core.sharding.StepGradients`.
         """
 
     def watch_writes(self) -> StepWrites | None:
-        """Watch what the user's first ``training_step`` of a run writes to what is gathered in it.
+        """Watch the writes of a run's first ``training_step`` to gathered parameters, which would silently be lost.
 
-        Called before its forward pass. What is written there would be lost without a word. ``None``, as here, is for
-        libraries whose parameters are what they are gathered to.
+        Called before its forward pass. Return ``None``, as here, if writes to gathered parameters are kept.
         """
         return None
 
     def follow_requires_grad(self) -> None:
-        """Let gathered parameters require gradients as their shards do.
+        """Copy ``requires_grad`` from the shards to the gathered parameters.
 
-        Called inside a forward pass of the root, when the shards were told to (``toggle_optimizer``).
+        Called inside a forward pass of the root, after ``toggle_optimizer`` has changed the shards'.
         """
 
     def reset(self) -> None:
         """Make the module usable again after an exception in a forward or backward pass."""
 
     def abandon_forward(self) -> None:
-        """Make the module usable again after an exception in a forward pass that belongs to no step.
+        """Make the module usable again after an exception in a forward pass outside a step.
 
-        Gradients stay what they are, and so do forward passes of steps that wait for their backward pass. A library
-        that can't do that does as :meth:`reset`.
+        Keeps gradients, and forward passes of steps that wait for their backward pass. The default, for libraries that
+        can't do that, is :meth:`reset`.
         """
         self.reset()
 
     def mend_interrupted(self) -> None:
-        """Make the module usable again after a backward pass that an exception has ended, if there was one.
+        """Make the module usable again after a backward pass that was interrupted by an exception, if there was one.
 
-        Called before each forward pass of the root: under Fabric nobody else tells of an exception.
+        Called before each forward pass of the root: under Fabric, nothing else reports an exception.
 
         Raises:
-            ShardingError: There are gradients, which may be of a part of that backward pass.
+            ShardingError: There are gradients, which may be from a part of that backward pass.
         """
 
     def clip_norm(
@@ -264,8 +263,8 @@ class Sharded(ABC):
         """Clip gradients by their norm over all ranks. All ranks must call it, with the same parameters.
 
         Args:
-            parameters: Those of an optimizer.
-            max_norm: What their norm is clipped to; ``float("inf")`` to compute it alone.
+            parameters: An optimizer's parameters.
+            max_norm: The maximum norm; ``float("inf")`` to compute the norm without clipping.
             norm_type: The order of the norm, positive.
             error_if_nonfinite: Whether a norm that is not finite raises.
 
@@ -282,25 +281,25 @@ class Sharded(ABC):
         )
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clip each element. See :func:`fsdp_core.sharding.clip_grads_by_value`."""
+        """Clip each gradient element. See :func:`fsdp_core.sharding.clip_grads_by_value`."""
         clip_grads_by_value(parameters, clip_value)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        """The module's state by name, sharing memory with it: each value a :data:`StateTensor`, or extra state."""
+        """The module's state by FQN, sharing memory with it: each value is a :data:`StateTensor`, or extra state."""
         return {clean_name(name): value for name, value in type(self.root).state_dict(self.root).items()}
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
         """Restore the module's state, in place. Everything is checked before anything is changed.
 
         Args:
-            state: By name: a :data:`StateTensor`, or extra state.
-            strict: Whether names must agree exactly and dtypes be the same. Shapes must agree in any case.
-            check_only: Whether to change nothing even if all fits.
+            state: By FQN: a :data:`StateTensor`, or extra state.
+            strict: Whether names and dtypes must match exactly. Shapes must always match.
+            check_only: Whether to only check, and change nothing.
 
         Raises:
-            CheckpointMismatchError: They don't. The module is unchanged.
+            CheckpointMismatchError: They don't match. The module is unchanged.
         """
         live = self.model_state()
         fill_all(_tensors(live), _tensors(state), strict=strict, cast=not strict, check_only=check_only)
@@ -308,7 +307,7 @@ class Sharded(ABC):
             return
         written = self.written
         with self.as_written():
-            # state_dict() gives copies of what a module keeps otherwise, which only the module can take back
+            # for other entries, such as extra state, state_dict() returns copies, which only the module can load
             named = written.named_parameters(remove_duplicate=False), written.named_buffers(remove_duplicate=False)
             kept = {clean_name(name) for name, _ in chain(*named)}
             raw_names = {clean_name(name): name for name in type(written).state_dict(written)}
@@ -318,7 +317,7 @@ class Sharded(ABC):
         self.adopt_model_state(live)
 
     def adopt_model_state(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`model_state` gave, now filled, into the module. Nothing is due where they share memory."""
+        """Copy the filled result of :meth:`model_state` back to the module. Not needed where they share memory."""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name. See :func:`fsdp_core.state.optimizer_state`."""
@@ -333,18 +332,18 @@ class Sharded(ABC):
         load_optimizer_state(optimizer, self.layout(), state, check_only=check_only)
 
     def accumulated_gradients(self) -> HeldGradients:
-        """What this rank holds of gradients, sharing memory with them: its own, and its shards of reduced ones.
+        """This rank's gradients, sharing memory with them: its own unreduced ones, and its shards of reduced ones.
 
-        All ranks must call it. A library that keeps gradients elsewhere than at the parameters while :meth:`no_sync`
-        lasts adds those.
+        All ranks must call it. A library that stores gradients elsewhere than at the parameters inside :meth:`no_sync`
+        must add them.
         """
         return held_at_parameters(self.layout())
 
     def forget_unreduced(self, names: Collection[str]) -> None:
-        """Give up what :meth:`no_sync` has left to reduce of the gradients of these parameters.
+        """Discard the gradients of these parameters that :meth:`no_sync` has left unreduced.
 
-        ``optimizer.zero_grad()`` comes here within an accumulation, when it has done what it does by itself. Written
-        here for what :meth:`accumulated_gradients` gives.
+        Called by ``optimizer.zero_grad()`` during gradient accumulation, after it has done its own work. This default
+        clears the gradients that :meth:`accumulated_gradients` returns.
         """
         for name, gradient in self.accumulated_gradients().own.items():
             if name in names:
@@ -353,51 +352,51 @@ class Sharded(ABC):
     def restore_gradients(
         self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
     ) -> None:
-        """Go on from gradients that :meth:`accumulated_gradients` has found, before the next forward pass.
+        """Restore gradients from :meth:`accumulated_gradients`, before the next forward pass.
 
-        The gradients that are there are replaced. All ranks must call it. Written here for gradients that are kept at
-        the parameters; a library that keeps some elsewhere calls this with the others.
+        Existing gradients are replaced. All ranks must call it. This default is for gradients that are stored at the
+        parameters; a library that stores some elsewhere calls it with the others.
 
         Args:
-            own: Functions that read what this rank has yet to have reduced, by parameter name.
-            reduced: What is reduced already, by parameter name.
+            own: Functions that read this rank's unreduced gradients, by parameter name.
+            reduced: The gradients that are already reduced, by parameter name.
 
         Raises:
-            CheckpointMismatchError: A gradient is of no parameter that can take it, or has another shape.
+            CheckpointMismatchError: A gradient belongs to no parameter that can take it, or has another shape.
         """
         restore_at_parameters(self.layout(), type(self.root).__name__, own, reduced)
 
 
 def sharded_of(module: nn.Module) -> Sharded | None:
-    """What is known of a sharded root, or of the module that it stands for; ``None`` if this very module is neither.
+    """The :class:`Sharded` of a root or of the user's module in it; ``None`` for any other module.
 
     Example:
         >>> print(sharded_of(nn.Linear(2, 1)))
         None
     """
     found: Sharded | None = module.__dict__.get(_KEY)
-    # a shallow copy has what the module has
+    # a shallow copy has the module's attributes
     return found if found is not None and (module is found.root or module is found.written) else None
 
 
 def sharded_around(module: nn.Module) -> tuple[Sharded, str] | None:
-    """The sharded root that a module is or is in, and what names in the root begin with; ``None`` if there is none.
+    """The sharded root that contains a module, and the module's FQN prefix in it; ``None`` if there is none.
 
     Args:
-        module: A root, the module that it stands for, or one inside them.
+        module: A root, the user's module in it, or a submodule.
     """
     with _looking:
         roots = list(_all)
     found = [(raw, one) for one in roots for raw, inner in one.root.named_modules() if inner is module]
     if not found:
         return None
-    raw, sharded = max(found, key=lambda one: len(one[0]))  # the wrapper, rather than what it stands for
+    raw, sharded = max(found, key=lambda one: len(one[0]))  # the wrapper, rather than the module in it
     name = clean_name(raw)
     return sharded, f"{name}." if name else ""
 
 
 def keep(sharded: Sharded) -> None:
-    """Let a root, and the module that it stands for, have what is known of them."""
+    """Attach a :class:`Sharded` to its root and to the user's module."""
     with _looking:
         _all.add(sharded)
     for module in sharded._modules():

@@ -1,6 +1,6 @@
-"""Which parts of a module are sharded as units of their own, and which recompute their activations.
+"""Which submodules are FSDP units, and which recompute their activations.
 
-The words are the same for every backend: a set of classes, a callable, or ``"auto"``.
+Policies are the same for every backend: a set of classes, a callable, or ``"auto"``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Find the blocks that a model repeats: members of one ``ModuleList`` or ``Sequential`` that share a class.
 
-    Only the outermost ones count. In a ``Sequential``, which also chains single layers, a block is what has submodules.
+    Only the outermost ones count. In a ``Sequential``, which may also chain single layers, blocks must have submodules.
 
     Example:
         >>> blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
@@ -66,27 +66,27 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
             else:
                 visit(child)
 
-    # a root that is itself a Sequential is looked at as well
+    # a root that is itself a Sequential is included
     visit(nn.ModuleList([module]) if isinstance(module, nn.ModuleList | nn.Sequential) else module)
     return list(dict.fromkeys(blocks))
 
 
 def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
-    """Choose the submodules of ``module`` to shard as units of their own, innermost first; the root is not among them.
+    """Choose the submodules of ``module`` that become FSDP units, innermost first, without the root.
 
     Modules marked by :func:`fsdp_core.wrap` are units too, and the only ones under ``"auto"`` and ``None``.
 
-    A policy may match the root and nothing in it, which is one unit then, as with ``None``.
+    A policy that matches only the root makes the whole module one unit, as with ``None``.
 
-    A submodule that shares a parameter with the outside of it is left to the unit around it, so that tied parameters
-    stay in one unit. One that owns no parameters is left out.
+    A submodule that shares a parameter with a module outside it belongs to the enclosing unit, so that tied parameters
+    stay in one unit. A submodule without parameters is left out.
 
     Args:
         module: The root.
         policy: See :data:`WrapPolicy`; ``None`` for the root alone.
 
     Raises:
-        ShardingError: The policy is not one, matches nothing, or matches a container that is never called.
+        ShardingError: The policy is invalid, matches nothing, or matches a container that is never called.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -120,21 +120,21 @@ def checkpoint_activations(
     policy: ActivationCheckpointingPolicy | None,
     recompute: Callable[..., Any] | None = None,
 ) -> int:
-    """Let the matching submodules recompute their activations in the backward pass, in place.
+    """Make the matching submodules recompute their activations in the backward pass, in place.
 
-    The random state is kept, so that dropout repeats itself in the recomputation. Names and classes of modules don't
+    The RNG state is preserved, so that dropout is the same in the recomputation. Names and classes of modules don't
     change. Idempotent.
 
     Args:
         module: The root.
         policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none.
-        recompute: Calls its first argument with the others, and again in the backward pass; torch's own when ``None``.
+        recompute: Calls its first argument with the others, and again in the backward pass; ``None`` for torch's own.
 
     Returns:
-        How many submodules recompute.
+        The number of submodules that recompute.
 
     Raises:
-        ShardingError: The policy is no policy, or matches nothing.
+        ShardingError: The policy is invalid, or matches nothing.
     """
     if policy is None:
         return 0
@@ -163,7 +163,7 @@ _HOW_TO = {
 
 
 def describe_policy(policy: object) -> str:
-    """Name a policy, the same for policies that are written the same.
+    """Describe a policy; policies that are written the same have the same description.
 
     Example:
         >>> describe_policy({nn.Linear, nn.LayerNorm}), describe_policy("auto")
@@ -204,7 +204,7 @@ def _matches_root(root: nn.Module, policy: Collection[type[nn.Module]] | Callabl
 
 
 def _predicate(policy: Collection[type[nn.Module]] | Callable[..., bool] | str, option: str) -> Callable[..., bool]:
-    """What a policy asks of a module."""
+    """The predicate on modules that a policy stands for."""
     if isinstance(policy, str):
         raise ShardingError(f"{option}={policy!r} is no policy.\n{_HOW_TO[option]}")
     if isinstance(policy, Collection):
@@ -226,7 +226,7 @@ def _is_torch_policy(policy: Callable[..., Any]) -> bool:
 
 
 def _torch_policy_matches(root: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Apply one of torch's policies as its FSDP1 does: children first, each seeing what they left over."""
+    """Apply one of torch's policies as FSDP1 does: children first, then the parent with what they left over."""
     matched: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""State of a sharded module, by name: boxes of tensors, what fills them, and how flat parameters map to them."""
+"""State of a sharded module by name: boxes of tensors, how they are filled, and how flat parameters map to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
+    from fsdp_core.state.chunks import Chunk, ChunkedTensor, TensorSource, chunked
     from fsdp_core.state.filling import KeyDifferences, fill, fill_all
     from fsdp_core.state.fqn import aliases, clean_name, named_parameters, unwrap_compiled
     from fsdp_core.state.full_tensor import gathered_modules
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state, state_by_name
     from fsdp_core.state.random_state import RandomState
     from fsdp_core.state.saved_tensor import SavedTensor
-    from fsdp_core.state.sources import TensorSource
 
 __all__ = [
     "Chunk",
@@ -63,7 +62,7 @@ _HOMES = {
     "Part": "fsdp_core.state.layout",
     "RandomState": "fsdp_core.state.random_state",
     "SavedTensor": "fsdp_core.state.saved_tensor",
-    "TensorSource": "fsdp_core.state.sources",
+    "TensorSource": "fsdp_core.state.chunks",
     "aliases": "fsdp_core.state.fqn",
     "chunked": "fsdp_core.state.chunks",
     "clean_name": "fsdp_core.state.fqn",

@@ -1,4 +1,4 @@
-"""Boxes of a tensor as row-major bytes: cutting a tensor into them, and copying one into another. No torch."""
+"""Boxes of a tensor as row-major bytes: cutting a tensor into boxes, and copying one into another. No torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["copy_into", "cut", "overlap"]
 
 
 def cut(shape: Sequence[int], item_bytes: int, most_bytes: int) -> Iterator[Box]:
-    """Cut a tensor into boxes that follow one another in its row-major order.
+    """Cut a tensor into consecutive boxes in row-major order.
 
     Args:
         shape: The tensor's shape.
-        item_bytes: The size of one element.
-        most_bytes: How large a box may be, if it has more than one element.
+        item_bytes: The size of one element in bytes.
+        most_bytes: The maximum size of a box with more than one element.
 
     Yields:
-        Offsets and lengths of each box; none where the tensor has no element.
+        Offsets and lengths of each box; none if the tensor is empty.
 
     Example:
         >>> list(cut((3, 2), 4, 16))
@@ -44,7 +44,7 @@ def _cut(offsets: tuple[int, ...], lengths: tuple[int, ...], item_bytes: int, mo
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common.
+    """Return the intersection of two boxes, or ``None`` if they don't overlap.
 
     Example:
         >>> overlap(((0, 0), (2, 2)), ((1, 0), (4, 1)))
@@ -60,17 +60,17 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 def copy_into(target: memoryview, shape: Sequence[int], offsets: Sequence[int], box: memoryview, item_bytes: int,
               lengths: Sequence[int]) -> None:  # fmt: skip
-    """Copy the bytes of a box to where it belongs in a larger one.
+    """Copy the bytes of a box to its place in a larger one.
 
     Args:
         target: The bytes of the larger box.
-        shape: Its shape.
-        offsets: Where the smaller box begins in it.
+        shape: The shape of the larger box.
+        offsets: Where the smaller box begins in the larger one.
         box: The bytes of the smaller box.
-        item_bytes: The size of one element.
+        item_bytes: The size of one element in bytes.
         lengths: The shape of the smaller box.
     """
-    # Trailing axes that are whole are one run of bytes.
+    # Trailing axes that are complete form one run of bytes.
     axis = len(shape)
     while axis > 0 and shape[axis - 1] == lengths[axis - 1]:
         axis -= 1
@@ -110,7 +110,7 @@ def _copy_runs(
             at = begin + row * pitch
             target[at : at + run] = box[row * run : (row + 1) * run]
         return
-    # Many short runs: column by column, each of them one strided copy.
+    # Many short runs: copied column by column, each column with one strided copy.
     code: Any = {8: "Q", 4: "I", 2: "H", 1: "B"}[unit]
     wide, narrow = target.cast(code), box.cast(code)
     step, count = pitch // unit, run // unit

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: boxes of it, at their offsets. The only form in which state crosses a boundary."""
+"""This rank's part of a tensor, as boxes at their offsets. The only form in which state crosses a boundary."""
 
 from __future__ import annotations
 
@@ -7,18 +7,36 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.state.sources import TensorSource
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["CONVERSIONS", "Chunk", "ChunkedTensor", "chunked"]
+__all__ = ["CONVERSIONS", "Chunk", "ChunkedTensor", "TensorSource", "chunked"]
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """A tensor stored elsewhere that is read box by box, such as a :class:`~fsdp_core.checkpoint.SavedTensor`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        ...
+
+    def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box: a contiguous CPU tensor of shape ``lengths`` that begins at ``offsets``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +45,8 @@ class Chunk:
 
     Attributes:
         offsets: Where the box begins in the larger tensor, one number per dimension; ``()`` for a 0-dim tensor.
-        data: The box itself, at its own shape; for saving it may be a source, which is read when it is written. On
-            loading, it is a tensor that is written in place.
+        data: The box itself, at its own shape. For saving, it may be a source, which is read when the box is written.
+            For loading, it is a tensor that is written in place.
     """
 
     offsets: tuple[int, ...]
@@ -41,8 +59,8 @@ class ChunkedTensor:
     The boxes of all ranks with ``replica == 0`` cover the tensor exactly. A rank that holds nothing of the tensor (more
     ranks than rows) has no chunks.
 
-    It is no tensor: what a user's hook does to it is done to the boxes where that is the same as doing it to the whole
-    (:data:`CONVERSIONS`), and refused elsewhere.
+    It is not a tensor. Methods that a user's hook calls are applied to the boxes if that is equivalent to applying them
+    to the full tensor (:data:`CONVERSIONS`), and refused otherwise.
 
     Args:
         shape: The shape of the whole tensor.
@@ -54,7 +72,7 @@ class ChunkedTensor:
         ValueError: A chunk does not lie inside the tensor.
     """
 
-    # Not a dataclass, for Lightning looks into those for tensors to replace.
+    # Not a dataclass, because Lightning searches dataclasses for tensors to replace.
     __slots__ = ("chunks", "dtype", "replica", "shape")
 
     shape: tuple[int, ...]
@@ -74,10 +92,10 @@ class ChunkedTensor:
                 )
 
     def copied(self, copies: Mapping[int, Tensor]) -> ChunkedTensor:
-        """The same boxes over copies of what they hold, with none of them if this is not copy 0.
+        """Return the same boxes over copies of their data; no boxes if this is not copy 0.
 
         Args:
-            copies: By the id of the tensor, each of the same shape. What it doesn't name stays as it is.
+            copies: Tensors of the same shape, by the id of the original. Data without a copy is kept.
         """
         made = object.__new__(ChunkedTensor)  # the boxes have been checked
         made.shape, made.dtype, made.replica = self.shape, self.dtype, self.replica
@@ -89,19 +107,19 @@ class ChunkedTensor:
         return made
 
     def numel(self) -> int:
-        """How many elements the whole tensor has."""
+        """Return the number of elements of the full tensor."""
         return prod(self.shape)
 
     def is_floating_point(self) -> bool:
-        """Whether its dtype is one of floating point."""
+        """Return whether its dtype is a floating-point one."""
         return self.dtype.is_floating_point
 
-    if not TYPE_CHECKING:  # which shall know what it has
+    if not TYPE_CHECKING:  # type checkers see the declared attributes only
 
         def __getattr__(self, name: str) -> Any:
             if name in CONVERSIONS:
                 return partial(self._converted, name)
-            if name.startswith("__"):  # which copy and the like ask for
+            if name.startswith("__"):  # looked up by copy and the like
                 raise AttributeError(name)
             raise _refused(f".{name}")
 
@@ -133,13 +151,13 @@ class ChunkedTensor:
         return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=chunks, replica=self.replica)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _refused("a file")
+        raise _refused("pickling")
 
     def __repr__(self) -> str:
         return f"ChunkedTensor(shape={self.shape}, dtype={self.dtype}, chunks={self.chunks}, replica={self.replica})"
 
 
-#: Methods of a tensor that a :class:`ChunkedTensor` has too: they do to each element the same, wherever it is.
+#: Tensor methods that a :class:`ChunkedTensor` has too: they treat every element alike, wherever it is.
 CONVERSIONS = frozenset({"to", "half", "bfloat16", "float", "double", "clone", "detach", "cpu", "contiguous"})
 
 
@@ -163,11 +181,11 @@ class _NotWholeError(ShardingError, AttributeError, TypeError):
 
 def _refused(what: str) -> _NotWholeError:
     return _NotWholeError(
-        f"{what} was asked of a ChunkedTensor, which holds this rank's part of a tensor. It can only be renamed, taken "
-        f"out, copied or converted ({', '.join(f'.{name}()' for name in sorted(CONVERSIONS))}).\nIn a hook such as "
-        "on_save_checkpoint(), fsdp_core.full_state_dict(self), which all ranks call, gives whole tensors to rank 0; "
-        'or give the strategy state_dict_type="full", with which checkpoint["state_dict"] is whole on rank 0 and empty '
-        "elsewhere."
+        f"{what} is not supported by a ChunkedTensor, which holds this rank's part of a tensor. It can only be "
+        f"renamed, removed, copied or converted ({', '.join(f'.{name}()' for name in sorted(CONVERSIONS))}).\n"
+        "In a hook such as on_save_checkpoint(), call fsdp_core.full_state_dict(self) on all ranks, which returns full "
+        'tensors on rank 0; or pass state_dict_type="full" to the strategy: checkpoint["state_dict"] is then full on '
+        "rank 0 and empty elsewhere."
     )
 
 
@@ -182,20 +200,20 @@ def _lies_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
 
 
 def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> ChunkedTensor:
-    """Describe what this rank holds of ``tensor``.
+    """Describe this rank's part of ``tensor``.
 
     Args:
-        tensor: A :class:`~torch.distributed.tensor.DTensor` (its own mesh and placements say which box is here; its
-            local tensor may live on another device than the mesh, as under CPU offload), a plain tensor or a source
-            (taken to be the same on every rank), or what is chunked already.
+        tensor: A :class:`~torch.distributed.tensor.DTensor` (its mesh and placements determine this rank's box; its
+            local tensor may be on another device than the mesh, as under CPU offload), a plain tensor or a source
+            (assumed to be the same on every rank), or a :class:`ChunkedTensor`, which is returned unchanged.
         rank: This rank. A plain tensor on rank *n* is its *n*-th copy.
 
     Returns:
         The boxes, sharing memory with ``tensor``.
 
     Raises:
-        ValueError: ``tensor`` is a DTensor with a pending (partial) reduction or with a strided placement, which has
-            no box form.
+        ValueError: ``tensor`` is a DTensor with a pending (partial) reduction or a strided placement, which can't be
+            represented as boxes.
 
     Example:
         >>> whole = chunked(torch.zeros(4, 2), rank=1)
@@ -214,7 +232,7 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
 
 
 def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
-    if torch.is_grad_enabled():  # then the local tensor would be made anew, with a way back for gradients
+    if torch.is_grad_enabled():  # to_local() would then create a new tensor, tracked by autograd
         with torch.no_grad():
             return _of_dtensor(tensor)
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
@@ -234,19 +252,19 @@ def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
     return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(chunk,), replica=replica)
 
 
-@lru_cache(maxsize=1024)  # a model repeats its shapes, and a save asks for each of them three times
+@lru_cache(maxsize=1024)  # a model repeats its shapes, and a save looks up each of them three times
 def _box(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The box at a coordinate of a mesh: its offsets, its lengths, and which copy of the tensor it belongs to."""
+    """Return the offsets and lengths of the box at a mesh coordinate, and which copy of the tensor it belongs to."""
     from torch.distributed.tensor import Replicate, Shard
 
     offsets, lengths, replica = [0] * len(shape), list(shape), 0
     for placement, index, ranks in zip(placements, coordinate, mesh, strict=True):
-        # By exact type: torch's strided shard has been a subclass of Shard, and holds rows that are no box.
+        # By exact type: torch's strided shard has been a subclass of Shard, and its rows don't form a box.
         if type(placement) is Shard:
             dim = placement.dim % len(shape)
-            # As torch.chunk cuts: equal pieces, then a smaller one, then empty ones.
+            # As torch.chunk splits: equal pieces, then a smaller one, then empty ones.
             piece = -(-lengths[dim] // ranks)
             start = min(index * piece, lengths[dim])
             offsets[dim], lengths[dim] = offsets[dim] + start, min(piece, lengths[dim] - start)
@@ -254,7 +272,7 @@ def _box(
             replica = replica * ranks + index
         else:
             raise ValueError(
-                f"a DTensor placed as {placements} is not made of boxes, so it can't be saved or loaded as it "
+                f"a DTensor placed as {placements} does not consist of boxes, so it can't be saved or loaded as it "
                 "is: redistribute it to Shard(dim) and Replicate() first"
             )
     return tuple(offsets), tuple(lengths), replica

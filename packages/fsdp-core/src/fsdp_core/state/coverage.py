@@ -1,4 +1,4 @@
-"""Whether boxes cover a tensor exactly: no hole, no overlap, and where the first one is."""
+"""Checks that boxes cover a tensor exactly, and locates the first hole or overlap."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MOST_STEPS = 200_000
 
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Say where ``boxes`` fail to cover a tensor of ``shape`` exactly.
+    """Report where ``boxes`` fail to cover a tensor of ``shape`` exactly.
 
-    The time is linear in the number of boxes, however they lie.
+    Takes linear time in the number of boxes, however they are arranged.
 
     Args:
         shape: The tensor's shape; ``()`` for a 0-dim tensor.
         boxes: Offsets and lengths of each box.
 
     Returns:
-        ``None`` where every element lies in exactly one box, otherwise what is wrong, and where.
+        ``None`` if every element lies in exactly one box, otherwise a description of the fault and its location.
 
     Example:
         >>> find_fault((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))]) is None
@@ -37,7 +37,7 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """
     for offsets, lengths in boxes:
         if not len(offsets) == len(lengths) == len(shape):
-            return f"a chunk at {list(offsets)} of lengths {list(lengths)} has not {len(shape)} dimensions"
+            return f"a chunk at {list(offsets)} of lengths {list(lengths)} does not have {len(shape)} dimensions"
         if any(o < 0 or n < 1 or o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
             return f"a chunk at {list(offsets)} of lengths {list(lengths)} does not lie inside the shape {list(shape)}"
     if not all(shape) or (len(boxes) == 1 and tuple(boxes[0][1]) == tuple(shape)) or _is_tiled(shape, boxes):
@@ -49,12 +49,12 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes' indicator functions add up to the whole tensor's.
+    """Return whether the boxes' indicator functions add up to that of the whole tensor.
 
-    Give every coordinate of every axis a random weight; a box then weighs the product of its extents, and weights add
-    up as the functions do. Both sides are polynomials in the weights, equal for all weights only if the functions are
-    (a box's corners are its monomials), and for unequal ones equal by chance with a probability of
-    ``len(shape) / _PRIME``: the Schwartz-Zippel lemma.
+    Every coordinate of every axis gets a random weight; the weight of a box is the product of its extents, and weights
+    add up as the functions do. Both sides are polynomials in the weights. They are equal for all weights only if the
+    functions are equal (a box's corners are its monomials); otherwise they are equal by chance with a probability of
+    ``len(shape) / _PRIME`` (the Schwartz-Zippel lemma).
     """
     weights: list[dict[int, int]] = [{} for _ in shape]
 
@@ -82,10 +82,10 @@ class _TooLongError(Exception):
 
 
 class _Search:
-    """Finds the first hole or overlap, which takes long where many boxes begin and end side by side.
+    """Finds the first hole or overlap. Slow if many boxes begin and end side by side.
 
-    The tensor is cut along its first axis wherever a box begins or ends; each slab's cross-section is then covered or
-    not by the boxes that cross it, in the remaining axes.
+    The tensor is cut into slabs along its first axis wherever a box begins or ends. The cross-section of each slab is
+    then checked in the remaining axes against the boxes that cross it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The dtypes that a checkpoint can hold, by name: known without importing torch."""
+"""Names and sizes of the dtypes that a checkpoint can hold, available without importing torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KNOWN = {
 }
 
 STORED_NAMES: dict[str, str] = {name: stored for name, (stored, _) in _KNOWN.items()}
-"""What a safetensors header calls a dtype, by the name that a manifest gives it (which is torch's)."""
+"""The name of a dtype in a safetensors header, by its name in a manifest (which is torch's)."""
 
 ITEM_BYTES: dict[str, int] = {name: size for name, (_, size) in _KNOWN.items()}
-"""The size of an element in bytes, by the same names."""
+"""The size of an element in bytes, by the dtype's name in a manifest."""

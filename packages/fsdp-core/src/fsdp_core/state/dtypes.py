@@ -1,4 +1,4 @@
-"""torch's dtypes, and the names that they go by in a manifest and in a safetensors header."""
+"""torch dtypes and their names in a manifest and in a safetensors header."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["DTYPES", "SAFETENSORS_NAMES", "dtype_name"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without the module: ``float32``, ``bfloat16``.
+    """Return the name of a dtype without the module: ``float32``, ``bfloat16``.
 
     Example:
         >>> dtype_name(torch.bfloat16)
@@ -20,7 +20,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STORED_NAMES}
-"""The dtypes that a checkpoint can hold, by the name that a manifest gives them."""
+"""The dtypes that a checkpoint can hold, by their name in a manifest."""
 
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {DTYPES[name]: stored for name, stored in STORED_NAMES.items()}
-"""The same dtypes, with their names in a safetensors header."""
+"""The names of these dtypes in a safetensors header."""

@@ -1,4 +1,4 @@
-"""Filling what a rank holds from what a checkpoint holds: first everything is compared, then it is written."""
+"""Fills this rank's tensors from a checkpoint. Everything is compared before anything is written."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDifferences:
-    """Which names only one side has.
+    """Names that exist on one side only.
 
     Attributes:
-        missing: Names to fill that the checkpoint lacks.
-        unexpected: Names in the checkpoint that nothing was to be filled from.
+        missing: Names of targets that the checkpoint lacks.
+        unexpected: Names in the checkpoint without a target.
     """
 
     missing: tuple[str, ...]
@@ -33,11 +33,11 @@ class KeyDifferences:
 
 
 def fill(target: ChunkedTensor | Tensor, source: SavedTensor | Tensor, *, cast: bool = False) -> None:
-    """Write into what this rank holds of a tensor, in place, its part of ``source``.
+    """Write this rank's part of ``source`` into ``target``, in place.
 
     Args:
         target: Chunks, a DTensor, or a plain tensor.
-        source: The whole tensor: in a checkpoint, of which only the part that is needed is read, or in memory.
+        source: The full tensor: in memory, or in a checkpoint, from which only the required part is read.
         cast: Whether the dtypes may differ.
 
     Raises:
@@ -71,18 +71,18 @@ def fill_all(
     what: str = "the checkpoint",
     check_only: bool = False,
 ) -> KeyDifferences:
-    """Fill tensors by name, after all of them have been compared: either all fit, or none is changed.
+    """Fill tensors by name. All of them are compared first: either all match, or none is changed.
 
     Args:
-        targets: What this rank holds, by name.
-        sources: What the checkpoint holds, by name.
+        targets: This rank's tensors by name.
+        sources: The checkpoint's tensors by name.
         strict: Whether both must have the same names.
         cast: Whether dtypes may differ.
-        what: What to call the source in an error.
-        check_only: Whether to write nothing even if all fits.
+        what: The name of the source in an error.
+        check_only: Whether to compare only, and write nothing.
 
     Returns:
-        The names that only one side has; none when ``strict``.
+        The names that exist on one side only; none if ``strict``.
 
     Raises:
         CheckpointMismatchError: Names (if ``strict``), shapes or dtypes (without ``cast``) differ. The message groups
@@ -97,7 +97,7 @@ def fill_all(
     unlike = [f"{name}: {fault}" for name, fault in found.items() if fault is not None]
     groups: list[tuple[str, list[str]]] = [("differ", unlike)]
     if strict:
-        groups += [("are missing in it", list(differences.missing)), ("are in it alone", list(differences.unexpected))]
+        groups += [("are missing in it", list(differences.missing)), ("are only in it", list(differences.unexpected))]
     if any(names for _, names in groups):
         lines = [f"{what} does not fit, so nothing was loaded from it:"]
         for title, names in groups:
@@ -109,13 +109,13 @@ def fill_all(
             lines.append("Load it into the model that it was saved from, at its precision.")
             if all(" dtype " in fault for fault in unlike):
                 lines.append(
-                    "To convert it, pass strict=False, or in a LightningModule write self.strict_loading = False; "
-                    "names that don't agree are then left alone."
+                    "To convert it, pass strict=False, or in a LightningModule set self.strict_loading = False; "
+                    "names that don't match are then skipped."
                 )
         else:
             lines.append(
-                "Load it into the model that it was saved from; or load what both have: pass strict=False, or in a "
-                "LightningModule write self.strict_loading = False."
+                "Load it into the model that it was saved from; or load only the names that both have: pass "
+                "strict=False, or in a LightningModule set self.strict_loading = False."
             )
         raise CheckpointMismatchError("\n".join(lines))
     for name in () if check_only else both:
@@ -125,7 +125,7 @@ def fill_all(
 
 def _difference(target: ChunkedTensor | Tensor, source: SavedTensor | Tensor, *, cast: bool) -> str | None:
     if isinstance(source, ChunkedTensor | DTensor):
-        return "it is what a rank holds, and not whole: save a checkpoint and load that, or give whole tensors"
+        return "it is one rank's shard, not a full tensor: save a checkpoint and load that, or pass full tensors"
     here, there = tuple(target.shape), tuple(source.shape)
     if here != there:
         return f"its shape is {there} in the checkpoint, and {here} here"

@@ -1,4 +1,4 @@
-"""A parameter's own name in the module that the user wrote, whatever a library has wrapped around it since."""
+"""The FQN of a parameter in the user's module, without the names that wrappers add."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import nn
 
 __all__ = ["aliases", "clean_name", "named_parameters", "unwrap_compiled"]
 
-#: What torch.compile, activation checkpointing, FSDP1 and torch_xla put into the names of what they wrap.
+#: The name parts that torch.compile, activation checkpointing, FSDP1 and torch_xla insert for their wrappers.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_orig_module"}
 
 
 def clean_name(name: str) -> str:
-    """Strip what wrappers put into a name.
+    """Strip the parts of a name that wrappers insert.
 
     Example:
         >>> clean_name("_orig_mod.blocks.0._fsdp_wrapped_module.weight")
@@ -31,10 +31,10 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Find the further names of tied parameters and shared buffers.
+    """Find the additional names of tied parameters and shared buffers.
 
     Returns:
-        Each further name, with the first name of the same tensor.
+        The first name of the same tensor, by each additional name.
 
     Example:
         >>> embedding, head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
@@ -54,6 +54,6 @@ def aliases(module: nn.Module) -> dict[str, str]:
 
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:
-    """Return the module inside what :func:`torch.compile` returned, or the module itself."""
+    """Return the original module of a :func:`torch.compile` wrapper, or the module itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module

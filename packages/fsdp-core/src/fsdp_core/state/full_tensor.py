@@ -1,4 +1,4 @@
-"""The whole of a tensor that ranks hold parts of."""
+"""Gathers full tensors from the parts that ranks hold."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["check_not_gathered", "each_whole", "gathered_modules", "whole"]
 
-#: Modules that :func:`fsdp_core.gathered` has given whole parameters for a while, and roots that they are parts of.
+#: Modules whose parameters :func:`fsdp_core.gathered` has temporarily replaced with full ones, and their roots.
 gathered_modules: WeakSet[nn.Module] = WeakSet()
 
 
 def check_not_gathered(root: nn.Module, what: str) -> None:
-    """Refuse what needs the shards of a root while whole parameters stand in for them.
+    """Refuse an operation on the shards of a root while full parameters replace them.
 
     Args:
         root: A sharded root.
-        what: What was asked for.
+        what: The operation, for the error.
 
     Raises:
-        ShardingError: They are.
+        ShardingError: Full parameters replace the shards of ``root``.
     """
     if root in gathered_modules:
         raise ShardingError(
-            f"{what} can't be had within fsdp_core.gathered(), where whole parameters stand in for shards.\n"
-            "Leave the context before; within it, module.state_dict() has whole values on every rank."
+            f"{what} is not available inside fsdp_core.gathered(), where full parameters replace the shards.\n"
+            "Exit the context first; inside it, module.state_dict() returns full values on every rank."
         )
 
 
@@ -44,33 +44,33 @@ def whole(value: Any, runtime: Runtime, name: str = "a tensor") -> Any:
     """Gather a state tensor on every rank. All ranks must call it.
 
     Args:
-        value: A DTensor, this rank's chunks, or what is the same on every rank.
+        value: A DTensor, this rank's chunks, or a value that is the same on every rank.
         runtime: The ranks.
-        name: What it is called in errors.
+        name: The name of the tensor in errors.
 
     Returns:
-        A plain tensor; what is neither a tensor nor chunks comes back as it is.
+        A plain tensor; a value that is neither a tensor nor chunks is returned unchanged.
 
     Raises:
-        ShardingError: No rank holds some part of it.
+        ShardingError: Some part of it is held by no rank.
     """
     return next(full for _, full in each_whole({name: value}, runtime))
 
 
 def each_whole(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[Any, Any]]:
-    """Gather state tensors on every rank, one after the other. All ranks must go through all of them.
+    """Gather state tensors on every rank, one after the other. All ranks must consume the whole iterator.
 
-    Ranks tell each other once what they hold of all of them.
+    The ranks exchange once which boxes they hold of all tensors.
 
     Args:
-        values: By name, in the same order on every rank, what :func:`whole` takes.
+        values: Values as :func:`whole` takes them, by name, in the same order on every rank.
         runtime: The ranks.
 
     Yields:
-        Each name, and what :func:`whole` returns for it.
+        Each name, and the value that :func:`whole` returns for it.
 
     Raises:
-        ShardingError: No rank holds some part of one.
+        ShardingError: Some part of a tensor is held by no rank.
     """
     held = {name: _held(value) for name, value in values.items() if isinstance(value, ChunkedTensor)}
     by_rank: list[dict[Any, tuple[int, list[Box]]]] = runtime.gather_objects(held) if held else []
@@ -88,19 +88,19 @@ def each_whole(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[An
 
 
 def _held(value: ChunkedTensor) -> tuple[int, list[Box]]:
-    """Which copy of a tensor this rank holds of, and the boxes."""
+    """Return which copy of a tensor this rank's boxes belong to, and the boxes."""
     return value.replica, [(tuple(chunk.offsets), tuple(chunk.data.shape)) for chunk in value.chunks]
 
 
 def _from_chunks(value: ChunkedTensor, by_rank: Sequence[Sequence[Box]], runtime: Runtime) -> Tensor:
-    """Gather equally long runs of bytes, which every library of collectives can, whatever the dtype."""
+    """Gather runs of bytes of equal length, which every collectives library supports, whatever the dtype."""
     longest = max(sum(prod(box) for _, box in boxes) for boxes in by_rank)
     if not longest:
         return torch.empty(value.shape, dtype=value.dtype, device=runtime.device)
     flat = torch.zeros(longest, dtype=value.dtype, device=runtime.device)
     at = 0
     for chunk in value.chunks:
-        assert isinstance(chunk.data, Tensor)  # what a rank holds of a model is in memory
+        assert isinstance(chunk.data, Tensor)  # a rank's shards of a model are in memory
         flat[at : at + chunk.data.numel()] = chunk.data.reshape(-1)
         at += chunk.data.numel()
     gathered = runtime.all_gather(flat.view(torch.uint8)).view(value.dtype)
@@ -115,11 +115,11 @@ def _from_chunks(value: ChunkedTensor, by_rank: Sequence[Sequence[Box]], runtime
 
 
 def _check_covered(shape: tuple[int, ...], by_rank: Sequence[Sequence[Box]], name: Any) -> None:
-    """Refuse a tensor of which copy 0 is not there once: what nobody holds would be whatever was in memory."""
+    """Refuse a tensor that copy 0 does not cover exactly once: a hole would keep whatever was in memory."""
     fault = find_fault(shape, [box for boxes in by_rank for box in boxes if prod(box[1])])
     if fault is not None:
         raise ShardingError(
             f"{name} of shape {list(shape)} can't be gathered: {fault}, over all ranks.\n"
-            "The boxes that a backend gives for copy 0 of a tensor must cover it once: report this to the authors of "
-            "the strategy's package."
+            "The boxes that a backend returns for copy 0 of a tensor must cover it exactly once: report this to the "
+            "authors of the strategy's package."
         )

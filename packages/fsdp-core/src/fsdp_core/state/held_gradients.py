@@ -1,4 +1,4 @@
-"""Gradients of an accumulation that waits for its step: what a rank holds of them, to a checkpoint and back."""
+"""Accumulated gradients of a pending optimizer step: saved to a checkpoint and restored."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ __all__ = [
 
 
 def refuse_half_gradients(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse to go on from gradients of which an exception has left a part.
+    """Refuse to continue with gradients that an exception has left incomplete.
 
     Args:
-        module: What the exception has interrupted.
-        parameters: What an optimizer may hold of it.
+        module: The module whose backward pass the exception interrupted.
+        parameters: The parameters of the module that an optimizer may hold.
 
     Raises:
-        ShardingError: One has a gradient.
+        ShardingError: A parameter has a gradient.
     """
     if any(parameter.grad is not None for parameter in parameters):
         raise ShardingError(
-            f"an exception has interrupted a backward pass of {type(module).__name__}, and there are gradients, some "
-            "of which may be a part of what they were to be.\n"
+            f"an exception has interrupted a backward pass of {type(module).__name__}, and some of its gradients may "
+            "be incomplete.\n"
             "Call optimizer.zero_grad() before the next forward pass."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldGradients:
-    """What a rank holds of gradients, by the parameter's name.
+    """This rank's gradients, by parameter name.
 
     Attributes:
-        own: What this rank alone has computed, and no reduction has seen yet; at the parameter's shape. Before the step
-            the mean over the ranks is taken of it.
-        reduced: What is the mean over the ranks already; laid out as the shards are.
+        own: Gradients of this rank that have not been reduced yet, at the parameter's shape. They are averaged over the
+            ranks before the step.
+        reduced: Gradients that are averaged over the ranks already, in the layout of the shards.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class HeldGradients:
 
 
 def held_at_parameters(layout: Layout) -> HeldGradients:
-    """The gradients that are kept at the parameters of a layout, sharing memory with them."""
+    """Return the ``.grad`` of a layout's parameters, sharing memory with them."""
     held = HeldGradients()
     for parameter, parts in layout.items():
         grad = parameter.grad
@@ -81,16 +81,16 @@ def restore_at_parameters(
     own: Mapping[str, Callable[[], Tensor]],
     reduced: Mapping[str, Tensor | SavedTensor],
 ) -> None:
-    """Put gradients at the parameters of a layout, instead of those that are there.
+    """Replace the gradients of a layout's parameters.
 
     Args:
         layout: The parameters.
-        module: The name of their module's class, for the error.
-        own: Functions that read what this rank has yet to have reduced, by parameter name.
-        reduced: What is reduced already, by parameter name.
+        module: The class name of their module, for the error.
+        own: Functions that read this rank's unreduced gradients, by parameter name.
+        reduced: The reduced gradients, by parameter name.
 
     Raises:
-        CheckpointMismatchError: A gradient is of no parameter that can take it, or has another shape.
+        CheckpointMismatchError: No parameter can take a gradient, or a shape differs.
     """
     held = {part.name: (p, part) for p, parts in layout.items() for part in parts}
     for name in [name for name in (*own, *reduced) if name not in held]:
@@ -114,16 +114,16 @@ def restore_at_parameters(
 
 def _no_such_gradient(name: str, module: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"the checkpoint holds an accumulated gradient of {name!r}, which is no parameter of {module} that could take "
-        "it.\nLoad it into the model that it was saved from, or load the weights alone."
+        f"the checkpoint holds an accumulated gradient of {name!r}, but {module} has no such parameter that can take "
+        "it.\nLoad it into the model that it was saved from, or load only the weights."
     )
 
 
 def described(held: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:
-    """Gradients as a part of a state to save, the same names on every rank. All ranks must call it.
+    """Describe gradients as part of a state to save, with the same names on every rank. All ranks must call it.
 
     Args:
-        held: This rank's.
+        held: This rank's gradients.
         runtime: The ranks.
 
     Returns:
@@ -146,21 +146,21 @@ def described(held: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:
 
 
 def _of_rank(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> ChunkedTensor:
-    """A tensor that one rank holds as a whole, and the others nothing of."""
+    """Return a tensor that one rank holds completely, and the other ranks not at all."""
     chunks = () if grad is None or 0 in shape else (Chunk(offsets=(0,) * len(shape), data=grad.detach()),)
     return ChunkedTensor(shape=shape, dtype=dtype, chunks=chunks)
 
 
 def of_this_rank(saved: Mapping[str, Any], runtime: Runtime) -> dict[str, Callable[[], Tensor]]:
-    """What this rank is to go on with of the ranks' own gradients.
+    """Return the unreduced gradients that this rank resumes with.
 
     Args:
-        saved: As :func:`described`.
+        saved: As returned by :func:`described`.
         runtime: The ranks.
 
     Returns:
-        Functions that read a gradient, by name: this rank's own if there were as many ranks, and otherwise the mean
-        over the ranks that there were, from which the mean over any number of ranks is the same.
+        Functions that read a gradient, by name: this rank's own if the world size is the same, otherwise the mean over
+        the ranks that saved, whose mean over any number of ranks is the same.
     """
     own: Mapping[str, Mapping[str, Any]] = saved["own"]
     if len(own) == runtime.world_size:
@@ -181,5 +181,5 @@ def _mean(grads: list[Tensor | SavedTensor | None]) -> Tensor:
             dtype = grad.dtype
             wide = _whole(grad).to(torch.promote_types(dtype, torch.float32))
             total = wide if total is None else total + wide
-    assert total is not None  # a name is there because some rank has it
+    assert total is not None  # every name comes from some rank
     return (total / len(grads)).to(dtype)

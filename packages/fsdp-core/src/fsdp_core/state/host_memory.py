@@ -1,4 +1,4 @@
-"""Memory of the host: the bytes of a tensor that lies there, and freed memory given back to the system."""
+"""Host memory: the bytes of a CPU tensor, and freed memory returned to the operating system."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ __all__ = ["give_back", "memory_of"]
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy and without numpy (which torch does not require)."""
+    """Return the bytes of a contiguous CPU tensor, without a copy and without numpy (which torch does not require)."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def give_back() -> None:
-    """Let the system have what was freed among what is still used.
+    """Return freed memory between live allocations to the operating system.
 
-    glibc keeps it: a model that is sharded layer by layer, with a shard of each layer allocated before the layer is
-    freed, would take its whole size of the host. Other C libraries are left alone. It takes a millisecond.
+    glibc keeps it: if a model is sharded layer by layer, and the shard of each layer is allocated before the layer is
+    freed, the process keeps the model's full size in host memory. Does nothing with other C libraries. Takes about a
+    millisecond.
     """
     trim = _malloc_trim()
     if trim is not None:

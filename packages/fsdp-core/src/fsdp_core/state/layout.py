@@ -1,4 +1,4 @@
-"""What a parameter that an optimizer holds has of the user's: all of one, or a run of elements of several."""
+"""How the parameters that an optimizer holds map to the user's: one each, or runs of elements of several."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["FlatRange", "Layout", "Part", "boxes", "bytes_held", "bytes_of_whole
 
 @dataclass(frozen=True, kw_only=True)
 class FlatRange:
-    """Consecutive elements of a parameter, in C order, that lie in a rank's 1-D tensor.
+    """Consecutive elements of a parameter, in C order, in a rank's 1-D tensor.
 
     Attributes:
         offset: Where they begin in the rank's tensor.
-        start: The index of the first of them in the parameter.
-        length: How many there are; 0 where the rank holds nothing of the parameter.
+        start: The index of the first element in the parameter.
+        length: The number of elements; 0 if the rank holds nothing of the parameter.
         replica: Which copy of the parameter they belong to.
     """
 
@@ -35,12 +35,12 @@ class FlatRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a held parameter has of one parameter of the user's.
+    """The part of one of the user's parameters in a parameter that an optimizer holds.
 
     Attributes:
-        name: The user's parameter.
-        shape: Its shape as written.
-        range: Which elements the held one has; ``None`` where the held one is the parameter itself, whole or a DTensor.
+        name: The FQN of the user's parameter.
+        shape: Its unsharded shape.
+        range: The elements in the held parameter; ``None`` if that is the user's parameter itself, full or a DTensor.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Part:
     range: FlatRange | None = None
 
     def of(self, tensor: Tensor) -> Tensor | ChunkedTensor:
-        """What ``tensor``, laid out as the held parameter, has of the user's, sharing memory with it."""
+        """Return the user's part of ``tensor``, which is laid out as the held parameter, sharing memory with it."""
         if self.range is None:
             return tensor
         run = tensor.detach()[self.range.offset : self.range.offset + self.range.length]
@@ -65,7 +65,7 @@ class Part:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the parameter's first element, and so answers for what belongs to it as a whole."""
+        """Whether this rank holds the parameter's first element, and so describes its per-parameter state."""
         return self.range is None or (self.range.length > 0 and self.range.start == 0 and self.range.replica == 0)
 
 
@@ -74,12 +74,12 @@ Layout = Mapping[nn.Parameter, tuple[Part, ...]]
 
 
 def whole_parts(named: Iterator[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, tuple[Part, ...]]:
-    """The layout of parameters that are held as what they are."""
+    """Return the layout of parameters that are held as they are."""
     return {p: (Part(name=name, shape=tuple(p.shape)),) for name, p in named}
 
 
 def bytes_held(layout: Layout) -> int:
-    """How many bytes of the user's parameters this rank holds, without padding.
+    """Return how many bytes of the user's parameters this rank holds, without padding.
 
     Example:
         >>> bytes_held(whole_parts(iter([("weight", nn.Parameter(torch.zeros(2, 3)))])))
@@ -93,7 +93,7 @@ def bytes_held(layout: Layout) -> int:
 
 
 def bytes_of_wholes(layout: Layout) -> int:
-    """How many bytes these parameters have on all ranks together, each counted once."""
+    """Return the size in bytes of the unsharded parameters, each counted once."""
     return sum(prod(part.shape) * held.element_size() for held, parts in layout.items() for part in parts)
 
 
@@ -102,13 +102,13 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
-    """A parameter of a shape that takes no memory, to stand for one that is sharded.
+    """Return a placeholder of a shape for a sharded parameter, which takes no memory.
 
-    Its elements are NaN, so that what is computed from them is not taken for a result.
+    Its elements are NaN, so that values computed from it are not mistaken for results.
 
     Args:
-        shape: The shape as written.
-        like: Whose dtype and device it has, and whether it requires gradients.
+        shape: The unsharded shape.
+        like: The tensor whose dtype, device and ``requires_grad`` it gets.
 
     Example:
         >>> stand_in((2, 3), torch.ones(4)).shape
@@ -124,12 +124,12 @@ def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tup
     """Cut a run of consecutive elements into boxes: the rest of a row, whole rows, the beginning of a row, and so on.
 
     Args:
-        shape: The shape of the whole tensor.
+        shape: The shape of the full tensor.
         start: The index of the run's first element, in C order.
-        length: How many elements it has.
+        length: The number of elements.
 
     Yields:
-        A box's offsets, its lengths, and where it begins in the run; at most ``2 * len(shape) - 1`` of them.
+        The offsets and lengths of a box, and where it begins in the run; at most ``2 * len(shape) - 1`` boxes.
 
     Example:
         >>> list(boxes((3, 4), 2, 8))
@@ -159,6 +159,6 @@ def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tup
             yield (first, *offsets), (1, *lengths), done + position
 
 
-@lru_cache(maxsize=4096)  # a save asks for those of a parameter, and of each of its moments
+@lru_cache(maxsize=4096)  # a save needs the boxes of a parameter once for it and once for each of its moments
 def _boxes(shape: tuple[int, ...], start: int, length: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
     return tuple(boxes(shape, start, length))

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name: out of an optimizer and into one."""
+"""Saves and restores optimizer state by parameter name."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
     """Describe an optimizer's state by parameter name. All ranks must call it.
 
     Args:
-        optimizer: The optimizer; a step may not have been taken yet.
-        layout: What each of its parameters has of the user's.
+        optimizer: The optimizer; it need not have taken a step yet.
+        layout: How its parameters map to the user's.
         runtime: The ranks.
 
     Returns:
         ``{"state": {name: {key: state tensor or plain}}, "param_groups": [{..., "params": [name, ...]}]}``, sharing
-        memory with the optimizer; the same names and keys on every rank.
+        memory with the optimizer; names and keys are the same on every rank.
 
     Raises:
         OptimizerMismatchError: The optimizer holds a parameter without a name.
@@ -67,22 +67,22 @@ def load_optimizer_state(
     check_only: bool = False,
     restore: RestoreValue | None = None,
 ) -> None:
-    """Restore what :func:`optimizer_state` described, whatever order or grouping the parameters have now.
+    """Restore a state from :func:`optimizer_state`, whatever order or grouping the parameters have now.
 
     Everything is checked before anything is changed.
 
     Args:
         optimizer: The optimizer to restore.
-        layout: What each of its parameters has of the user's.
+        layout: How its parameters map to the user's.
         saved: As from :func:`optimizer_state`, its tensors plain or :class:`~fsdp_core.checkpoint.SavedTensor`; or a
             plain torch optimizer's ``state_dict()``, whose parameters are numbered.
-        check_only: Whether to change nothing even if all fits.
-        restore: Lays a value out as the optimizer keeps it; by default as DTensors, flat shards and whole tensors need.
+        check_only: Whether to check only, and change nothing.
+        restore: Converts a value to the layout of the optimizer; by default, to DTensors, flat shards or full tensors.
 
     Raises:
         CheckpointMismatchError: A parameter is not in the saved groups, a shape differs, parameters of one group were
-            saved in groups of different settings, or parameters of one saved group are in several now, each of which
-            would lose its own settings.
+            saved in groups of different settings, or parameters of one saved group are in several groups now, each of
+            which would lose its own settings.
     """
     saved = state_by_name(optimizer, layout, saved)
     saved = {**saved, "param_groups": [_plain(group) for group in saved["param_groups"]]}
@@ -90,8 +90,8 @@ def load_optimizer_state(
     dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in held]
     if dropped:
         raise CheckpointMismatchError(
-            f"the checkpoint's optimizer holds {_some(dropped)} too, and this {type(optimizer).__name__} doesn't.\n"
-            "Build the optimizer over the parameters that it was saved with, or load the weights alone."
+            f"the checkpoint's optimizer also holds {_some(dropped)}, and this {type(optimizer).__name__} doesn't.\n"
+            "Build the optimizer over the parameters that it was saved with, or load only the weights."
         )
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
     settings: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def load_optimizer_state(
         if missing:
             raise CheckpointMismatchError(
                 f"the checkpoint's optimizer state lacks {_some(missing)}, which param group {index} holds.\n"
-                "Load it into the model and the optimizer that it was saved from, or load the weights alone."
+                "Load it into the model and the optimizer that it was saved from, or load only the weights."
             )
         found = [{k: v for k, v in group_of[name].items() if k not in ("params", "param_names")} for name in of_group]
         if any(f != found[0] for f in found[1:]):
@@ -130,15 +130,15 @@ def load_optimizer_state(
 
 
 _SAVED_GROUPS = (
-    "Build the optimizer with the param groups that it was saved with. To go on with others on purpose, change them "
-    "when the state is loaded, in a LightningModule's on_train_start or after fabric.load: take parameters out of a "
-    "group's 'params', and give them to optimizer.add_param_group({'params': [...], 'lr': ...}); or load the weights "
-    "alone."
+    "Build the optimizer with the param groups that it was saved with. To continue with other groups, change them "
+    "after the state is loaded, in a LightningModule's on_train_start or after fabric.load: remove parameters from a "
+    "group's 'params', and pass them to optimizer.add_param_group({'params': [...], 'lr': ...}); or load only the "
+    "weights."
 )
 
 
 def _check_divided(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse to give several groups the settings of the one that their parameters were saved in."""
+    """Refuse to give several groups the settings of the one group that their parameters were saved in."""
     saved_in = {name: index for index, group in enumerate(saved) for name in group["params"]}
     divided: dict[int, dict[int, list[str]]] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -152,33 +152,33 @@ def _check_divided(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequ
             ]
             raise CheckpointMismatchError(
                 f"param groups {' and '.join(map(str, mine))} of the optimizer were saved as one, param group {theirs} "
-                f"of {len(saved)}, whose settings all of them would get:\n{''.join(told)}{_SAVED_GROUPS}"
+                f"of {len(saved)}, so all of them would get its settings:\n{''.join(told)}{_SAVED_GROUPS}"
             )
 
 
 def _lost(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """What of a group's settings the saved ones would replace."""
+    """List the settings of a group that the saved ones would replace."""
     differing = [key for key in group if key != "params" and key in saved and str(group[key]) != str(saved[key])]
     return ": " * bool(differing) + ", ".join(f"{key} {saved[key]} instead of {group[key]}" for key in differing)
 
 
 def _described(part: Part, held: Tensor, value: Any) -> Any:
-    """A value of the optimizer's state as what it is of the user's parameter."""
+    """Describe a value of the optimizer's state as part of the user's parameter's state."""
     if part.range is None or not isinstance(value, Tensor):
         return value
     if value.shape == held.shape:
         return part.of(value)
-    # about the parameter as a whole, such as a step count; who has the first element answers for it
+    # one value per parameter, such as a step count; the rank with the first element saves it
     chunk = Chunk(offsets=(0,) * value.ndim, data=value.detach())
     return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=int(not part.is_first))
 
 
 def _completed(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -> NamedState:
-    """Add what other ranks hold state of and this one doesn't, so that all ranks describe the same."""
+    """Add state that only other ranks hold, so that all ranks describe the same names and keys."""
     own = {name: {key: _Kind.of(value) for key, value in values.items()} for name, values in state.items()}
     kinds: dict[str, dict[str, _Kind]] = {}
     ranks = runtime.gather_objects((own, {name for name in own if parts[name].is_first}))
-    for of_rank, first in ranks:  # plain values are those of the rank with the first element
+    for of_rank, first in ranks:  # plain values come from the rank with the first element
         kinds.update((name, of_rank[name]) for name in first if name not in kinds)
     for of_rank, _ in ranks:
         kinds = {**of_rank, **kinds}
@@ -191,7 +191,7 @@ def _completed(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a value of an optimizer's state is, for a rank that does not have it."""
+    """The shape and dtype, or the plain value, of an optimizer's state, for a rank that does not hold it."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -209,7 +209,7 @@ class _Kind:
         return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=(), replica=1)
 
 
-@lru_cache(maxsize=1024)  # pickle writes an object once, however often it comes
+@lru_cache(maxsize=1024)  # pickle writes an object once, however often it occurs
 def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> _Kind:
     return _Kind(shape, dtype, None)
 
@@ -220,8 +220,8 @@ def _parts(layout: Layout, parameter: Tensor) -> tuple[Part, ...]:
     except KeyError:
         raise OptimizerMismatchError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, "
-            "so its state has no name to be saved or loaded under.\n"
-            "Pass the model that the optimizer trains along with it."
+            "so its state can't be saved or loaded by name.\n"
+            "Pass the model that the optimizer trains together with it."
         ) from None
 
 
@@ -230,12 +230,12 @@ def _names(layout: Layout, parameters: Iterable[Tensor]) -> list[str]:
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Turn the numbers of a plain torch ``state_dict()`` into names, by the groups' order as torch itself does.
+    """Replace the parameter numbers of a plain torch ``state_dict()`` with names, by group order as torch itself does.
 
     Args:
-        optimizer: Whose groups tell the order, where the saved ones tell no names.
-        layout: What each of its parameters has of the user's.
-        saved: As for :func:`load_optimizer_state`; where its parameters are named already it is returned as it is.
+        optimizer: The optimizer, whose group order is used if the saved groups hold no names.
+        layout: How its parameters map to the user's.
+        saved: As for :func:`load_optimizer_state`; returned unchanged if its parameters are named already.
 
     Raises:
         CheckpointMismatchError: The groups have other numbers of parameters.
@@ -250,8 +250,8 @@ def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mappi
         in_order = [_names(layout, group["params"]) for group in optimizer.param_groups]
     if [len(g) for g in numbers] != [len(g) for g in in_order]:
         raise CheckpointMismatchError(
-            f"the checkpoint's optimizer has param groups of {[len(g) for g in numbers]} parameters, this one of "
-            f"{[len(g) for g in in_order]}.\n{_SAVED_GROUPS}"
+            f"the checkpoint's optimizer has param groups of {[len(g) for g in numbers]} parameters, this one has "
+            f"groups of {[len(g) for g in in_order]}.\n{_SAVED_GROUPS}"
         )
     name_of = dict(zip(chain.from_iterable(numbers), chain.from_iterable(in_order), strict=True))
     return {
@@ -268,11 +268,11 @@ def _check_state(optimizer: torch.optim.Optimizer, layout: Layout, state: Mappin
                 for key, value in state.get(part.name, {}).items():
                     if isinstance(value, ChunkedTensor | DTensor):
                         raise CheckpointMismatchError(
-                            f"{key} of {part.name!r} is what a rank holds of it, and not whole.\n"
-                            "Save a checkpoint and load that, or give whole tensors."
+                            f"{key} of {part.name!r} is one rank's shard, not a full tensor.\n"
+                            "Save a checkpoint and load that, or pass full tensors."
                         )
                     shape = tuple(getattr(value, "shape", ()))
-                    # factored moments have a 1 where the parameter has more
+                    # factored moments have size 1 in some dimensions
                     fits = len(shape) != len(part.shape) or all(
                         s in (1, p) for s, p in zip(shape, part.shape, strict=True)
                     )
@@ -285,14 +285,14 @@ def _check_state(optimizer: torch.optim.Optimizer, layout: Layout, state: Mappin
 
 
 def _check_alike(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) -> None:
-    """One flat parameter has one step count, and one of whatever else is no tensor of its shape."""
+    """Refuse parts of one flat parameter that differ in step counts or other state not of the parameter's shape."""
     first = _about_whole(parts[0], state.get(parts[0].name, {}))
     for part in parts[1:]:
         if _about_whole(part, state.get(part.name, {})) != first:
             raise CheckpointMismatchError(
                 f"{parts[0].name!r} and {part.name!r} are one flat parameter here, but were saved with different "
-                "optimizer state, such as step counts.\nLoad it under a strategy that keeps every parameter its own, "
-                "as 'fsdp_native' does with use_orig_params=True."
+                "optimizer state, such as step counts.\nLoad it under a strategy that keeps parameters separate, "
+                "such as 'fsdp_native' with use_orig_params=True."
             )
 
 
@@ -308,14 +308,14 @@ def _about_whole(part: Part, values: Mapping[str, Any]) -> dict[str, Any]:
 def _restored(
     parameter: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, values: Sequence[Any]
 ) -> Any:
-    """A state value as the optimizer keeps it: laid out as its parameter if it has that shape, else whole."""
+    """Convert a state value to the optimizer's layout: sharded as its parameter if it has that shape, else full."""
     value = values[0]
     if isinstance(value, list):  # LBFGS keeps lists of vectors
         return [_restored(parameter, parts, group, key, members) for members in zip(*values, strict=True)]
     if not isinstance(value, SavedTensor | Tensor):
         return value
     shape = tuple(value.shape)
-    # of a 0-dim parameter, whatever is not a step count may be of its shape
+    # for a 0-dim parameter, any state but the step count may have the parameter's shape
     is_shaped = shape == parts[0].shape and (bool(shape) or (parts[0].range is not None and key != "step"))
     if is_shaped and parts[0].range is not None:
         flat = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
@@ -326,12 +326,12 @@ def _restored(
         made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
         fill(chunked(made), value)
         return made
-    # torch keeps the step count on the CPU unless the optimizer is told to run without one
+    # torch keeps the step count on the CPU unless the optimizer is capturable or fused
     on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
     whole = torch.empty(shape, dtype=value.dtype, device="cpu" if on_cpu else local_tensor(parameter).device)
     fill(chunked(whole), value)
     if isinstance(parameter, DTensor) and shape:
-        # factored moments and the like: kept whole, on the parameter's mesh, so that they mix with its shards
+        # factored moments and the like: replicated on the parameter's mesh, so that they mix with its shards
         return DTensor.from_local(
             whole, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
         )
@@ -339,7 +339,7 @@ def _restored(
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with their tensors read, such as a learning rate that is one."""
+    """Return settings with their tensors read, such as a tensor learning rate."""
     return {key: value.full() if isinstance(value, SavedTensor) else value for key, value in group.items()}
 
 

@@ -1,4 +1,4 @@
-"""The random-number generators of one rank: where they are, and setting them back to it."""
+"""State of one rank's random-number generators: reading it and restoring it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["RandomState", "of_ranks", "random_state", "set_random_state", "state
 
 
 def random_state(runtime: Runtime) -> dict[str, Any]:
-    """Where this rank's generators are: torch's of the CPU and of the rank's device, Python's, and numpy's global one.
+    """Return the state of this rank's generators: torch's for the CPU and the rank's device, Python's, numpy's global.
 
     Args:
-        runtime: Which device the rank computes on.
+        runtime: Provides the rank's device.
 
     Returns:
-        Plain data and small tensors, for a checkpoint. numpy's is in it if numpy is imported and its global generator
-        is the usual Mersenne twister.
+        Plain data and small tensors, for a checkpoint. numpy's state is included if numpy is imported and its global
+        generator is the default Mersenne Twister.
 
     Example:
         >>> runtime = ProcessGroupRuntime()
@@ -56,11 +56,11 @@ def random_state(runtime: Runtime) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], runtime: Runtime) -> None:
-    """Set this rank's generators to where :func:`random_state` found them.
+    """Restore this rank's generators to a state that :func:`random_state` returned.
 
     Args:
-        state: As it was returned. The state of another kind of device than this rank's is left alone.
-        runtime: Which device the rank computes on.
+        state: The state. The device's is ignored if it is of another device type than this rank's.
+        runtime: Provides the rank's device.
     """
     torch.set_rng_state(state["torch"])
     python = state["python"]
@@ -76,29 +76,29 @@ def set_random_state(state: Mapping[str, Any], runtime: Runtime) -> None:
 
 
 def state_of_rank(states: list[Mapping[str, Any]], runtime: Runtime) -> Mapping[str, Any] | None:
-    """This rank's of the states of all ranks; ``None``, with a warning on rank 0, if there were more or fewer."""
+    """Return this rank's state; ``None``, with a warning on rank 0, if the world size differs."""
     if len(states) == runtime.world_size:
         return states[runtime.rank]
     if runtime.rank == 0:
         then, now = (f"{n} rank{'s' * (n != 1)}" for n in (len(states), runtime.world_size))
         warnings.warn(
-            f"the checkpoint holds the random-number state of {then}, and this run has {now}: dropout and shuffling go "
-            f"on from how it was seeded.\nTo repeat the run that was saved, resume on {then}.",
+            f"the checkpoint holds the random-number state of {then}, and this run has {now}: dropout and shuffling "
+            f"continue from this run's seed.\nTo reproduce the run that was saved, resume on {then}.",
             stacklevel=2,
         )
     return None
 
 
 class RandomState:
-    """Every rank's random-number state, for a checkpoint of Fabric's.
+    """The random-number state of every rank, for Fabric checkpoints.
 
-    Put it beside the model: ``fabric.save(path, {"model": model, "random": RandomState()})``. A ``fabric.load`` into
-    such a dict sets the generators of every rank to where they were when it was saved, so load right before the first
-    step. On another number of ranks it leaves them as they are, and warns.
+    Add it to the state: ``fabric.save(path, {"model": model, "random": RandomState()})``. ``fabric.load`` into such a
+    dict restores the generators of every rank to the saved state, so load right before the first step. With another
+    world size, it leaves the generators unchanged and warns.
 
     Args:
-        runtime: The ranks. When ``None``, those of the strategy by which Fabric saves and loads it; elsewhere those of
-            torch's default process group, if there is one.
+        runtime: The ranks. If ``None``, those of the strategy with which Fabric saves and loads it; outside of Fabric,
+            those of torch's default process group, if there is one.
 
     Example:
         >>> saved = RandomState().state_dict()
@@ -112,12 +112,12 @@ class RandomState:
         self._given = runtime
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all ranks. All of them must call it."""
+        """Return the state of all ranks. All ranks must call it."""
         runtime = self._runtime()
         return {"ranks": runtime.gather_objects(random_state(runtime))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set this rank's generators."""
+        """Restore this rank's generators."""
         runtime = self._runtime()
         mine = state_of_rank(state["ranks"], runtime)
         if mine is not None:
@@ -129,11 +129,11 @@ class RandomState:
         runtime = ProcessGroupRuntime()
         if dist.is_initialized():
             runtime.rank, runtime.world_size = dist.get_rank(), dist.get_world_size()
-        if torch.cuda.is_initialized():  # asking for it would make a context on a GPU that nothing uses
+        if torch.cuda.is_initialized():  # else current_device() would create a context on a GPU that nothing uses
             runtime.device = torch.device("cuda", torch.cuda.current_device())
         return runtime
 
 
 def of_ranks(state: RandomState, runtime: Runtime) -> RandomState:
-    """The random-number state of a strategy's ranks, unless it is that of ranks which the user has given."""
+    """Return the random-number state of a strategy's ranks, unless the user passed a runtime."""
     return state if state._given is not None else RandomState(runtime)

@@ -1,4 +1,4 @@
-"""A tensor that is still in a checkpoint, as loading gives it to whoever fills shards from it."""
+"""A handle to a tensor in a checkpoint, from which shards are filled."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["SavedTensor", "StoredBoxes"]
 
 
 class StoredBoxes(Protocol):
-    """Where the boxes of one saved tensor lie."""
+    """Reads the boxes of one saved tensor."""
 
     def read_into(self, chunk: Chunk) -> None:
-        """Read into a box, in place, which lies inside the tensor."""
+        """Read into a box inside the tensor, in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """A tensor in a checkpoint. Its bytes stay there until they are asked for.
+    """A tensor in a checkpoint. Its bytes are not read until they are needed.
 
     Attributes:
         key: Its key in the manifest, such as ``model/wte.weight``.
@@ -37,14 +37,14 @@ class SavedTensor:
     dtype: torch.dtype
     _boxes: StoredBoxes = field(repr=False)
 
-    if not TYPE_CHECKING:  # which shall know what it has
+    if not TYPE_CHECKING:  # type checkers see the declared attributes only
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("_"):  # which copy and the like ask for
+            if name.startswith("_"):  # looked up by copy and the like
                 raise AttributeError(name)
             raise AttributeError(
-                f".{name} was asked of a SavedTensor, whose values are still in the checkpoint.\nWrite value.full() "
-                "for the whole tensor, in a hook such as on_load_checkpoint() too, and put back what you make of it."
+                f".{name} is not supported by a SavedTensor, whose values are still in the checkpoint.\nCall "
+                "value.full() for the full tensor, also in a hook such as on_load_checkpoint(), and store the result."
             )
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -62,18 +62,18 @@ class SavedTensor:
         return out
 
     def full(self) -> Tensor:
-        """Read the whole tensor into a new CPU tensor."""
+        """Read the full tensor into a new CPU tensor."""
         return self.read((0,) * len(self.shape), self.shape)
 
     def read_into(self, chunk: Chunk) -> None:
-        """Read into a box, in place; its dtype and device may be others, and values are converted.
+        """Read into a box, in place. Values are converted if its dtype or device differs.
 
         Args:
             chunk: The box: where it begins in this tensor, and the memory to fill.
 
         Raises:
             CheckpointMismatchError: The box does not lie inside this tensor.
-            CheckpointFormatError: The file is not what it was when the load began.
+            CheckpointFormatError: The file has changed since the load began.
         """
         assert isinstance(chunk.data, Tensor)
         box = tuple(chunk.data.shape)

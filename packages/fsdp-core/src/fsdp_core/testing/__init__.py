@@ -1,8 +1,8 @@
 """What a backend's tests need: ranks to run on, an unsharded oracle, and tests to inherit.
 
-``fsdp_core.testing.suite`` holds the tests that every sharded strategy passes, ``oracle`` their models, data and
-tolerances, ``training`` what runs on ranks under Trainer and Fabric, ``state`` what ranks hold, and ``pytest_plugin``
-what pytest knows of all that. This package itself imports neither torch nor pytest.
+``fsdp_core.testing.suite`` contains the tests that every sharded strategy must pass, ``oracle`` their models, data and
+tolerances, ``training`` the functions that ranks run under Trainer and Fabric, ``state`` checks of what ranks hold, and
+``pytest_plugin`` the integration with pytest. This package itself imports neither torch nor pytest.
 """
 
 from __future__ import annotations

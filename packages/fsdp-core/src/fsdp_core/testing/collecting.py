@@ -1,4 +1,4 @@
-"""How pytest takes the clauses of the suite: which run, which are expected to fail, and that none is left out."""
+"""How pytest collects the suite's clauses: which run, which are expected to fail, and that none is left out."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def clauses_of(cls: object) -> type[Clauses] | None:
 
 
 def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
-    """Choose from what pytest has collected of a class, and mark what is expected to fail.
+    """Select from the tests that pytest has collected in a class, and mark the expected failures.
 
     Args:
         cls: Clauses for one strategy.
         items: Its tests, one for each set of parameters.
 
     Returns:
-        What applies to the strategy, in the order of the suite's bases, so that with ``pytest -x`` what fails first is
-        what to write next. A clause for a capability that it does not declare stays, skipped with the reason.
+        The tests that apply to the strategy, in the order of the suite's bases, so that with ``pytest -x`` the first
+        failure is what to write next. A clause for an undeclared capability is kept, skipped with the reason.
 
     Raises:
-        pytest.Collector.CollectError: The class was tampered with, or expects a failure of what is no clause.
+        pytest.Collector.CollectError: The class was tampered with, or expects a failure of something that is no clause.
     """
     name = cls.__name__
     if not isinstance(getattr(cls, "strategy", None), str):
@@ -86,11 +86,11 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
 
 
 def refuse_left_out(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Let a clause fail that something else than the suite has skipped, or has excused.
+    """Fail a clause that something other than the suite has skipped or marked as an expected failure.
 
     Args:
-        item: A test; most are none of the suite's.
-        report: What pytest says of it; changed in place.
+        item: A test; most are not from the suite.
+        report: pytest's report of it; changed in place.
     """
     clause = item.stash.get(CLAUSE, None)
     if clause is None or not report.skipped:
@@ -115,7 +115,7 @@ def refuse_left_out(item: pytest.Item, report: pytest.TestReport) -> None:
 
 
 def _skips_itself(item: Any, path: str, reason: str) -> bool:
-    """Whether the suite itself skips a clause here: something is missing that is not the strategy's."""
+    """Whether the suite itself skips a clause here, because something outside the strategy is missing."""
     own = [mark for mark in getattr(item.function, "pytestmark", ()) if mark.name in ("skip", "skipif")]
     everyones = [mark for mark in item.iter_markers() if mark.name in ("skip", "skipif")]
     if everyones:

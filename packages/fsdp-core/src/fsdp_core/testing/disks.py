@@ -1,4 +1,4 @@
-"""Disks that are slow, full, or wait to be told: what a save does while it writes, on any disk."""
+"""Simulated disks that are slow, full or blocked, to test what a save does while it writes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Disk:
     """How this process writes the files of its checkpoints.
 
     Attributes:
-        seconds: How long each file takes.
-        room: How many bytes there is room for; ``None``: all.
+        seconds: The time that each file takes.
+        room: The free space in bytes; ``None`` for no limit.
         opened: Files are written while it is set.
     """
 
@@ -39,7 +39,7 @@ class Disk:
         assert self.opened.wait(_PATIENCE), "nobody has opened this disk"
 
     def take(self, count: int) -> None:
-        """Take room for some bytes."""
+        """Use up space for some bytes."""
         if self.room is not None:
             self.room -= count
             if self.room < 0:
@@ -48,15 +48,14 @@ class Disk:
 
 @contextmanager
 def disk(*, seconds: float = 0.0, room: int | None = None, opened: bool = True) -> Iterator[Disk]:
-    """Let this process write checkpoints through a :class:`Disk` while a block lasts.
+    """A context in which this process writes checkpoints through a :class:`Disk`.
 
-    Ranks that are threads have one disk: the first of them that comes says what it is like, and the last that goes
-    takes it away.
+    Ranks that are threads share one disk: the first to enter sets it up, and the last to leave removes it.
 
     Args:
-        seconds: How long each file takes.
-        room: How many bytes there is room for.
-        opened: Whether files may be written from the beginning on.
+        seconds: The time that each file takes.
+        room: The free space in bytes.
+        opened: Whether files may be written from the start.
     """
     with _lock:
         if not _users:

@@ -1,4 +1,4 @@
-"""How much host memory a rank takes: of what it does, and of building a model."""
+"""The host memory that a rank uses, for arbitrary work and for building a model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ BLOCK_BYTES = 2 * WIDTH * (WIDTH + 1) * 4
 
 
 def is_measurable() -> bool:
-    """Whether this system resets the peak of a process, as Linux alone does."""
+    """Whether this system can reset the peak memory of a process; only Linux can."""
     return Path("/proc/self/clear_refs").exists()
 
 
 def peak_of(work: Callable[[], Any]) -> int:
-    """The bytes that this process has held at most during ``work``, above what it held before."""
+    """The peak memory of this process during ``work``, in bytes above what it used before."""
     before = _start()
     work()
     return _status("VmHWM") - before
@@ -55,7 +55,7 @@ def _status(field: str) -> int:
 
 
 class Wide(nn.Module):
-    """A block that is large beside what a process takes by itself."""
+    """A block that is large compared with the memory of the process itself."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ Answer = tuple[bool, Any]
 
 
 def answered(call: Callable[[], Any]) -> Answer:
-    """Call, and say what came of it."""
+    """Call a function, and return its result or failure."""
     try:
         return True, call()
     except BaseException as error:
@@ -30,24 +30,23 @@ def answered(call: Callable[[], Any]) -> Answer:
 
 
 class OneProcessRanks(ABC):
-    """Runs functions on ranks of one process, which is started anew for each number of ranks, and kept between calls.
+    """Runs functions on ranks in one process; there is one process per world size, which is kept between calls.
 
-    Such libraries read environment variables when they are imported, and can be started once in a process, with one
-    number of devices. So each number has a process of its own, which gets its variables before it imports anything. A
-    process in which a rank has failed is ended: nobody knows where it has left the others.
+    Such libraries read environment variables on import, and can be initialised only once per process, with a fixed
+    number of devices. So each world size has its own process, which gets its variables before it imports anything. A
+    process in which a rank has failed is terminated, because the state of the other ranks is unknown.
 
-    A subclass says what the ranks are, which variables they need, and what calls a function on them.
+    A subclass defines what the ranks are, which variables they need, and what calls a function on them.
 
     Attributes:
         kind: What the ranks are.
-        caller: Who calls, as ``"module:function"``; called in the ranks' process as ``caller(world_size, function,
-            arguments)``, it returns an :data:`Answer` of each rank, with nothing in it that the other process can't
-            unpickle. The first call of it comes before anything else that uses the library.
-        keeps: Variables that the library itself sets for as long as the process lives; others are taken back after each
-            call.
-        start_method: ``"spawn"`` gives the process its variables before it imports anything. ``"forkserver"`` gives
-            them to one that has imported torch and Lightning, in milliseconds: for a library that neither imports.
-        patience: How many times as long as processes over gloo these ranks may take.
+        caller: The function that runs the ranks, as ``"module:function"``; called in the ranks' process as
+            ``caller(world_size, function, arguments)``, it returns an :data:`Answer` for each rank, which the other
+            process must be able to unpickle. Its first call comes before any other use of the library.
+        keeps: Variables that the library itself sets for the life of the process; others are restored after each call.
+        start_method: ``"spawn"`` sets the variables before the process imports anything. ``"forkserver"`` forks, in
+            milliseconds, a process that has imported torch and Lightning: for libraries that neither of them imports.
+        patience: The timeout factor of these ranks, relative to processes over gloo.
     """
 
     kind: ClassVar[RankKind]
@@ -61,7 +60,7 @@ class OneProcessRanks(ABC):
 
     @abstractmethod
     def environment(self, world_size: int) -> Mapping[str, str]:
-        """The variables that the process of so many ranks needs before it imports anything."""
+        """The environment variables that the process needs before it imports anything, by world size."""
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call ``function(*args)`` on every rank.
@@ -69,11 +68,11 @@ class OneProcessRanks(ABC):
         Args:
             world_size: The number of ranks.
             function: A function that the process can import by module and name.
-            *args: Picklable arguments, of which every rank gets copies.
-            timeout: Seconds that processes over gloo would be given; see :attr:`patience`.
+            *args: Picklable arguments; every rank gets copies.
+            timeout: The time limit in seconds for processes over gloo; see :attr:`patience`.
 
         Returns:
-            What each rank returned, by rank; of one controller, what it returned, once for each device.
+            What each rank returned, by rank; with one controller, its result, repeated for each device.
 
         Raises:
             RankError: A rank raised, or the process died, or took too long.

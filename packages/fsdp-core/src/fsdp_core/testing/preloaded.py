@@ -1,6 +1,6 @@
-"""What the process has imported from which ranks are forked: torch, Lightning and the suite. Importing it does so.
+"""Imports torch, Lightning and the suite in the process that ranks are forked from.
 
-What can't be imported is left to the rank that needs it, which raises as it would by itself.
+Modules that can't be imported are left to the ranks that need them, which raise the usual error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["FAILURES", "THREADS"]
 
-#: What ``fsdp_preload`` names and can't be imported, with the error.
+#: The names in ``fsdp_preload`` that can't be imported, with the error.
 FAILURES: dict[str, str] = {}
 
 for _name in os.environ.get("FSDP_TESTS_PRELOAD", "").split():

@@ -1,4 +1,4 @@
-"""Scripts as users start them: real processes, each with a time limit, and none of them left behind."""
+"""Runs scripts as users start them: in real processes, each with a time limit, leaving none behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 120  # for one start; it takes ten or so
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 _TOKEN = "FSDP_TESTS_STARTED_THIS"
-#: What launchers tell ranks; training inside of the tests' own process leaves some of it there.
+#: The variables that launchers set for ranks; training in the tests' own process leaves some of them behind.
 _OF_RANKS = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TORCHELASTIC_RUN_ID", "TORCH_DEVICE_BACKEND_AUTOLOAD"),
@@ -56,12 +56,12 @@ class Ended:
 
 
 def fresh_environment() -> dict[str, str]:
-    """The environment variables of this process, without what a script would take for its launcher's."""
+    """The environment variables of this process, without those that a script would mistake for its launcher's."""
     return {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
 
 
 def _started_by(token: str) -> list[psutil.Process]:
-    """The processes that still run of those that a start began, at any depth."""
+    """The descendants of a start that are still running."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -95,7 +95,7 @@ def start(
     Args:
         tmp: Where its output goes: a file, for a pipe would stay open as long as a process that is left behind.
         *command: What follows ``python``.
-        meanwhile: Is given the process and the file of its output while it runs.
+        meanwhile: Called with the process and its output file while it runs.
         **environ: Environment variables.
     """
     token, began = uuid.uuid4().hex, time.monotonic()

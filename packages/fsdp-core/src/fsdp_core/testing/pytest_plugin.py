@@ -1,4 +1,4 @@
-"""What pytest needs to know of the suite. It is pytest's by an entry point: a ``conftest.py`` need not name it.
+"""The pytest plugin of the suite, registered by an entry point: a ``conftest.py`` need not name it.
 
 Every pytest in an environment with fsdp-core loads this module, so it imports neither torch nor the suite.
 """
@@ -38,7 +38,7 @@ def _rank_pools() -> Iterator[Callable[[type[Ranks]], Ranks]]:
 
 @pytest.fixture(scope="session")
 def ranks(_rank_pools: Callable[[type[Ranks]], Ranks]) -> Ranks:
-    """Processes over gloo that live through the session. In the suite's classes, the ranks that the class chooses."""
+    """Ranks that live for the whole session: processes over gloo or, in the suite's classes, what the class chooses."""
     return _rank_pools(RankPool)
 
 
@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Conformance:
-    """Follows the clauses through one session, also where pytest-xdist runs them in other processes."""
+    """Tracks the clauses through a session, including those that pytest-xdist runs in other processes."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files

@@ -1,4 +1,4 @@
-"""What the functions of the suite ask about the rank that they run on, whatever a library's ranks are."""
+"""What the suite's functions need to know about the rank that they run on, for any kind of rank."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ __all__ = ["Here", "here", "stand_on"]
 
 
 class Here:
-    """A rank that is a process of its own, as ``torchrun`` starts it. For other ranks, a backend brings a subclass.
+    """A rank in its own process, as ``torchrun`` starts it. For other ranks, a backend provides a subclass.
 
     Attributes:
-        own_generators: Whether the random generators of Python, numpy and torch's CPU are this rank's alone.
+        own_generators: Whether this rank has its own Python, numpy and torch CPU random-number generators.
     """
 
     own_generators: ClassVar[bool] = True
 
     @property
     def rank(self) -> int:
-        """Which one this is; 0 in a process that is no rank."""
+        """The rank; 0 in a process that is not a rank."""
         return int(os.environ.get("RANK", 0))
 
     def shares(self, world_size: int) -> int:
-        """Into how many shares a batch is divided before ranks are given it, where there are so many ranks."""
+        """The number of shares that a batch is divided into before ranks get it, for a given number of ranks."""
         return world_size
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean over all ranks of a tensor in host memory. All of them must call it."""
+        """The mean of a tensor in host memory over all ranks. All ranks must call it."""
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(tensor)
             tensor /= torch.distributed.get_world_size()
         return tensor
 
     def local(self, tensor: Tensor) -> Tensor:
-        """What this rank holds of a tensor, sharing memory with it."""
+        """This rank's part of a tensor, sharing memory with it."""
         return local_tensor(tensor)
 
     def memory(self, tensor: Tensor) -> int:
-        """How many bytes this rank holds for a tensor, or for what it is a view of."""
+        """The bytes that this rank holds for a tensor, or for the tensor that it is a view of."""
         return self.local(tensor).untyped_storage().nbytes()
 
     def held(self, tensor: Tensor) -> int:
-        """How many elements of a tensor this rank holds, with what the library has added to make shards alike."""
+        """The number of elements of a tensor that this rank holds, including the library's padding."""
         return self.local(tensor).numel()
 
 
@@ -55,15 +55,15 @@ _here = Here()
 
 
 def here() -> Here:
-    """The rank that calls."""
+    """The calling rank."""
     return _here
 
 
 def stand_on(ranks: Here) -> None:
-    """Say what this process runs functions of the suite on: before the first of them, once.
+    """Set what this process runs the suite's functions on; called once, before the first of them.
 
     Args:
-        ranks: Answers for all ranks of this process; where they are threads, for the one that asks.
+        ranks: The object for all ranks of this process; if they are threads, it must answer for the calling one.
     """
     global _here
     _here = ranks

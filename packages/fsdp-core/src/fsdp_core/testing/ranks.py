@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that meet over gloo, kept between tests, and ended when one of them is lost."""
+"""Real ranks for tests: processes over gloo, kept between tests, and terminated when one of them fails."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _WAITED = "ended, as it waited for one that failed"
 class RankError(AssertionError):
     """A rank failed or ran out of time.
 
-    The message begins with what the first that failed has raised, for pytest's short summary, and holds each rank's
-    traceback.
+    The message starts with the error of the first rank that failed, for pytest's short summary, and includes each
+    rank's traceback.
     """
 
 
@@ -52,15 +52,15 @@ class Ranks(Protocol):
     """What the suite runs functions on: :class:`RankPool`, or what a backend brings for ranks that are no processes.
 
     Attributes:
-        kind: What these ranks are. Clauses that are about another kind don't apply.
+        kind: What these ranks are. Clauses about another kind don't apply.
     """
 
     kind: ClassVar[RankKind]
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Call ``function(*args)`` on every rank; what each returned. See :meth:`RankPool.run`.
+        """Call ``function(*args)`` on every rank, and return the results. See :meth:`RankPool.run`.
 
-        With one controller it is called once, for ``world_size`` devices, and what it returned is returned for each.
+        With one controller it is called once, for ``world_size`` devices, and its result is returned for each.
         """
         ...
 
@@ -78,7 +78,7 @@ class Failure:
 
     @property
     def is_of_meeting(self) -> bool:
-        """Whether gloo has not connected this rank with the others, which says nothing of what ranks run."""
+        """Whether gloo failed to connect this rank with the others, which is unrelated to what ranks run."""
         return self.summary.startswith(_NOT_MET) or self.summary == _WAITED
 
     @classmethod
@@ -104,15 +104,14 @@ class RankPool:
     """Runs functions on several ranks at once.
 
     Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning
-    takes the ranks as they are. Processes live on between calls; a process group left open by a call is closed after
-    it, and the environment variables that it set are taken back. After a failure all of them are ended, and the
-    next call starts others: nobody knows where a rank that failed has left those that waited for it. Where gloo has not
-    connected ranks with each other, which it fails to do once in a while on a busy machine, others are started for the
-    same call.
+    uses the ranks as they are. Processes are kept between calls; a process group that a call leaves open is destroyed,
+    and the environment variables that it set are restored. After a failure all processes are terminated, and the next
+    call starts new ones, because the state of the other ranks is unknown. If gloo fails to connect the ranks, which
+    happens occasionally on a busy machine, new ones are started for the same call.
 
     Attributes:
-        start_method: ``"forkserver"``, which takes milliseconds, or ``"spawn"`` for a library that has threads, or
-            opens a device, as soon as torch is imported; see :func:`~fsdp_core.testing.forking.start_process`.
+        start_method: ``"forkserver"``, which takes milliseconds, or ``"spawn"`` for libraries that start threads or
+            open a device when torch is imported; see :func:`~fsdp_core.testing.forking.start_process`.
 
     Example:
         .. code-block:: python
@@ -134,7 +133,7 @@ class RankPool:
             world_size: The number of ranks.
             function: A function that ranks can import by module and name.
             *args: Picklable arguments.
-            timeout: Seconds that the slowest rank may take.
+            timeout: The time limit in seconds for the slowest rank.
 
         Returns:
             What each rank returned, by rank. It must be picklable.
@@ -156,7 +155,7 @@ class RankPool:
     def _run_once(
         self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
     ) -> tuple[dict[int, Any], dict[int, Failure]]:
-        """One call; the processes are ended if a rank fails."""
+        """Make one call; the processes are terminated if a rank fails."""
         self._replace_lost()
         while len(self._workers) < world_size:
             self._workers.append(start_process(_work, method=self.start_method, environment={"OMP_NUM_THREADS": "1"}))
@@ -173,7 +172,7 @@ class RankPool:
     def _call(
         self, port: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
     ) -> tuple[dict[int, Any], dict[int, Failure]]:
-        """What ranks have returned, and why others have not, in the order in which that was heard of."""
+        """The results of the ranks that returned, and the failures of the others, in the order of their reports."""
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         for rank in range(world_size):
@@ -208,7 +207,7 @@ class RankPool:
         return results, failures
 
     def _abandon(self) -> None:
-        """End processes that may be anywhere: one that waits for another would not listen."""
+        """Kill processes in an unknown state: one that waits for another would not respond."""
         for process, _ in self._workers:
             process.kill()
         self.close()
@@ -228,7 +227,7 @@ class RankPool:
         self.close()
 
     def _replace_lost(self) -> None:
-        """End all processes if one of them has died since the last call."""
+        """Terminate all processes if one of them has died since the last call."""
         for process, connection in self._workers:
             if connection.poll():  # nothing is told between two calls: it is the end of the pipe
                 process.join(timeout=10)  # which may be known before the process's own
@@ -245,11 +244,11 @@ class RankPool:
 
 
 def raise_failures(function: Callable[..., Any], failures: Mapping[int, Failure], world_size: int) -> NoReturn:
-    """Raise for what ranks have failed with.
+    """Raise the failures of ranks as one error.
 
     Args:
-        function: What they ran.
-        failures: By rank, in the order in which they were heard of.
+        function: The function that they ran.
+        failures: By rank, in the order in which they were reported.
         world_size: The number of ranks.
 
     Raises:
@@ -263,7 +262,7 @@ def raise_failures(function: Callable[..., Any], failures: Mapping[int, Failure]
 
 
 def import_function(module: str, name: str) -> Any:
-    """A function by its module and its name in it."""
+    """Import a function by its module and its name in it."""
     function: Any = importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
@@ -272,10 +271,10 @@ def import_function(module: str, name: str) -> Any:
 
 @contextmanager
 def _held_port() -> Iterator[int]:
-    """A free port for rank 0's store, which nobody else is given while this lasts.
+    """A context with a free port for rank 0's store, which is reserved meanwhile.
 
-    It is bound, not listened at, with a flag that lets the store's own socket, which has it too, listen there. A port
-    that is only looked up is free until the store takes it, for other pools and for any connection that needs one.
+    The port is bound, without listening, with a flag that lets the store's own socket, which has the flag too, listen
+    on it. A port that is only looked up could be taken by another pool or connection before the store uses it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

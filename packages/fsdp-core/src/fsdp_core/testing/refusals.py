@@ -1,4 +1,4 @@
-"""How the suite reads what is refused."""
+"""How the suite checks refusals: error messages that say what was requested, why it fails and what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INSTEAD = "instead of a refusal:"
 
 
 def refusal(error: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
-    """What a call raises, as text that :func:`assert_says` reads; a rank can return it, whatever comes.
+    """The exception of a call, as text for :func:`assert_says`, which a rank can always return.
 
     Example:
         >>> refusal(ValueError, lambda: int("x"))
@@ -35,19 +35,19 @@ def refusal(error: type[Exception] | tuple[type[Exception], ...], call: Callable
 
 
 def was_refused(message: str) -> bool:
-    """Whether what :func:`refusal` has returned is one."""
+    """Whether a text from :func:`refusal` is a refusal."""
     return not message.startswith(_INSTEAD)
 
 
 def assert_says(message: str, *words: str) -> None:
-    """It was a refusal, and says all of this: what was asked, why it can't be, what to type next."""
+    """Assert that a text is a refusal and contains all parts: what was requested, why it fails, what to type next."""
     assert was_refused(message), message
     for word in words:
         assert word in message, f"{word!r} is not in:\n{message}"
 
 
 def assert_unchanged(strategy: Any, before: Mapping[str, Tensor], sharded: Sharded | None = None) -> None:
-    """A refusal has left the module as it was. All ranks must call it.
+    """Assert that a refusal has left the module unchanged. All ranks must call it.
 
     Args:
         strategy: A Trainer's or Fabric's.

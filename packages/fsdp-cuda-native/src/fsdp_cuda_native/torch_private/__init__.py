@@ -1,1 +1,1 @@
-"""Everything that uses private names of torch's FSDP, each with its reason."""
+"""Uses of private names of torch's FSDP, each with its reason."""

@@ -1,6 +1,6 @@
-"""The private names of torch's FSDP1 that this package uses, each with its reason. Checked on torch 2.9.0 and 2.13.0.
+"""The private names of torch's FSDP1 that this package uses, and why. Tested with torch 2.9.0 and 2.13.0.
 
-FSDP1 shows nothing of its flat parameters, and nothing of the state of a forward pass, through public names.
+FSDP1 exposes neither its flat parameters nor the state of a forward pass through public names.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ __all__ = [
 
 @contextmanager
 def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
-    """A context in which units are made of parameters that ranks keep parts of, which have no memory themselves.
+    """Context in which units are flattened from parameters without memory, whose parts are spread over the ranks.
 
-    FSDP1 copies parameters into one flat tensor, so that a unit is there twice. Instead of that their parts are
-    put together in the flat tensor itself.
+    FSDP1 copies parameters into one flat tensor, so that a unit exists twice. Here the parts are gathered directly
+    into the flat tensor.
 
     Args:
         kept: The parts.
@@ -75,7 +75,7 @@ def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
     flatten = handles.flatten_tensors
 
     def put_together(handle: FlatParamHandle, tensors: list[Tensor], aligned_numel: int) -> Tensor:
-        if aligned_numel:  # of an optimizer's state; FSDP1 has its padding among the parameters
+        if aligned_numel:  # optimizer state; FSDP1 passes padding of parameters as tensors
             flattened: Tensor = flatten(handle, tensors, aligned_numel)
             return flattened
         flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
@@ -83,7 +83,7 @@ def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
             if isinstance(tensor, nn.Parameter) and tensor in kept:
                 kept[tensor].gather(place)
             else:
-                place.copy_(tensor.detach().as_strided((tensor.numel(),), (1,)))  # as it lies in memory
+                place.copy_(tensor.detach().as_strided((tensor.numel(),), (1,)))  # in memory order
         return flat
 
     handles.flatten_tensors = put_together
@@ -98,18 +98,18 @@ _FIRST_CALL = "_fsdp_first_call"
 
 @dataclass(frozen=True, kw_only=True)
 class FlatMember:
-    """A parameter of the user's that is part of a flat one.
+    """A user's parameter that is part of a flat parameter.
 
     Attributes:
         unit: The unit that has flattened it.
-        owner: The module that holds it, and ``attribute`` its name there.
-        shape: Its shape as written.
-        held: What an optimizer holds for it: the parameter itself, or the flat one.
-        offset: Where this rank's elements of it begin in ``held``'s 1-D data.
-        start: The index of the first of these in the parameter.
-        length: How many they are.
-        local: This rank's 1-D data that ``held`` is, or is a part of, and where in it the elements begin.
-        replica: Which copy of the parameter this is.
+        owner: The module that holds it, under the name ``attribute``.
+        shape: Its original shape.
+        held: The parameter that an optimizer holds for it: itself, or the flat one.
+        offset: The offset of this rank's elements in ``held``'s 1-D data.
+        start: The index of the first of these elements in the parameter.
+        length: The number of these elements.
+        local: The 1-D data of this rank that contains ``held``, and the offset of the elements in it.
+        replica: The index of this replica of the parameter.
         is_flat: Whether ``held`` is 1-D; without sharding a parameter keeps its shape.
     """
 
@@ -128,12 +128,12 @@ class FlatMember:
 
 @dataclass(kw_only=True)
 class Pending:
-    """A unit that waits for a backward pass, inside a forward pass of the root that is going on.
+    """A unit that waits for a backward pass inside a running forward pass of the root.
 
     Attributes:
         unit: The unit.
-        node: What will give its flat parameter a gradient; ``None`` for a frozen unit.
-        hook: What reduces that gradient then. FSDP1 takes its own away after the first backward pass.
+        node: The autograd node that accumulates its flat parameter's gradient; ``None`` for a frozen unit.
+        hook: The hook that then reduces the gradient. FSDP1 removes its own after the first backward pass.
     """
 
     unit: FullyShardedDataParallel
@@ -142,33 +142,33 @@ class Pending:
 
 
 def cast_inputs(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Cast floating-point tensors, however deep in a module's arguments, as a root of FSDP1's does."""
+    """Cast floating-point tensors at any depth of a module's arguments, as FSDP1's root does."""
     cast: tuple[Any, Any] = _cast_forward_inputs(dtype, *args, **kwargs)
     return cast
 
 
 def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParallel]:
-    """The units of a root that hold parameters, itself among them."""
-    # as FSDP1's own fsdp_modules() finds them, but that takes several times as long
+    """The units of a root that hold parameters, including the root itself."""
+    # the same as FSDP1's own fsdp_modules(), which is several times slower
     units = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
     return (unit for unit in units if handle_of(unit) is not None)
 
 
 def handle_of(unit: FullyShardedDataParallel) -> Any:
-    """What holds a unit's flat parameter; ``None`` for a unit without parameters."""
+    """The handle of a unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle
 
 
 def shard_group(root: FullyShardedDataParallel) -> Any:
-    """The ranks that together hold the parameters once."""
+    """The process group whose ranks together hold one copy of the parameters."""
     return root.process_group
 
 
 def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
-    """The parameters that a unit has flattened. It must be sharded at the moment, not gathered.
+    """The parameters that a unit has flattened. The unit must be sharded, not gathered.
 
     Yields:
-        Tied parameters once, under the first of their names.
+        Each parameter; tied parameters once, under the first of their names.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
@@ -196,10 +196,10 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
 
 
 def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor, nn.Parameter, bool]]:
-    """What a unit's modules hold instead of parameters while these are gathered.
+    """The tensors that a unit's modules hold instead of parameters while the unit is gathered.
 
     Yields:
-        It, what an optimizer holds, and whether that is this rank's piece of the parameter.
+        The tensor, the optimizer's parameter, and whether that is this rank's shard of the parameter.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
@@ -210,11 +210,11 @@ def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor
 
 
 def gathered_shard(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> GatheredShard:
-    """This rank's part of what a unit's flat parameter is gathered to, and its shard.
+    """This rank's part of a unit's unsharded flat parameter, and its shard.
 
     Args:
         unit: The unit.
-        names: What the user calls modules; of the flattened parameters, the first names them all.
+        names: The user's names of modules. The result is named after the first of the flattened parameters.
     """
     handle = handle_of(unit)
     place = handle.flat_param._param_infos[0]
@@ -238,7 +238,7 @@ def _gathered_part(handle: Any) -> Tensor | None:
 
 
 def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """The further places of tied parameters of a unit: module and name, and those of the first place."""
+    """The other places of a unit's tied parameters: module and name, and those of the first place."""
     for info in handle_of(unit).flat_param._shared_param_infos:
         yield info.module, info.param_name, info.prim_module, info.prim_param_name
 
@@ -246,13 +246,13 @@ def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, st
 def reshard(unit: FullyShardedDataParallel) -> None:
     """Free a unit's gathered parameters, if there are any.
 
-    After a forward pass without a backward pass the root keeps them, and would use them again after a step.
+    After a forward pass without a backward pass the root keeps them, and would reuse them after a step.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
     place = flat._param_infos[0]
     at_rest = (
-        # without sharding, what a forward pass uses are other views of the same memory
+        # without sharding, a forward pass uses other views of the same memory
         (not handle._use_orig_params or place.module._parameters.get(place.param_name) is flat._params[0])
         and not handle._skipped_use_sharded_views
         and flat.data_ptr() == flat._local_shard.data_ptr()
@@ -266,9 +266,9 @@ def reshard(unit: FullyShardedDataParallel) -> None:
 
 
 def forget_views(unit: FullyShardedDataParallel) -> None:
-    """Let go of views of the gathered flat parameter, unless a backward pass is still to use them.
+    """Release views of the gathered flat parameter, unless a backward pass still needs them.
 
-    They hold it through autograd, where Python's garbage collector doesn't look: no model would ever be freed.
+    They keep it alive through autograd, which Python's garbage collector can't see: no model would ever be freed.
     """
     handle = handle_of(unit)
     if handle._needs_pre_backward_unshard:
@@ -285,15 +285,14 @@ def forget_views(unit: FullyShardedDataParallel) -> None:
 
 
 def reduce_unused(unit: FullyShardedDataParallel) -> None:
-    """Let a unit take part in the reduction of its gradients also where this rank has used none of its parameters.
+    """Let a unit take part in the reduction of its gradients even if this rank has used none of its parameters.
 
-    FSDP1 reduces when the flat parameter gets a gradient. A rank whose backward pass goes through the unit and meets no
-    parameter of it would leave the other ranks waiting, or exchange the next unit's gradients with them.
+    FSDP1 reduces when the flat parameter gets a gradient. A rank whose backward pass goes through the unit but reaches
+    none of its parameters would leave the other ranks waiting, or exchange the next unit's gradients with them.
 
-    Where a unit returns what it was given, as a layer that is skipped does, one tensor would have the hooks of two
-    units, or those that begin and end a unit's backward pass. They run in the order in which they were made, which is
-    that of the forward pass. So a unit gets another tensor than the unit before it has returned, and returns another
-    one than it was given.
+    If a unit returns its input, as a skipped layer does, one tensor would carry the hooks of two units, or those that
+    begin and end a unit's backward pass. Hooks run in registration order, which is that of the forward pass. So a
+    unit's input is replaced by a view, and so is an output that is an input.
     """
     if handle_of(unit) is not None:
         unit.register_forward_pre_hook(_tell_inputs_apart, with_kwargs=True)
@@ -303,7 +302,7 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
 
 def _tell_inputs_apart(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
-    # to the first call of a forward pass a backward pass comes last; there is a hook at the flat parameter from then on
+    # a backward pass visits the first call of a forward pass last; from then on the flat parameter has a hook
     unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
     if not torch.is_grad_enabled():
         return None
@@ -322,7 +321,7 @@ def _tell_output_apart(module: nn.Module, args: Any, kwargs: Any, output: Any) -
 
 
 def _plain(args: Any, kwargs: Any) -> bool:
-    """Whether a unit is called as most are, for which nothing needs to be searched."""
+    """Whether a call has nothing but tensors as positional arguments, as most have."""
     return not kwargs and all(type(each) is Tensor for each in args)
 
 
@@ -331,12 +330,12 @@ def _is_among(tensor: Tensor, values: Iterable[Any]) -> bool:
 
 
 def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
-    """Have a unit's gradients reduced when a backward pass has come to all of the unit's calls that it goes through.
+    """Reduce a unit's gradients when a backward pass has visited all of the unit's calls that it goes through.
 
-    FSDP1 hangs the reduction on the node of autograd's that accumulates the flat parameter's gradient when the unit is
-    first called, and takes it down after a backward pass. Under mixed precision the node is another one each time that
-    the parameter was gathered: a backward pass through a later call alone would reduce nothing, and one through both
-    half of it.
+    FSDP1 registers the reduction on the autograd node that accumulates the flat parameter's gradient when the unit is
+    first called, and removes it after a backward pass. Under mixed precision every all-gather of the parameter creates
+    another node: a backward pass through a later call alone would reduce nothing, and one through both calls only half
+    of the gradient.
     """
     unit = of()
     if unit is None or not torch.is_grad_enabled():
@@ -359,10 +358,10 @@ def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: n
 
 
 class _LastOfNodes:
-    """A hook on several nodes of autograd's, which reduces a unit's gradients once a backward pass.
+    """A hook on several autograd nodes, which reduces a unit's gradients once per backward pass.
 
     Args:
-        unit: The unit. It is not kept alive.
+        unit: The unit, held by a weak reference.
     """
 
     def __init__(self, unit: FullyShardedDataParallel) -> None:
@@ -372,12 +371,12 @@ class _LastOfNodes:
         self._reached: set[int] = set()
 
     def add(self, node: Any) -> None:
-        """Wait for another node too."""
+        """Add a node to wait for."""
         self._hooks.append(node.register_hook(partial(self._reach, len(self._nodes))))
         self._nodes.append(node)
 
     def remove(self) -> None:
-        """Take the hook down."""
+        """Remove the hook."""
         for hook in self._hooks:
             hook.remove()
 
@@ -399,31 +398,31 @@ def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, 
         given = args if _plain(args, kwargs) else tree_leaves((args, kwargs))
         inputs = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
         reduce = partial(_reduce_nothing, unit, handle)
-        if len(inputs) == 1:  # as most units have; torch's hook of several keeps more, and a lock
+        if len(inputs) == 1:  # the usual call; torch's hook on several tensors costs more
             inputs[0].register_hook(reduce)
         elif inputs:
             register_multi_grad_hook(inputs, reduce)
 
 
 def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None:
-    # the backward pass has come to what the unit returned, and to none of its parameters
+    # the backward pass has reached the unit's output, but none of its parameters
     if handle._training_state != HandleTrainingState.BACKWARD_PRE or not unit._sync_gradients:
         return
     flat = handle.flat_param
     with torch.no_grad():
-        if flat.grad is None:  # or else of the micro-batches before
+        if flat.grad is None:  # otherwise it is that of earlier micro-batches
             dtype = handle._fwd_bwd_param_dtype
             flat.grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
         _post_backward_hook(unit, handle, flat)
 
 
 def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending: list[Pending]) -> None:
-    """End the root's part in a forward pass that goes on, as if the root had returned ``loss``.
+    """End the root's part of a running forward pass, as if the root had returned ``loss``.
 
     Args:
         root: The root.
-        loss: What the backward pass starts from, if one is to come.
-        pending: The units that wait for a backward pass; those that do now are added.
+        loss: The tensor from which a backward pass starts, if one follows.
+        pending: The units that wait for a backward pass; newly waiting ones are appended.
     """
     for unit in units_of(root):
         handle = handle_of(unit)
@@ -452,17 +451,17 @@ def _forget_hooks(flat: Any) -> None:
 
 
 def resume_forward(root: FullyShardedDataParallel, pending: list[Pending]) -> None:
-    """Begin the root's part in a forward pass anew, with the parameters' current values.
+    """Begin the root's part of a forward pass again, with the parameters' current values.
 
     Args:
         root: The root.
-        pending: The units that another backward pass may still come to.
+        pending: The units that another backward pass may still visit.
     """
     for unit in units_of(root):
-        reshard(unit)  # a unit gathered ahead of a backward pass that did without it would be taken for changed
+        reshard(unit)  # a unit that was prefetched for a backward pass but not used would look modified
         flat = handle_of(unit).flat_param
         if not flat.requires_grad and hasattr(flat, "_saved_grad_shard"):
-            # set aside for the backward pass, and not taken back by a unit that was frozen meanwhile
+            # saved for the backward pass, and not restored by a unit that was frozen in the meantime
             flat.grad = flat._saved_grad_shard
             del flat._saved_grad_shard
     if handle_of(root) is not None:
@@ -477,14 +476,14 @@ def resume_forward(root: FullyShardedDataParallel, pending: list[Pending]) -> No
 
 
 def leave_gradients(root: FullyShardedDataParallel) -> None:
-    """Let the end of a forward pass leave gradients alone, which it would show again after ``zero_grad()`` in it."""
+    """Keep the end of a forward pass from restoring gradients that ``zero_grad()`` has cleared during it."""
     if handle_of(root) is not None:
         handle_of(root)._training_state = HandleTrainingState.IDLE
 
 
 @contextmanager
 def no_reduction(root: FullyShardedDataParallel) -> Iterator[None]:
-    """As ``root.no_sync()``, which refuses a backward pass inside the root's forward pass."""
+    """Like ``root.no_sync()``, which does not allow a backward pass inside the root's forward pass."""
     units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
     before = [unit._sync_gradients for unit in units]
     for unit in units:
@@ -497,9 +496,9 @@ def no_reduction(root: FullyShardedDataParallel) -> Iterator[None]:
 
 
 def forget_pending(root: FullyShardedDataParallel, pending: list[Pending]) -> None:
-    """Let no unit wait for a backward pass any more.
+    """Stop all units from waiting for a backward pass.
 
-    The next forward pass would take what they wait at for its own, and under mixed precision it is something else.
+    The next forward pass would reuse the nodes that they wait at, but under mixed precision it has other nodes.
     """
     for unit in units_of(root):
         _forget_hooks(handle_of(unit).flat_param)
@@ -510,10 +509,10 @@ def forget_pending(root: FullyShardedDataParallel, pending: list[Pending]) -> No
 
 
 def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
-    """Let flat parameters require gradients if one of theirs does.
+    """Let flat parameters require gradients if any of their parameters does.
 
     Returns:
-        Whether the root's gathered parameters, which follow their flat one when they are gathered, have to be again.
+        Whether the root must be gathered again, because its gathered parameters follow the flat one only then.
     """
     for unit in units_of(root):
         handle_of(unit)._reset_flat_param_grad_info_if_needed()
@@ -527,7 +526,7 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
 
 
 def abandon_forward(root: FullyShardedDataParallel) -> None:
-    """Make units idle after an exception in a forward pass, and leave gradients what they are."""
+    """Make units idle after an exception in a forward pass, and leave gradients unchanged."""
     for unit in FullyShardedDataParallel.fsdp_modules(root):
         unit.training_state = TrainingState.IDLE
         if handle_of(unit) is not None:

@@ -1,4 +1,4 @@
-"""A unit's gradients: those that were reduced to its shard, and those that wait for it at the flat parameter."""
+"""A unit's gradients: those reduced to its shard, and unreduced ones at the flat parameter."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ __all__ = [
 
 
 def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:
-    """The gradients that a unit has accumulated without reducing them, by the module and the name of the parameter.
+    """The gradients that a unit has accumulated without reducing them, by module and parameter name.
 
-    Without sharding nothing tells them from reduced ones, and nothing has to: reduced again, those stay what they are.
+    Without sharding they can't be distinguished from reduced ones, and needn't be: reducing those again changes
+    nothing.
     """
     handle = handle_of(unit)
     handle._reset_flat_param_grad_info_if_needed()
@@ -37,11 +38,11 @@ def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module,
 def set_unreduced_gradients(
     unit: FullyShardedDataParallel, gradients: Mapping[tuple[nn.Module, str], Callable[[], Tensor]]
 ) -> None:
-    """Let a unit go on from gradients that :func:`unreduced_gradients` has found.
+    """Restore gradients that :func:`unreduced_gradients` returned.
 
     Args:
-        unit: The unit. What :func:`set_reduced_gradient` has set is added to by the next reduction.
-        gradients: Functions that read a gradient, by the module and the name of the parameter; of others it is zero.
+        unit: The unit. The next reduction adds to the gradient set by :func:`set_reduced_gradient`.
+        gradients: Functions that read a gradient, by module and parameter name. Missing ones are zero.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
@@ -65,10 +66,10 @@ def set_unreduced_gradients(
 
 
 def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
-    """This rank's elements of the gradient that a unit has accumulated by reductions, laid out as its shard.
+    """This rank's elements of a unit's reduced gradient, laid out as its shard.
 
     Returns:
-        ``None`` if there is none, and on a rank that holds no element of a trainable parameter of the unit.
+        ``None`` if there is no gradient, or if this rank holds no element of the unit's trainable parameters.
     """
     handle = handle_of(unit)
     handle._reset_flat_param_grad_info_if_needed()
@@ -83,7 +84,7 @@ def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
 
 
 def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
-    """Let a unit go on from what :func:`reduced_gradient` has found."""
+    """Restore a gradient that :func:`reduced_gradient` returned."""
     handle = handle_of(unit)
     flat = handle.flat_param
     flat.grad = grad
@@ -102,7 +103,7 @@ def no_gradient(unit: FullyShardedDataParallel) -> Tensor:
 
 
 def drop_gradients(unit: FullyShardedDataParallel) -> None:
-    """Forget every gradient of a unit."""
+    """Drop every gradient of a unit."""
     flat = handle_of(unit).flat_param
     flat.grad = None
     if hasattr(flat, "_saved_grad_shard"):

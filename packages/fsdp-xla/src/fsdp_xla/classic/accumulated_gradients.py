@@ -1,4 +1,4 @@
-"""Gradients of an accumulation under classic XlaFSDP, which keeps those that are not reduced at the full parameters."""
+"""Accumulated gradients under classic XlaFSDP, which keeps unreduced ones at the full parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["forget_in_units", "held_by_units", "restore_to_units"]
 
 
 def held_by_units(root: nn.Module, layout: Layout) -> HeldGradients:
-    """What this rank holds of gradients, copied to host memory."""
+    """This rank's part of the gradients, copied to host memory."""
     held = HeldGradients()
     name_of = {(id(member.owner), member.attribute): name for name, member in named_members(root)}
     for unit in units_of(root):
@@ -33,7 +33,7 @@ def held_by_units(root: nn.Module, layout: Layout) -> HeldGradients:
 
 
 def forget_in_units(root: nn.Module, names: Collection[str]) -> None:
-    """Make nothing of the gradients of these parameters that this rank has yet to have reduced."""
+    """Zero this rank's unreduced gradients of these parameters."""
     name_of = {(id(member.owner), member.attribute): name for name, member in named_members(root)}
     for unit in units_of(root):
         for owner, attribute, grad in unreduced_gradients(unit):
@@ -48,10 +48,10 @@ def restore_to_units(
     reduced: Mapping[str, Tensor | SavedTensor],
     runtime: Runtime,
 ) -> None:
-    """Put gradients where :func:`held_by_units` has found them, instead of those that are there. All ranks do.
+    """Restore gradients that :func:`held_by_units` returned, replacing existing ones. All ranks must call it.
 
     Raises:
-        CheckpointMismatchError: A gradient is of no parameter of the module, or has another shape.
+        CheckpointMismatchError: A gradient belongs to no parameter of the module, or has another shape.
     """
     places = {name: (member.owner, member.attribute) for name, member in named_members(root)}
     for name in (*own, *reduced):
@@ -68,7 +68,7 @@ def restore_to_units(
                 if part.name in reduced:
                     fill(part.of(flat), reduced[part.name], cast=True)
             shard.grad = flat.view(shard.shape).to(shard.device)
-    if any(runtime.gather_objects(bool(own))):  # they are given to gathered parameters, which all ranks must gather
+    if any(runtime.gather_objects(bool(own))):  # they are set on gathered parameters, which all ranks must gather
         by_place = {(id(places[name][0]), places[name][1]): read for name, read in own.items()}
         for unit in units_of(root):
             set_unreduced_gradients(unit, by_place)

@@ -1,8 +1,8 @@
-"""Sharding with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device. Knows no Lightning.
+"""Sharding with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device. Independent of Lightning.
 
-Joint set-up of module and optimizer works, and an optimizer from before the set-up follows its parameters, as under
-every strategy. torch_xla asks for the optimizer after the module; ``repoint`` needs no such order, and shards that
-are 1-D make the joint set-up the better one.
+Module and optimizer can be set up jointly, and an optimizer that was created before the set-up is re-pointed to the
+shards, as under every strategy. torch_xla requires the optimizer to be created after the module is wrapped;
+``repoint`` does not, and because shards are 1-D the joint set-up is preferable.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from fsdp_core.sharding import (
     checkpoint_activations,
     describe_policy,
     kept_as_built,
+    let_go_of,
+    materialize,
     parameter_orders,
     put_in_place,
     select_units,
@@ -33,29 +35,28 @@ from fsdp_core.state import ChunkedTensor
 from fsdp_xla.classic.lazy_state import gathered_in_turn
 from fsdp_xla.classic.runtime import XLARuntime
 from fsdp_xla.classic.sharded import XLASharded
-from fsdp_xla.classic.unit_placement import place
 from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.options import check_collectives, check_options
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.torch_xla_private import devices as xla
 from fsdp_xla.torch_xla_private import units
-from fsdp_xla.torch_xla_private.units import XlaFullyShardedDataParallel, is_shard
+from fsdp_xla.torch_xla_private.units import XlaFullyShardedDataParallel, is_shard, parameter_of
 
 __all__ = ["XLABackend"]
 
 
 class XLABackend(Backend):
-    """Keeps of every parameter a run of its elements on each rank, padded to a multiple of 128.
+    """Keeps consecutive elements of every parameter on each rank, padded to a multiple of 128.
 
     Args:
         auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
             blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
         sequential_save: Whether state is copied to the host only when it is written, for ranks that write in turn.
-        **options: Options of ``XlaFullyShardedDataParallel``; what is ``None`` is left to it.
+        **options: Options of ``XlaFullyShardedDataParallel``. Those that are ``None`` get its defaults.
 
     Raises:
-        UnsupportedCapabilityError: An option is none of torch_xla's, or is set by something else.
+        UnsupportedCapabilityError: An option is not torch_xla's, or users may not set it.
     """
 
     accelerators = ("xla",)
@@ -128,7 +129,7 @@ class XLABackend(Backend):
                 if m not in sharded and not isinstance(m, XlaFullyShardedDataParallel) and not _is_flattener(m)
             ]
             sharded.update(own)
-            place(own, self.runtime)
+            _place(own, self.runtime)
             buffers += [(m, name, buffer) for m in own for name, buffer in m.named_buffers(recurse=False)]
             root = self._wrapped(unit)
             units.let_go_of_wholes(root)
@@ -137,9 +138,9 @@ class XLABackend(Backend):
         assert root is not None
         if "buffer_dtype" not in self.options:
             for owner, name, buffer in buffers:
-                owner._buffers[name] = buffer  # at the dtype that it has; torch_xla casts all to one
+                owner._buffers[name] = buffer  # in its own dtype; torch_xla casts all buffers to one
         for shard in units.shards_of(root):
-            # the root's own, or an optimizer over module.parameters() would leave them as they are
+            # the root's own shards: an optimizer over module.parameters() would miss them otherwise
             module.register_parameter(shard._name, shard)
         units.reduce_what_waits(root)
         units.follow_freezing(root)
@@ -179,13 +180,13 @@ class XLABackend(Backend):
             unit,
             **{
                 "compute_dtype": self.precision.compute,
-                # the other kind of all-gather is made of sums over padding: no faster, and never the same on two ranks
+                # with pinned layouts an all-gather is a sum over padding: no faster, and a different program per rank
                 "pin_layout_in_collective_ops": False,
                 **self.options,
             },
         )
         if not wrapped.sharded_params:
-            wrapped.coalesce_all_gather_ops = False  # it would gather an empty list, which XLA doesn't survive
+            wrapped.coalesce_all_gather_ops = False  # gathering an empty list crashes XLA
         return wrapped
 
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
@@ -201,12 +202,41 @@ class XLABackend(Backend):
         return super().full_tensor(value)
 
 
+def _place(modules: list[nn.Module], runtime: XLARuntime) -> None:
+    """Move a unit's parameters and buffers to the device, with rank 0's values; tied parameters stay tied.
+
+    Args:
+        modules: The unit's modules. What they have on the meta device is materialized first.
+        runtime: The ranks, all of which must call it.
+    """
+    with runtime.building():
+        materialize(modules, torch.device("cpu"))
+    device = runtime.device
+    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in modules:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in moved:
+                kept = let_go_of(parameter)
+                if kept is not None:
+                    data = torch.cat(runtime.gather_objects(kept.part)).view(kept.shape)
+                else:
+                    data = runtime.broadcast_object(parameter.data.cpu())
+                new = parameter_of(data.to(device), parameter.requires_grad)
+                new.__dict__.update(parameter.__dict__)
+                moved[id(parameter)] = (new, parameter)
+                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
+                parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+            module._parameters[name] = moved[id(parameter)][0]
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = runtime.broadcast_object(buffer.cpu()).to(device)
+
+
 def _is_flattener(module: nn.Module) -> bool:
     return type(module).__name__ == "XlaFlattenParamsWrapper"
 
 
 def _as_torch_policy(policy: Any) -> Any:
-    """Let a policy of torch_xla's, which counts ``unwrapped_params``, be asked as torch's are."""
+    """Adapt a torch_xla policy, which takes ``unwrapped_params``, to torch's signature."""
     if (
         not callable(policy)
         or isinstance(policy, type)

@@ -26,8 +26,8 @@ __all__ = ["XLAFSDPStrategy"]
 class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
     """Shards modules with torch_xla's ``XlaFullyShardedDataParallel`` under Fabric, one rank per XLA device.
 
-    ``Fabric(strategy="xla_fsdp")`` is this class with its defaults. With several devices the training goes into a
-    function, ``fabric.launch(train)``, which every rank calls.
+    ``Fabric(strategy="xla_fsdp")`` is this class with its defaults. With several devices, training must be a function
+    that is passed to ``fabric.launch(train)``, which calls it on every rank.
 
     Args:
         accelerator: As in Lightning.
@@ -39,27 +39,27 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
             ``ModuleList`` s, or ``None`` for the root alone.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
             classes or a function ``module -> bool``.
-        state_dict_type: ``"sharded"`` for checkpoint folders that every rank writes its part of, ``"full"`` for one
+        state_dict_type: ``"sharded"`` for checkpoint folders to which every rank writes its shards, ``"full"`` for one
             file gathered on rank 0.
-        sequential_save: Whether ranks of a host save one after another, so that no more than a part of one rank's state
-            is in host memory at a time.
+        sequential_save: Whether the ranks of a host save one after another, so that only part of one rank's state is in
+            host memory at a time.
         timeout: How long a rank waits for the others; half an hour when ``None``.
-        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
-            training.
+        async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
+            background.
         reshard_after_forward: Whether units free their parameters between forward and backward pass.
-        flatten_parameters: Whether a unit's parameters are joined to one, for fewer collectives.
-        execute_sharding_on_init: Whether a unit is sharded at once, and its full parameters freed.
-        optimization_barrier_in_forward: Whether XLA is kept from fusing a unit's forward pass with what is around it,
-            which saves memory.
+        flatten_parameters: Whether a unit's parameters are flattened into one, for fewer collectives.
+        execute_sharding_on_init: Whether a unit is sharded immediately, and its full parameters freed.
+        optimization_barrier_in_forward: Whether a barrier keeps XLA from fusing a unit's forward pass with adjacent
+            operations, which saves memory.
         optimization_barrier_in_backward: The same for its backward pass.
-        sync_on_finalization: Whether the forward and backward pass run apart from the step.
+        sync_on_finalization: Whether forward and backward pass run as a program separate from the optimizer step.
         disable_reshard_on_root: Whether the root's parameters are kept between forward and backward pass.
-        compute_dtype: The dtype to compute in; ``None``: what ``precision`` says.
+        compute_dtype: The dtype to compute in; ``None``: chosen by ``precision``.
         buffer_dtype: The dtype of floating-point buffers; ``None``: they keep their own.
-        fp32_reduce_scatter: Whether gradients are reduced in fp32 where ``compute_dtype`` is another.
-        shard_param_on_dim_0: Whether parameters are sharded along their first dimension, and not flattened.
+        fp32_reduce_scatter: Whether gradients are reduced in fp32 if ``compute_dtype`` is another dtype.
+        shard_param_on_dim_0: Whether parameters are sharded along their first dimension instead of flattened.
         pin_layout_in_collective_ops: Whether layouts are pinned in collectives; not on the CPU.
-        reduce_scatter_bucket_size_mb: Reduce gradients in buckets of this size; 0: don't.
+        reduce_scatter_bucket_size_mb: The size of buckets in which gradients are reduced; 0: no buckets.
         coalesce_all_gather_ops: Whether a unit's parameters are gathered in one collective; needs
             ``shard_param_on_dim_0``.
 
@@ -139,13 +139,13 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedFabricStrategy):
         """Reduce a tensor, in place, or a number over the ranks.
 
         Args:
-            output: A tensor of the same shape on every rank, or a number. Anything else comes back unchanged.
-            group: Not used: all ranks take part.
+            output: A tensor of the same shape on every rank, or a number. Anything else is returned unchanged.
+            group: Ignored: all ranks take part.
             reduce_op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or torch's ``ReduceOp``; ``None`` is the sum, as in
                 Lightning's strategy of this name.
 
         Returns:
-            The reduced tensor; of numbers too, a mean of which is a float.
+            The reduced tensor, also for numbers. The mean of numbers is a float.
         """
         name = reduce_op_name("sum" if reduce_op is None else reduce_op)
         if isinstance(output, int | float):

@@ -1,8 +1,7 @@
 """State of a rank in host memory, for checkpoints, and back to the device.
 
-Slices and copies of state are made on the host: on the device each would be a graph to compile.
-
-So a sharded root may adopt what a checkpoint was read into (``Sharded.adopt_model_state``).
+Slices and copies of state are made on the host, because on the device each would be a graph to compile. For the same
+reason a sharded root can adopt tensors into which a checkpoint was read (``Sharded.adopt_model_state``).
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ __all__ = ["HostOptimizer", "flat_on_host"]
 
 
 def flat_on_host(tensor: Tensor) -> Tensor:
-    """A shard's elements in host memory, in one dimension, as a layout's ranges count them."""
+    """A shard's elements in host memory, as a 1-D tensor that a layout's ranges index."""
     return on_host(tensor).reshape(-1)
 
 
 class HostOptimizer:
-    """What of an optimizer a checkpoint holds, with shards in host memory, for core's functions about state.
+    """A stand-in for an optimizer, with its shards in host memory, for core's state functions.
 
     Args:
         optimizer: The optimizer on the device.
-        layout: What its parameters have of the user's.
+        layout: The parts of the user's parameters in its parameters.
         with_state: Whether to hold its state.
-        late: Whether to hold no more than shapes of what is laid out as a shard.
+        late: Whether to hold only the shapes of state with the layout of a shard.
 
     Attributes:
-        param_groups: As the optimizer's, over parameters that stand in for its own.
-        state: As the optimizer's, by those.
-        layout: What those have of the user's.
+        param_groups: The optimizer's param groups, over stand-in parameters.
+        state: The optimizer's state, by stand-in parameter.
+        layout: The parts of the user's parameters in the stand-in parameters.
     """
 
     def __init__(
@@ -66,10 +65,10 @@ class HostOptimizer:
         return self._stand_ins[parameter]
 
     def complete(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give shards that are nothing but padding the state that other ranks' shards have.
+        """Add the state that other ranks' shards have to shards that consist of padding only.
 
-        Its values don't matter. But an optimizer makes missing state at its next step, in a graph that the other ranks
-        don't have, and ranks with different graphs wait for each other forever.
+        Its values don't matter. But an optimizer creates missing state at its next step, in a graph that the other
+        ranks don't have, and ranks with different graphs deadlock.
 
         Args:
             saved: The state to restore, by parameter name and key.
@@ -85,7 +84,7 @@ class HostOptimizer:
                 }
 
     def give_back(self) -> None:
-        """Let the optimizer go on from this state."""
+        """Load this state into the optimizer."""
         device_of = {stand_in: parameter for parameter, stand_in in self._stand_ins.items()}
         for group, mine in zip(self._optimizer.param_groups, self.param_groups, strict=True):
             group.update({key: value for key, value in mine.items() if key != "params"})

@@ -1,8 +1,8 @@
 """State that stays on the device until it is written, for ranks that save one after another.
 
-With ``sequential_save`` a state holds sources instead of copies, which are read as they are written, and a save gives
-each rank of a host a turn. So a shard is never in host memory as a whole, under Trainer and Fabric alike, and core's
-``save`` needs to know no more than that there are turns.
+With ``sequential_save`` a state holds sources instead of copies, which are read when they are written, and the ranks
+of a host save in turn. So the state of a rank is never in host memory as a whole, under Trainer and Fabric alike, and
+core's ``save`` only needs to take turns.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["DeviceFlat", "gathered_in_turn", "read_late"]
 
 
 class DeviceFlat:
-    """What a rank holds of parameters, on its device. It is in host memory from its first read to that of its end.
+    """A rank's shard of parameters, on its device. It is in host memory from its first read to the read of its end.
 
     Args:
-        tensor: A shard, or state of an optimizer that is laid out as one.
-        parts: What it has of the user's parameters.
+        tensor: A shard, or optimizer state with the layout of one.
+        parts: The parts of the user's parameters in it.
     """
 
     def __init__(self, tensor: Tensor, parts: Sequence[Part]) -> None:
@@ -36,8 +36,8 @@ class DeviceFlat:
         self._host: Tensor | None = None
 
     def part(self, part: Part) -> ChunkedTensor:
-        """What it has of one parameter, by boxes that are read when they are written."""
-        # shapes and offsets without memory: what is cut knows where it began
+        """The elements of one parameter, as boxes that are read when they are written."""
+        # shapes and offsets without memory: slices know their storage offset
         boxes = cast(ChunkedTensor, part.of(torch.empty(self._tensor.numel(), dtype=self._tensor.dtype, device="meta")))
         chunks = tuple(
             Chunk(offsets=chunk.offsets, data=_Box(self, cast(Tensor, chunk.data))) for chunk in boxes.chunks
@@ -45,7 +45,7 @@ class DeviceFlat:
         return ChunkedTensor(shape=boxes.shape, dtype=boxes.dtype, chunks=chunks, replica=boxes.replica)
 
     def read(self, start: int, length: int) -> Tensor:
-        """Consecutive elements, in host memory."""
+        """Return consecutive elements in host memory."""
         if self._host is None:
             self._host = flat_on_host(self._tensor)
         run = self._host[start : start + length]
@@ -55,14 +55,14 @@ class DeviceFlat:
 
 
 class _Box:
-    """A box of a parameter that lies in a row in a :class:`DeviceFlat`; a source, as checkpoints are written from."""
+    """A box of a parameter that is contiguous in a :class:`DeviceFlat`, as a source for writing checkpoints."""
 
     def __init__(self, flat: DeviceFlat, place: Tensor) -> None:
         self._flat, self._start = flat, int(place.storage_offset())
         self.shape, self.dtype = tuple(place.shape), place.dtype
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Read whole rows, or a part of one: elements that lie in a row here too."""
+        """Read whole rows, or a part of one: elements that are contiguous here too."""
         at = 0
         for offset, size in zip(offsets, self.shape, strict=True):
             at = at * size + offset
@@ -70,12 +70,12 @@ class _Box:
 
 
 def read_late(described: dict[str, Any], optimizer: torch.optim.Optimizer, layout: Layout) -> dict[str, Any]:
-    """What was described of an optimizer, with tensors that are read when they are written.
+    """An optimizer's state dict with tensors that are read when they are written.
 
     Args:
-        described: As from :func:`fsdp_core.state.optimizer_state`.
+        described: The result of :func:`fsdp_core.state.optimizer_state`.
         optimizer: The optimizer on the device.
-        layout: What its parameters have of the user's.
+        layout: The parts of the user's parameters in its parameters.
     """
     late: dict[str, dict[str, ChunkedTensor]] = {}
     for parameter, values in cast("dict[nn.Parameter, dict[str, Any]]", optimizer.state).items():
@@ -90,10 +90,10 @@ def read_late(described: dict[str, Any], optimizer: torch.optim.Optimizer, layou
 
 
 def gathered_in_turn(value: ChunkedTensor, runtime: Runtime) -> Tensor | None:
-    """The whole of a tensor on rank 0, to which ranks hand their parts one after another. All ranks must call it.
+    """Gather a full tensor on rank 0, to which ranks send their parts one after another. All ranks must call it.
 
     Raises:
-        CheckpointError: A rank could not read its part; raised on all.
+        CheckpointError: A rank could not read its part; raised on all ranks.
     """
     whole = torch.empty(value.shape, dtype=value.dtype) if runtime.rank == 0 else None
 

@@ -1,4 +1,4 @@
-"""One rank per XLA device: which one this is, and how it talks to the others."""
+"""One rank per XLA device: its number, and its communication with the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core import ReduceOp, Runtime
-from fsdp_xla.autograd_engine import check_autograd
 from fsdp_xla.ranks.meeting import Meeting
 from fsdp_xla.seeding import follow_manual_seed, follow_seed_from_before
 from fsdp_xla.torch_xla_private import devices as xla
@@ -28,8 +27,8 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class XLARuntime(Runtime):
     """Ranks that are XLA devices: processes on a TPU, threads on the CPU.
 
-    Values are reduced and gathered on the host, so that a metric never adds a graph to those that training compiles.
-    What is to happen on the device, inside the graph of a step, goes through :meth:`in_graph`.
+    Values are reduced and gathered on the host, so that metrics never add a graph to those that training compiles.
+    Reductions on the device, inside the graph of a step, go through :meth:`in_graph`.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class XLARuntime(Runtime):
     ) -> None:
         self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
         self.device = xla.start_alone() if world_size == 1 else xla.default_device()
-        check_autograd(
+        xla.check_autograd(
             self.device,
             "xla_fsdp",
             "Take that backward pass in another process, or in a rank: in a hook, or in train().",
@@ -75,7 +74,7 @@ class XLARuntime(Runtime):
         mine = None if self.rank != src else _RunFirst() if on_device else obj
         told = self._meeting.exchange(self.rank, mine)[src]
         if isinstance(told, _RunFirst):
-            xla.sync()  # on all ranks, since what is sent may wait for a collective of all of them
+            xla.sync()  # on all ranks, because the object may depend on a collective of all ranks
             told = self._meeting.exchange(self.rank, obj if self.rank == src else None)[src]
         return told
 
@@ -87,25 +86,25 @@ class XLARuntime(Runtime):
             return tensor
         stacked = torch.stack(self.gather_objects(xla.on_host(tensor)))
         reduced = stacked.sum(0) / len(stacked) if op == "mean" else _REDUCTIONS[str(op)](stacked)
-        with torch.no_grad():  # else a backward pass would end at the values of the others, and give no gradient
-            tensor.copy_(reduced)  # integers keep their dtype by rounding towards zero, as Lightning's reduction
+        with torch.no_grad():  # otherwise a backward pass would end at the reduced values, and give no gradient
+            tensor.copy_(reduced)  # integers keep their dtype by rounding towards zero, as in Lightning's reduction
         return tensor
 
     def building(self) -> AbstractContextManager[None]:
-        """A context in which this rank builds its model."""
+        """Context in which this rank builds its model."""
         return nullcontext() if self._meeting is None else self._meeting.building(self.rank)
 
     def claim(self, module: nn.Module) -> None:
-        """Note that this rank shards a module.
+        """Record that this rank shards a module.
 
         Raises:
-            ShardingError: Another rank does, which is a thread of this process.
+            ShardingError: Another rank, a thread of this process, shards it too.
         """
         if self._meeting is not None:
             self._meeting.claim(self.rank, module)
 
     def in_graph(self) -> XLARuntime:
-        """The same ranks, reducing inside the graph that is being recorded: nothing is fetched."""
+        """The same ranks, reducing inside the graph that is being recorded, without fetching values."""
         return self if self._meeting is None else _InGraph(self)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -130,7 +129,7 @@ class XLARuntime(Runtime):
 
 
 class _RunFirst:
-    """Sent instead of an object that holds tensors of the device: what they wait for is to be run first."""
+    """Sent instead of an object with device tensors: pending computations must run first."""
 
 
 class _InGraph(XLARuntime):
@@ -143,7 +142,7 @@ class _InGraph(XLARuntime):
 
 
 class _GatherOnDevice(torch.autograd.Function):
-    """torch_xla's own all-gather narrows the gradient to this rank's, and leaves out what the others have of it."""
+    """All-gather with a reduce-scatter as backward. torch_xla's own ignores the gradients of the other ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world_size: int) -> Tensor:

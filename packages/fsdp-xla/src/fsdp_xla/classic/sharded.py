@@ -1,4 +1,4 @@
-"""A module that ``XlaFullyShardedDataParallel`` has sharded: its steps and its state. Knows no Lightning."""
+"""A module sharded by ``XlaFullyShardedDataParallel``: its steps and its state. Independent of Lightning."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = ["XLASharded"]
 
 
 class XLASharded(Sharded):
-    """A module of whose parameters each rank holds a run of their elements.
+    """A module of whose parameters each rank holds consecutive elements.
 
     Args:
-        root: What torch_xla has wrapped around the user's module.
+        root: torch_xla's wrapper of the user's module.
         module: The user's module.
-        orders: In which order modules were written to hold their parameters.
+        orders: The original order of parameters in modules.
     """
 
     backend: XLABackend
@@ -51,11 +51,11 @@ class XLASharded(Sharded):
     def __init__(self, root: XlaFullyShardedDataParallel, module: nn.Module, orders: ParameterOrders) -> None:
         super().__init__(root, module)
         self._orders = orders
-        #: Whether there are backward passes or steps inside the forward pass.
+        #: Whether backward passes or optimizer steps run inside the forward pass.
         self._by_hand = False
         self._loading = False
 
-    # -- what it is made of ----------------------------------------------------------------------------------------
+    # -- structure -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class XLASharded(Sharded):
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
         self._by_hand = True
-        if loss is not None:  # an optimizer's step needs nothing
+        if loss is not None:  # an optimizer step needs nothing
             units.suspend_forward(self.root)
 
     def resume_forward(self) -> None:
@@ -121,7 +121,7 @@ class XLASharded(Sharded):
     def model_state(self) -> dict[str, Any]:
         self.reshard()
         xla.settle()
-        late = self.backend.sequential_save and not self._loading  # what is read into has to be in memory
+        late = self.backend.sequential_save and not self._loading  # the target of a load must be in memory
         held: dict[str, ChunkedTensor] = {}
         for shard, parts in self.layout().items():
             here = DeviceFlat(shard, parts).part if late else _on(flat_on_host(shard))
@@ -156,7 +156,7 @@ class XLASharded(Sharded):
                 for chunk in state[name].chunks:
                     flats[member.shard][at : at + chunk.data.numel()] = chunk.data.reshape(-1)
                     at += chunk.data.numel()
-        for shard in xla.in_order(flats):  # which they are to stay in
+        for shard in xla.in_order(flats):  # to preserve their order
             xla.replace(shard, flats[shard].view(shard.shape))
         for name, buffer in self.written.named_buffers():
             loaded = state.get(clean_name(name))

@@ -1,7 +1,7 @@
 """``strategy="xla_fsdp"`` for the Trainer.
 
-There is no ``MpDeviceLoader``. It reads ahead of training, which an exact resume could not know of; Lightning's own
-transfer, step by step, is enough on the CPU, and unmeasured on a TPU.
+``MpDeviceLoader`` is not used. It prefetches batches, which an exact resume could not account for. Lightning's own
+transfer at each step is sufficient on the CPU, and unmeasured on a TPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from fsdp_core.lightning import ShardedTrainerStrategy
 from fsdp_core.plugins import refuse_unknown_options
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.classic.backend import XLABackend
-from fsdp_xla.classic.rank_metrics import reduce_metrics_over
 from fsdp_xla.classic.runtime import XLARuntime
 from fsdp_xla.lightning.batch_shapes import BatchShapes, stage_of
 from fsdp_xla.lightning.cluster_environment import XLADeviceRanks, XLARanks, refuse_synced_norms
-from fsdp_xla.lightning.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
+from fsdp_xla.lightning.host_metrics import (
+    compute_metrics_on_host,
+    count_on_host,
+    log_numbers_on_host,
+    reduce_metrics_over,
+)
 from fsdp_xla.lightning.launchers import TrainerXLALauncher
 from fsdp_xla.options import ALWAYS, INSTEAD, check_sequential_save
 from fsdp_xla.torch_xla_private.devices import sync
@@ -50,27 +54,27 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
             ``ModuleList`` s, or ``None`` for the root alone.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
             classes or a function ``module -> bool``.
-        state_dict_type: ``"sharded"`` for checkpoint folders that every rank writes its part of, ``"full"`` for one
+        state_dict_type: ``"sharded"`` for checkpoint folders to which every rank writes its shards, ``"full"`` for one
             file gathered on rank 0.
-        sequential_save: Whether ranks of a host save one after another, so that no more than a part of one rank's state
-            is in host memory at a time.
+        sequential_save: Whether the ranks of a host save one after another, so that only part of one rank's state is in
+            host memory at a time.
         timeout: How long a rank waits for the others; half an hour when ``None``.
-        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
-            training.
+        async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
+            background.
         reshard_after_forward: Whether units free their parameters between forward and backward pass.
-        flatten_parameters: Whether a unit's parameters are joined to one, for fewer collectives.
-        execute_sharding_on_init: Whether a unit is sharded at once, and its full parameters freed.
-        optimization_barrier_in_forward: Whether XLA is kept from fusing a unit's forward pass with what is around it,
-            which saves memory.
+        flatten_parameters: Whether a unit's parameters are flattened into one, for fewer collectives.
+        execute_sharding_on_init: Whether a unit is sharded immediately, and its full parameters freed.
+        optimization_barrier_in_forward: Whether a barrier keeps XLA from fusing a unit's forward pass with adjacent
+            operations, which saves memory.
         optimization_barrier_in_backward: The same for its backward pass.
-        sync_on_finalization: Whether the forward and backward pass run apart from the step.
+        sync_on_finalization: Whether forward and backward pass run as a program separate from the optimizer step.
         disable_reshard_on_root: Whether the root's parameters are kept between forward and backward pass.
-        compute_dtype: The dtype to compute in; ``None``: what ``precision`` says.
+        compute_dtype: The dtype to compute in; ``None``: chosen by ``precision``.
         buffer_dtype: The dtype of floating-point buffers; ``None``: they keep their own.
-        fp32_reduce_scatter: Whether gradients are reduced in fp32 where ``compute_dtype`` is another.
-        shard_param_on_dim_0: Whether parameters are sharded along their first dimension, and not flattened.
+        fp32_reduce_scatter: Whether gradients are reduced in fp32 if ``compute_dtype`` is another dtype.
+        shard_param_on_dim_0: Whether parameters are sharded along their first dimension instead of flattened.
         pin_layout_in_collective_ops: Whether layouts are pinned in collectives; not on the CPU.
-        reduce_scatter_bucket_size_mb: Reduce gradients in buckets of this size; 0: don't.
+        reduce_scatter_bucket_size_mb: The size of buckets in which gradients are reduced; 0: no buckets.
         coalesce_all_gather_ops: Whether a unit's parameters are gathered in one collective; needs
             ``shard_param_on_dim_0``.
 
@@ -175,7 +179,7 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         with super().block_backward_sync():
             yield
-        sync()  # else the graph of the step would grow with each micro-batch
+        sync()  # otherwise the graph of the step would grow with each micro-batch
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.launcher is not None and not self.is_in_a_rank:
@@ -191,7 +195,7 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             self.sharded.reshard()
-            sync()  # it may have taken no step, and the next one's graph would go on with this one's
+            sync()  # it may have taken no optimizer step, and the next one's graph would then continue this one
         return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A module as the user wrote it, while XlaFullyShardedDataParallel has wrapped its units and taken its parameters."""
+"""The user's view of a module whose units XlaFullyShardedDataParallel has wrapped and sharded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["as_user_wrote", "layout_of", "named_members", "user_module"]
 
 
 def user_module(unit: nn.Module) -> nn.Module:
-    """The user's module in a wrapper; a module that is none, as it is."""
+    """The user's module in a wrapper. Any other module is returned unchanged."""
     if not isinstance(unit, XlaFullyShardedDataParallel):
         return unit
     inner: nn.Module = unit.module.module
@@ -36,7 +36,7 @@ def named_members(root: nn.Module) -> Iterator[tuple[str, ShardedMember]]:
 
 
 def layout_of(root: nn.Module) -> Layout:
-    """What each sharded parameter, flattened, has of the user's."""
+    """The parts of the user's parameters in each sharded parameter, flattened."""
     parts: dict[nn.Parameter, tuple[Part, ...]] = {}
     for name, member in named_members(root):
         run = FlatRange(offset=member.offset, start=member.start, length=member.length)
@@ -47,16 +47,16 @@ def layout_of(root: nn.Module) -> Layout:
 
 @contextmanager
 def as_user_wrote(root: nn.Module, orders: ParameterOrders) -> Iterator[dict[str, nn.Parameter]]:
-    """A context in which units are the user's own modules, and parameters have their shapes but take no memory.
+    """Context in which units are the user's own modules, and parameters have their original shapes without memory.
 
-    What is frozen or unfrozen meanwhile is afterwards.
+    Freezing and unfreezing in the context persists.
 
     Args:
         root: The root.
-        orders: What :func:`fsdp_core.sharding.parameter_orders` has found before anything was flattened.
+        orders: The result of :func:`fsdp_core.sharding.parameter_orders` before anything was flattened.
 
     Yields:
-        The parameters that stand in, by the user's names.
+        The stand-in parameters by the user's names.
     """
     members = {name: (member, member.shard) for name, member in named_members(root)}
     shown: dict[str, nn.Parameter] = {}

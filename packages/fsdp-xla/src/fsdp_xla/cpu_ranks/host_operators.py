@@ -1,7 +1,7 @@
-"""Operators whose result XLA has to see on the host, for ranks that are threads on its CPU client.
+"""Operators that need their input on the host, for ranks that are threads on XLA's CPU client.
 
-``.item()``, an index that is a boolean mask, ``torch.unique`` and the like fetch their input from within torch, where
-each rank would compile and run by itself what it has recorded so far. Here they fetch it as ``Tensor.cpu`` does.
+``.item()``, indexing with a boolean mask, ``torch.unique`` and the like fetch their input inside torch, where each rank
+would compile and run separately what it has recorded so far. Here they fetch it through ``Tensor.cpu``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _OPERATORS = (
 
 @contextmanager
 def operators_on_the_host() -> Iterator[None]:
-    """A context in which these operators get their input through ``Tensor.cpu``, on every thread."""
+    """Context in which these operators get their input through ``Tensor.cpu``, on every thread."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is such an operator already
+        warnings.simplefilter("ignore")  # that the operator is already registered
         for name in _OPERATORS:
             library.impl(name, _on_the_host(name), "XLA", allow_override=True)
     try:

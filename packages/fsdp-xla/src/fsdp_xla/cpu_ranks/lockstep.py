@@ -1,8 +1,8 @@
-"""Ranks that are threads of one process, on XLA's CPU client: what makes their collectives meet.
+"""Ranks that are threads of one process on XLA's CPU client, with matching collectives.
 
-The client matches the parts of a collective by the id of the compiled program, so all ranks must run the very same one:
-rank 0 compiles and dispatches, and the others do when the program is in the cache that they share. A lock around the
-whole would deadlock, for a dispatch may wait for the last one to end, which waits for the other ranks.
+The client matches collectives by the id of the compiled program, so all ranks must run the same one: rank 0 compiles
+and dispatches, and the others dispatch when the program is in their shared cache. A lock around both would deadlock,
+because a dispatch may wait for the previous one, which waits for the other ranks.
 
 This is a testing aid: it costs time in every step, and is used where ``PJRT_DEVICE=CPU`` and there are several ranks.
 """
@@ -49,10 +49,10 @@ _POOLS = ("XLA_THREAD_POOL_SIZE", "NPROC")
 
 
 class Lockstep:
-    """Runs graphs on all ranks, each when the program is there.
+    """Runs graphs on all ranks, each once the program is compiled.
 
     Args:
-        rendezvous: Where the ranks meet for this, and for whatever else all of them do.
+        rendezvous: Where the ranks meet, for this and for all other joint operations.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -61,18 +61,18 @@ class Lockstep:
         self._before: tuple[int, int, int] | None = None  # what has been compiled, while ranks dispatch
 
     def begin(self, after_failure: bool) -> None:
-        """Leave behind what a run that failed has left on this rank's device; every rank calls it first.
+        """Clear what a failed run has left on this rank's device. Every rank calls it first.
 
         Args:
-            after_failure: Whether there was one in this process.
+            after_failure: Whether a run has failed in this process.
         """
         device = _XLAC._xla_get_default_device()
         _XLAC._set_all_reduce_token(device, None)
-        if after_failure:  # what it had recorded would be a part of the next program, and not the same on every rank
+        if after_failure:  # its pending operations would become part of the next program, and differ between ranks
             _XLAC._clear_pending_irs(device)
 
     def sync(self, wait: bool = False, reset_scope: bool = True, *, doing: str = "ends a step") -> None:
-        """What ``torch_xla.sync`` does, on all ranks together."""
+        """Do what ``torch_xla.sync`` does, on all ranks together."""
         device = _XLAC._xla_get_default_device()
         self.together(lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope), doing)
         if xm.is_master_ordinal():
@@ -81,7 +81,7 @@ class Lockstep:
         _XLAC._set_all_reduce_token(context.device, None)
 
     def together(self, dispatch: Callable[[], None], doing: str = "ends a step") -> None:
-        """Call ``dispatch`` on every rank; on others than rank 0 when rank 0's program is in the cache.
+        """Call ``dispatch`` on every rank; on ranks other than 0 once rank 0's program is in the cache.
 
         Args:
             dispatch: Compiles and runs what this rank has recorded.
@@ -96,7 +96,7 @@ class Lockstep:
                 finally:
                     self._compiled.set()
             else:
-                # who has come so far goes on, even if a rank fails now: a collective that some don't join never ends
+                # ranks that have arrived continue even if one fails now: an incomplete collective never ends
                 while not self._compiled.is_set() and not self._is_there():
                     time.sleep(0.0005)
                 dispatch()
@@ -109,7 +109,7 @@ class Lockstep:
         self._before = None
 
     def _prepare(self) -> None:
-        # what one rank's collector frees and another's doesn't makes their graphs differ
+        # graphs would differ if garbage were collected on one rank only
         gc.collect()
         self._compiled.clear()
         self._before = _cache()
@@ -134,14 +134,14 @@ def _cache() -> tuple[int, int, int]:
 
 @contextmanager
 def lockstep(ranks: int, rendezvous: Rendezvous) -> Iterator[Lockstep]:
-    """A context in which threads of this process can be the ranks of a run. Everything is as it was afterwards.
+    """Context in which threads of this process can be the ranks of a run. All patches are undone afterwards.
 
     Args:
-        ranks: How many there are.
+        ranks: The number of ranks.
         rendezvous: Where they wait for each other.
 
     Raises:
-        StrategyUnavailableError: XLA has been started without what ranks need.
+        StrategyUnavailableError: XLA has been started without the settings that ranks need.
     """
     _check_environment(ranks)
     steps = Lockstep(rendezvous)
@@ -157,7 +157,7 @@ def lockstep(ranks: int, rendezvous: Rendezvous) -> Iterator[Lockstep]:
         put(xm, "mark_step", steps.sync)
         for name in _FETCHES:
             put(Tensor, name, _fetching(getattr(Tensor, name), steps))
-        # both are of the process, and ranks are threads
+        # both are global to the process, but ranks are threads
         status = _StatusOfThread()
         for owner in (xla_checkpoint, xla_fsdp):
             put(owner, "chkpt_status", status)
@@ -172,14 +172,14 @@ def lockstep(ranks: int, rendezvous: Rendezvous) -> Iterator[Lockstep]:
         put(migration.pl_legacy_patch, "__exit__", lambda *_: None)
         for function in {fabric_rank_zero_only, rank_zero_only}:
             put(function, "rank", _RankOfThread())
-        if gc.get_freeze_count() == 0:  # or somebody else has left out of collections what is not to be looked at
+        if gc.get_freeze_count() == 0:  # otherwise other code has frozen objects already
             gc.collect()
             gc.freeze()
             stack.callback(gc.unfreeze)
         if gc.isenabled():
             gc.disable()
             stack.callback(gc.enable)
-        _XLAC._xla_get_num_cached_compilation_graph()  # makes the cache, which threads could not make at once
+        _XLAC._xla_get_num_cached_compilation_graph()  # creates the cache, which threads can't create concurrently
         yield steps
 
 
@@ -198,7 +198,7 @@ def _check_environment(ranks: int) -> None:
 
 
 def _fetching(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any]:
-    """A fetch of what a collective is still to give would compile a program on each rank by itself."""
+    """Wrap a fetch: reading a pending collective's result would compile a program on each rank separately."""
 
     @functools.wraps(fetch)
     def fetch_when_run(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -228,12 +228,12 @@ def _stays(*args: Any, **kwargs: Any) -> bool:
 
 
 class _SharedPatches:
-    """Lightning's patches of loaders' classes while users make them: on from the first thread's until the last one's.
+    """Lightning's patches of dataloader classes, shared by threads: active from the first entry to the last exit.
 
-    Each thread would put its own on those of another, and take both off.
+    Otherwise each thread would apply its patches over another's, and remove both.
 
     Args:
-        patched: Lightning's context, of a class and the name of an argument.
+        patched: Lightning's context manager, which takes a class and the name of an argument.
     """
 
     def __init__(self, patched: Callable[..., AbstractContextManager[None]]) -> None:
@@ -243,7 +243,7 @@ class _SharedPatches:
 
     @contextmanager
     def of(self, base_cls: type, store_explicit_arg: str | None = None) -> Iterator[None]:
-        """A context in which a class and its subclasses are patched."""
+        """Context in which a class and its subclasses are patched."""
         with self._lock:
             count, context = self._on.get(base_cls) or (0, self._patched(base_cls, store_explicit_arg))
             if not count:
@@ -265,23 +265,23 @@ class _StatusOfThread(threading.local):
 
 
 class _Patched:
-    """Instead of a lock that a rank would hold while it waits for the others."""
+    """Replaces a lock that a rank would hold while it waits for the others."""
 
     def acquire(self) -> None:
-        """Let all ranks in."""
+        """Admit all ranks."""
 
     def release(self) -> None:
         """Nothing is held."""
 
 
 def _once(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Lightning's patches for old checkpoints, which ours are not, would be put on and taken off by every rank."""
+    """Skip Lightning's patches for legacy checkpoints, not needed here, which every rank would apply and remove."""
     return lambda self: self
 
 
 @functools.total_ordering
 class _RankOfThread:
-    """The rank of the thread that asks: compares as it does, and is written as it is."""
+    """The rank of the calling thread, in comparisons and as a string."""
 
     def __eq__(self, other: object) -> bool:
         return bool(xr.global_ordinal() == other)

@@ -1,1 +1,1 @@
-"""What XLA's strategies do to Lightning: its accelerators, launchers and metrics, and where a rank is."""
+"""Lightning integration of the XLA strategies: accelerators, launchers, metrics and rank placement."""

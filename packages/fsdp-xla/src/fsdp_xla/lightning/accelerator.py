@@ -1,4 +1,4 @@
-"""XLA's CPU devices as an accelerator of Lightning's."""
+"""XLA's CPU devices as a Lightning accelerator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["XLACPUAccelerator", "accelerator_for"]
 
 
 class XLACPUAccelerator(Accelerator):
-    """XLA's CPU devices, of which ``CPU_NUM_DEVICES`` says how many there are.
+    """XLA's CPU devices, whose number is ``CPU_NUM_DEVICES``.
 
-    It exists only where ``PJRT_DEVICE=CPU`` says so. Lightning's own XLA accelerator counts TPU chips alone, so this is
-    none of its kind.
+    It is available only if ``PJRT_DEVICE=CPU`` is set. It is not a subclass of Lightning's own XLA accelerator, which
+    counts only TPU chips.
 
     Example:
         >>> import os
@@ -40,7 +40,7 @@ class XLACPUAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:
-        """How many devices are asked for: a number; -1, or the string "-1", for all."""
+        """The requested number of devices; -1, or the string "-1", means all."""
         asked = len(devices) if isinstance(devices, list | tuple) else int(devices)
         return XLACPUAccelerator.auto_device_count() if asked == -1 else asked
 
@@ -62,13 +62,13 @@ class XLACPUAccelerator(Accelerator):
 
 
 def accelerator_for(strategy: str, chosen: Any) -> Any:
-    """The accelerator that a strategy runs on, given the one that Lightning has chosen.
+    """The accelerator on which a strategy runs, given Lightning's choice.
 
-    Under ``PJRT_DEVICE=CPU`` Lightning's choice by ``accelerator="auto"`` or ``"cpu"`` is its CPU accelerator, in the
-    place of which XLA's CPU devices are meant.
+    Under ``PJRT_DEVICE=CPU``, for ``accelerator="auto"`` or ``"cpu"``, Lightning chooses its CPU accelerator, which is
+    replaced by XLA's CPU devices.
 
     Raises:
-        StrategyUnavailableError: It is none of XLA's, or XLA is to run on another.
+        StrategyUnavailableError: It is not an XLA accelerator, or ``PJRT_DEVICE`` selects another one.
     """
     if chosen is None or isinstance(chosen, XLACPUAccelerator | XLAAccelerator):
         return chosen
@@ -76,7 +76,7 @@ def accelerator_for(strategy: str, chosen: Any) -> Any:
     if isinstance(chosen, FabricCPUAccelerator) or name == "CPUAccelerator":
         if uses_cpu_devices():
             meant = XLACPUAccelerator()
-            chosen.setup_device = meant.setup_device  # Fabric keeps the one that it chose, for this alone
+            chosen.setup_device = meant.setup_device  # Fabric keeps its own choice, and calls only this on it
             return meant
         raise StrategyUnavailableError(
             f"strategy {strategy!r} runs on XLA devices, and the accelerator is 'cpu'.\n"

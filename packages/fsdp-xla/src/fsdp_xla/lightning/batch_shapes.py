@@ -1,4 +1,4 @@
-"""A warning where batches keep changing their shape, for each of which XLA compiles programs of its own."""
+"""A warning about batches that keep changing shape, because XLA compiles separate programs for each shape."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["BatchShapes", "stage_of"]
 
 
 def stage_of(module: pl.LightningModule | None) -> str:
-    """What a Trainer is doing with a module: "train", "validate", "test", "predict" or "sanity_check"."""
+    """The stage of a module's Trainer, such as "train", "validate", "test", "predict" or "sanity_check"."""
     stage = None if module is None else module.trainer.state.stage
     return "none" if stage is None else str(stage.value)
 
 
-#: A stage may have two without a fault: that of its batches, and that of its last one.
+#: Two shapes per stage are normal: that of its batches, and that of the last one.
 _EXPECTED = 3
 
 
@@ -40,11 +40,11 @@ class BatchShapes:
         self._seen: dict[str, list[tuple[tuple[int, ...], ...]]] = {}
 
     def note(self, stage: str, batch: Any) -> None:
-        """Note a batch, and warn once for each stage that has had more shapes than a fault-free one has.
+        """Record a batch's shapes, and warn once for each stage that has had more shapes than expected.
 
         Args:
-            stage: What the batch is for.
-            batch: A collection of tensors, at any depth.
+            stage: The stage in which the batch is used.
+            batch: A nested collection of tensors.
         """
         shapes: list[tuple[int, ...]] = []
         apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tuple(tensor.shape)))

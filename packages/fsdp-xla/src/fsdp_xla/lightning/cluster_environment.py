@@ -1,4 +1,4 @@
-"""What the XLA strategies for Trainer and Fabric have in common: which rank this is, and when a graph runs."""
+"""The common part of the XLA strategies for Trainer and Fabric: rank numbers and launching."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["XLADeviceRanks", "XLARanks", "refuse_synced_norms"]
 
 
 class XLARanks(ClusterEnvironment):
-    """Ranks as XLA numbers them; before they are started, one of as many as were asked for."""
+    """Ranks as numbered by XLA; before they are started, rank 0 of the requested world size."""
 
     def __init__(self) -> None:
         self._asked = 1
@@ -68,7 +68,7 @@ class XLARanks(ClusterEnvironment):
 
 
 class XLADeviceRanks(OnXLADevices):
-    """The part of a strategy that knows its ranks are XLA's devices. Comes before core's adapter."""
+    """Mixin for strategies whose ranks are XLA devices. Must precede core's adapter in the bases."""
 
     runtime: XLARuntime
     cluster_environment: Any
@@ -88,7 +88,7 @@ class XLADeviceRanks(OnXLADevices):
 
     @property
     def is_in_a_rank(self) -> bool:
-        """Whether this is one of the ranks, and not the process or thread that starts them."""
+        """Whether this is one of the ranks, as opposed to the process or thread that starts them."""
         return xla.rank_here() is not None
 
     def _number_ranks(self) -> None:
@@ -102,7 +102,7 @@ class XLADeviceRanks(OnXLADevices):
             )
         threads = getattr(xla.meetings, "here", None)
         if threads is None or threads.world_size == 1:
-            set_rank_zero(0 if here is None else here.rank)  # else threads share what this sets: see lockstep
+            set_rank_zero(0 if here is None else here.rank)  # threads would share this global: see lockstep
 
     def _configure_launcher(self) -> None:
         if uses_cpu_devices():
@@ -113,7 +113,7 @@ class XLADeviceRanks(OnXLADevices):
                     "process.\nLeave num_nodes out, and write devices= for the number of ranks."
                 )
         if self.is_in_a_rank:
-            return  # one of the ranks builds its own Trainer or Fabric: they run already
+            return  # a rank builds its own Trainer or Fabric: ranks are already running
         if self.num_processes > 1 or self.num_nodes > 1:
             self._launcher = self.launcher_class(self.num_processes)
 
@@ -121,7 +121,7 @@ class XLADeviceRanks(OnXLADevices):
         super()._join_world()  # type: ignore[misc]  # of core's adapter, which comes after this class
         if self.is_in_a_rank:
             meet_at_infinite_barriers(self.runtime.barrier)
-        self.runtime.barrier()  # ranks may share one generator of the host's, which each has now seeded
+        self.runtime.barrier()  # ranks may share one host generator, which each has now seeded
 
     def _shard(self, module: nn.Module) -> Sharded:
         if self.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
@@ -130,17 +130,17 @@ class XLADeviceRanks(OnXLADevices):
         return sharded
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait for every rank. Whatever else is given is ignored, as by Lightning's XLA strategies."""
+        """Wait for every rank. Arguments are ignored, as in Lightning's XLA strategies."""
         self.runtime.barrier()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, decide so; exchanged on the host."""
+        """Whether all ranks, or any rank, decided ``True``; exchanged on the host."""
         decisions = self.runtime.gather_objects(bool(decision))
         return bool(min(decisions)) if all else bool(max(decisions))
 
 
 def refuse_synced_norms(asked: str) -> NoReturn:
-    """Refuse batch norms whose statistics are to be those of all ranks: torch's would quietly keep this rank's own."""
+    """Refuse synchronized batch norms: torch's would silently compute the statistics of this rank alone."""
     raise UnsupportedCapabilityError(
         f"{asked} can't be used with several ranks of 'xla_fsdp': its statistics are exchanged through "
         "torch.distributed, which knows nothing of XLA's ranks.\n"

@@ -1,12 +1,12 @@
-"""Metrics of a Trainer on the host, where computing with them is no program that XLA compiles.
+"""Metrics of a Trainer on the host, where computing with them compiles no XLA program.
 
-What ``self.log`` is given on the device belongs to the step's program. The rest must not:
+Device tensors passed to ``self.log`` belong to the step's program. The rest must stay on the host:
 
-- Lightning computes with it between steps: the mean of an epoch, and in callbacks whether it is better than the best.
-  On XLA each of these is a program of its own, compiled in the midst of a run.
-- Numbers are put on the device. XLA takes 0 and 1 for constants, so a step that logs a 1.0 would be another program
-  than one that logs a 0.5, and the first step that adds to a sum another than the second.
-- Counts, such as the lengths of loaders, are put on the device to be reduced. Each look at one would be a program.
+- Lightning computes with logged values between steps: the mean of an epoch, and in callbacks the comparison with the
+  best value. On XLA each of these is a separate program, compiled in the middle of a run.
+- Lightning puts numbers on the device. XLA treats 0 and 1 as constants, so a step that logs 1.0 would be a different
+  program from one that logs 0.5, and the first step that adds to a sum a different one from the second.
+- Lightning puts counts, such as the lengths of dataloaders, on the device to reduce them. Each read would be a program.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import move_data_to_device
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
+from fsdp_core import Runtime
 from fsdp_xla.lightning.private import LoggerConnector, ResultCollection, ResultMetric
 from fsdp_xla.torch_xla_private.devices import as_data, on_host
 
-__all__ = ["compute_metrics_on_host", "count_on_host", "log_numbers_on_host"]
+__all__ = ["compute_metrics_on_host", "count_on_host", "log_numbers_on_host", "reduce_metrics_over"]
 
 
 class _HostMetrics(LoggerConnector):
-    """Brings metrics to the host where they are looked at: an epoch's as it ends, others when they are asked for.
+    """Moves metrics to the host when they are read: an epoch's at its end, others on access.
 
-    Those of a step stay on the device until then, for the step would be waited for.
+    Until then, those of a step stay on the device, because reading them waits for the step.
     """
 
     @property
@@ -37,21 +39,21 @@ class _HostMetrics(LoggerConnector):
         if self._first_loop_iter is not None or results is None:
             return super().metrics
         for result in results.values():
-            if result.is_tensor:  # else it is the module's own torchmetrics.Metric, which goes on with what it has
+            if result.is_tensor:  # otherwise it is the module's own torchmetrics.Metric, which is still in use
                 result.to(device="cpu")
         return move_data_to_device(super().metrics, "cpu")
 
     @property
     def callback_metrics(self) -> Any:
         metrics = super().callback_metrics
-        metrics.update(move_data_to_device(metrics, "cpu"))  # in place: a callback may write to what it gets
+        metrics.update(move_data_to_device(metrics, "cpu"))  # in place: callbacks may write to the result
         return metrics
 
 
 class _DataMetric(ResultMetric):
-    """Brings its sums to the device as data.
+    """Moves its sums to the device as data.
 
-    A sum of 0 would be a constant, and the first step of an epoch another program than the second.
+    A sum of 0 would be a constant, and the first step of an epoch a different program from the second.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> _DataMetric:
@@ -73,7 +75,7 @@ class _Results(ResultCollection):
 
 
 def compute_metrics_on_host(trainer: pl.Trainer) -> None:
-    """Let what a Trainer logs be brought to the host before anything is computed with it."""
+    """Move what a Trainer logs to the host before anything is computed with it."""
     connector: Any = trainer._logger_connector
     if type(connector) is LoggerConnector:
         connector.__class__ = _HostMetrics
@@ -84,7 +86,7 @@ def compute_metrics_on_host(trainer: pl.Trainer) -> None:
 
 
 def log_numbers_on_host(module: pl.LightningModule) -> None:
-    """Let ``self.log`` of this module keep a number on the host, until ``log`` is removed from the instance."""
+    """Make ``self.log`` of this module keep numbers on the host, until ``log`` is removed from the instance."""
     if "log" in vars(module):
         return
     log = module.log
@@ -97,7 +99,7 @@ def log_numbers_on_host(module: pl.LightningModule) -> None:
 
 
 def count_on_host(value: Any) -> Any:
-    """A count, which is an integer without dimensions, in host memory; anything else as it is.
+    """Move a count, which is a 0-dim integer tensor, to host memory. Anything else is returned unchanged.
 
     Example:
         >>> count_on_host("no tensor"), count_on_host(torch.tensor(7)).device.type
@@ -105,3 +107,24 @@ def count_on_host(value: Any) -> Any:
     """
     is_count = isinstance(value, Tensor) and not value.ndim and not value.is_floating_point()
     return on_host(value) if is_count else value
+
+
+def reduce_metrics_over(runtime: Runtime, module: nn.Module) -> None:
+    """Compute a module's torchmetrics over all ranks, which are XLA devices and unknown to ``torch.distributed``.
+
+    With one rank this does nothing. A metric that was built with ``dist_sync_fn`` keeps it.
+
+    Args:
+        runtime: The ranks, which exchange the metrics' states on the host.
+        module: The module; metrics in collections and wrappers count too.
+    """
+    if runtime.world_size == 1:
+        return
+
+    def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        return [of_rank.to(state.device) for of_rank in runtime.gather_objects(on_host(state))]
+
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = gather
+            metric.distributed_available_fn = lambda: True

@@ -25,7 +25,7 @@ class FabricXLALauncher(Launcher):
     """Runs the function of ``fabric.launch(function)`` on every rank.
 
     Args:
-        ranks: How many ranks this host runs.
+        ranks: The number of ranks on this host.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -45,10 +45,10 @@ def _call(job: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> An
 
 
 class TrainerXLALauncher(Launcher):
-    """Runs a stage of a Trainer on every rank, and tells the Trainer of this process how it went.
+    """Runs a stage of a Trainer on every rank, and updates the Trainer of this process with the results.
 
     Args:
-        ranks: How many ranks this host runs.
+        ranks: The number of ranks on this host.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -69,7 +69,7 @@ class TrainerXLALauncher(Launcher):
         try:
             results, told = run_ranks(self._ranks, _stage, (trainer, function, args, kwargs))
         except RankLostError as error:
-            mark_as_told(error)  # no rank is left to tell
+            mark_as_told(error)  # no rank is left to report it
             raise
         if trainer is not None and told is not None:
             if trainer.state.fn == TrainerFn.FITTING and module is not None:
@@ -78,12 +78,12 @@ class TrainerXLALauncher(Launcher):
         return results
 
 
-#: Modules that copies of have been trained in ranks, and which weights they have, untouched by that.
+#: Modules whose copies have been trained in ranks, with the versions of their own, untrained weights.
 _fitted: WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
 
 
 def _weights(module: nn.Module) -> list[tuple[int, int]]:
-    """Something that changes when weights are loaded."""
+    """Parameter ids and versions, which change when weights are loaded."""
     return [(id(parameter), parameter._version) for parameter in module.parameters()]
 
 
@@ -94,8 +94,8 @@ def _refuse_what_was_lost(trainer: pl.Trainer) -> None:
     raise UnsupportedCapabilityError(
         f"trainer.{what}() was called after a fit of this module, whose ranks have ended, and their trained weights "
         "with them: the module of this process is as it was before.\n"
-        f"Write trainer.{what}(model, ..., ckpt_path='best') (or 'last', or a path) to go on from a checkpoint, or "
-        "load one: model = MyModule.load_from_checkpoint(path). To begin anew, build the module anew."
+        f"Write trainer.{what}(model, ..., ckpt_path='best') (or 'last', or a path) to continue from a checkpoint, or "
+        "load one: model = MyModule.load_from_checkpoint(path). To start over, build the module again."
     )
 
 
@@ -123,7 +123,7 @@ def _stage(job: tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]])
 
 
 def _tell(trainer: pl.Trainer, error: BaseException) -> None:
-    """Tell the rank's callbacks and strategy of its error, while they can still save; and that process's not again."""
+    """Report an error to the rank's callbacks and strategy while they can still save, and only there."""
     try:
         interrupt(trainer, error)
         trainer.strategy.teardown()

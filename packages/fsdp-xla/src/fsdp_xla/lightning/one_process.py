@@ -1,4 +1,4 @@
-"""What both adapters have in common: one process, which Lightning sees as one rank, for all devices of the host."""
+"""The common part of both SPMD adapters: one process, a single rank to Lightning, for all devices of the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["OneProcess"]
 
 
 class OneProcess(OnXLADevices):
-    """The part of a strategy by which one process drives all devices. Comes before core's adapter."""
+    """Mixin for strategies whose single process drives all devices. Must precede core's adapter in the bases."""
 
     backend: Backend
     runtime: Any
@@ -26,16 +26,16 @@ class OneProcess(OnXLADevices):
 
     @property
     def num_processes(self) -> int:
-        """One, whatever the number of devices: so Lightning sees one rank, and every batch is a global one."""
+        """1, whatever the number of devices: Lightning sees one rank, and every batch is a global batch."""
         return 1
 
     @property
     def root_device(self) -> torch.device:
-        """The device that stands for all of them."""
+        """The device that represents all devices."""
         return XLASPMDRuntime.device
 
     def _configure_launcher(self) -> None:
-        """There is nothing to launch."""
+        """Check the devices. There is nothing to launch."""
         adapter: Any = self
         check_devices(self.strategy_name, self.backend, self.parallel_devices, adapter.shard_precision)
 
@@ -45,7 +45,7 @@ class OneProcess(OnXLADevices):
         super().setup_environment()  # type: ignore[misc]  # of core's adapter, which comes next
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """The decision itself: there is one rank. Lightning would compute it on the device, and wait for that."""
+        """Return the decision: there is one rank. Lightning would compute it on the device, and wait for it."""
         return decision
 
     def _shard_batch(self, batch: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Where an XLA strategy runs: XLA devices instead of what Lightning chose.
+"""Placement of XLA strategies: XLA devices instead of Lightning's choice.
 
-A Trainer's XLA accelerator must see an XLA strategy of Lightning's, but only in its last check: seen as one before,
-Lightning's XLA precision would get in first. So a strategy's class is registered as one when it is given that
-accelerator.
+A Trainer's XLA accelerator requires one of Lightning's XLA strategies, but only in its last check. If the strategy
+counted as one earlier, Lightning would choose its own XLA precision. So a strategy's class is registered as one when
+it is given that accelerator.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _seen: dict[type[Any], type[Any]] = {}
 
 
 def _seen_as_lightnings(strategy: Any) -> Any:
-    """The same class, which Lightning takes for an XLA strategy of its own; its XLA accelerator runs no other.
+    """A subclass that Lightning takes for one of its XLA strategies, the only ones that its XLA accelerator runs.
 
-    It asks when all is chosen. Before, it would ask its own XLA precision what ``precision=`` means, which knows no
-    mixed one, so that no class of ours may be taken for one from the start.
+    Lightning checks this after everything is chosen. If it recognized the class earlier, it would interpret
+    ``precision=`` by its own XLA precision, which has no mixed precision.
     """
     if strategy in _seen:
         return _seen[strategy]
@@ -38,7 +38,7 @@ def _seen_as_lightnings(strategy: Any) -> Any:
 
 
 class OnXLADevices:
-    """The part of a strategy that turns Lightning's accelerator and devices into XLA's. Comes before core's adapter."""
+    """Mixin that replaces Lightning's accelerator and devices by XLA's. Must precede core's adapter in the bases."""
 
     strategy_name: str
     _accelerator: Any
@@ -46,7 +46,7 @@ class OnXLADevices:
 
     @property
     def accelerator(self) -> Any:
-        """What runs the devices."""
+        """The accelerator of the devices."""
         return self._accelerator
 
     @accelerator.setter

@@ -1,4 +1,4 @@
-"""The private names of Lightning that this package uses, each with its reason. Checked on Lightning 2.6.6."""
+"""The private names of Lightning that this package uses, and why. Tested with Lightning 2.6.6."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 # What a strategy's launcher must be; Lightning offers no public class for it.
 from lightning.fabric.strategies.launchers.launcher import _Launcher as Launcher
 
-# Fabric asks for a launcher of this class before it says that launch() needs a function.
+# Fabric checks for a launcher of this class before it reports that launch() needs a function.
 from lightning.fabric.strategies.launchers.xla import _XLALauncher as LaunchesXLA
 
-# What ranks wait at in rank_zero_first() and prepare_data(). Lightning's meets by torch.distributed or not at all.
+# The barrier of rank_zero_first() and prepare_data(). Lightning's uses torch.distributed or does nothing.
 from lightning.fabric.utilities.distributed import _InfiniteBarrier as InfiniteBarrier
 
-# The Trainer's loops, and the counters in them; a Trainer has no other place for how far it has come.
+# The Trainer's loops and their counters; a Trainer keeps its progress nowhere else.
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 
-# Tells callbacks, data module, strategy and loggers of an error. Lightning does so only where the ranks were started.
+# Reports an error to callbacks, data module, strategy and loggers. Lightning does so only where ranks were started.
 from lightning.pytorch.trainer import call
 
-# Keeps what is logged; no public hook of a strategy sees the values before something is computed with them.
+# Keeps logged values; no public hook of a strategy sees them before something is computed with them.
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector as LoggerConnector
 
-# What it keeps of each value, and where.
+# Its storage of values.
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 
-# How a tuner ends the fit in which it tries its values; no error.
+# Raised by a tuner to end its trial fit; not an error.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
 __all__ = [
@@ -48,12 +48,12 @@ __all__ = [
 
 _TOLD = "_fsdp_xla_told_in_its_rank"
 
-#: Tells a Trainer's callbacks, data module, strategy and loggers of an error.
+#: Reports an error to a Trainer's callbacks, data module, strategy and loggers.
 interrupt = call._interrupt
 
 
 def mark_as_told(error: BaseException) -> None:
-    """Let Lightning not tell of an error where the ranks were started: it has been told in the ranks."""
+    """Keep Lightning from reporting an error where the ranks were started: the ranks have reported it."""
     setattr(error, _TOLD, True)
     call._interrupt = _interrupt_unless_told  # type: ignore[assignment]
 
@@ -70,7 +70,7 @@ _enter = InfiniteBarrier.__enter__
 
 
 def meet_at_infinite_barriers(barrier: Callable[[], None]) -> None:
-    """Let the rank of this thread wait for the others where Lightning has an infinite barrier: in rank_zero_first()."""
+    """Make this thread's rank wait at ``barrier`` where Lightning has an infinite barrier, as in rank_zero_first()."""
     _of_thread.barrier = barrier
     InfiniteBarrier.__enter__ = _enter_barrier_of_thread  # type: ignore[method-assign, assignment]
 

@@ -1,8 +1,8 @@
-"""What the Trainer that started ranks is told of how they went: they ran with copies of it, which end with them.
+"""Results that ranks return to the Trainer that started them. Ranks run with copies of it, which end with them.
 
-Weights end with the ranks. They are not brought back into the module of the script, which would be a full copy; an
-error says to go on from a checkpoint. What is small is brought back: metrics, counters, the best checkpoints, and
-which version a logger wrote.
+Weights end with the ranks. They are not copied back into the script's module, which would be a full copy; an error
+says to continue from a checkpoint. Small results are returned: metrics, counters, the best checkpoints, and the
+version that a logger wrote.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _OF_CHECKPOINTS = (
     "kth_value",
     "last_model_path",
 )
-#: Where loggers keep which run it is that they write.
+#: Attributes in which loggers keep the identity of the run.
 _OF_LOGGERS = ("_version", "_run_id", "_id")
-#: And what of Lightning's CSVLogger writes: another would begin by removing what this one has written.
+#: The writer of Lightning's CSVLogger: a new one would begin by removing the files of this one.
 _WRITER = ("_experiment",)
 
 
 def what_to_bring_back(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a rank's Trainer knows when a stage has ended: plain data, and tensors in host memory."""
+    """Collect the results of a rank's Trainer after a stage: plain data, and tensors in host memory."""
     told = {
         "metrics": {name: dict(getattr(trainer, name)) for name in _METRICS},
         "checkpoints": [_of(callback, _OF_CHECKPOINTS) for callback in trainer.checkpoint_callbacks],
@@ -49,7 +49,7 @@ def what_to_bring_back(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def bring_back(trainer: pl.Trainer, told: dict[str, Any]) -> None:
-    """Let a Trainer know what :func:`what_to_bring_back` found in the copy of it that a rank had."""
+    """Update a Trainer with the results that :func:`what_to_bring_back` collected from a rank's copy of it."""
     trainer.state = told["state"]
     for name, metrics in told["metrics"].items():
         getattr(trainer, name).update(metrics)
@@ -63,7 +63,7 @@ def bring_back(trainer: pl.Trainer, told: dict[str, Any]) -> None:
 
 
 def to_host(value: Any) -> Any:
-    """A nest of values, with its tensors in host memory."""
+    """Move the tensors in nested values to host memory."""
     return apply_to_collection(value, Tensor, on_host)
 
 
@@ -72,7 +72,7 @@ def _of(one: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _loops(loop: Any) -> Iterator[Any]:
-    """A loop, and those in it."""
+    """A loop, and its inner loops."""
     yield loop
     for inner in vars(loop).values():
         if isinstance(inner, Loop):
@@ -80,6 +80,6 @@ def _loops(loop: Any) -> Iterator[Any]:
 
 
 def _progress(loop: Any) -> dict[str, Any]:
-    """How far a loop has come: ``trainer.global_step`` and ``current_epoch`` are read from it."""
+    """The progress of a loop, from which ``trainer.global_step`` and ``current_epoch`` are read."""
     counted = {name: value for name, value in vars(loop).items() if isinstance(value, BaseProgress)}
     return {**counted, **_of(loop, ("_batches_that_stepped",))}

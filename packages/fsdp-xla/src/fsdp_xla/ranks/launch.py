@@ -29,15 +29,15 @@ def run_ranks(world_size: int, function: Callable[..., Any], arguments: Any) -> 
     """Call ``function`` on every rank, each with a copy of ``arguments``.
 
     Args:
-        world_size: How many ranks this host is to run.
-        function: Called with the rank's copy. What rank 0's call returns must be picklable where ranks are processes.
-        arguments: What ranks start from. It is left alone.
+        world_size: The number of ranks to run on this host.
+        function: Called with the rank's copy. Rank 0's result must be picklable if ranks are processes.
+        arguments: The arguments to copy. They are not modified.
 
     Returns:
-        What rank 0 of the host returned.
+        The result of this host's rank 0.
 
     Raises:
-        StrategyUnavailableError: XLA has been started already, in another way.
+        StrategyUnavailableError: XLA has already been started, in an incompatible way.
     """
     if uses_cpu_devices():
         return _on_threads(world_size, function, arguments)
@@ -45,17 +45,17 @@ def run_ranks(world_size: int, function: Callable[..., Any], arguments: Any) -> 
 
 
 def check_cpu_devices(world_size: int) -> None:
-    """Look whether XLA can have so many CPU devices.
+    """Check that XLA can have this number of CPU devices.
 
     Raises:
-        StrategyUnavailableError: It has another number already, or is told to have.
+        StrategyUnavailableError: It has another number already, or ``CPU_NUM_DEVICES`` specifies another.
     """
     told = os.environ.get("CPU_NUM_DEVICES")
     if _started_with and _started_with[0] != world_size:
         raise StrategyUnavailableError(
             f"devices={world_size} was asked for, and XLA has {_started_with[0]} CPU devices since a run with "
             f"devices={_started_with[0]} in this process (CPU_NUM_DEVICES={told}).\n"
-            f"Write devices={_started_with[0]}, or start Python anew."
+            f"Write devices={_started_with[0]}, or restart Python."
         )
     if told is not None and int(told) != world_size:
         raise StrategyUnavailableError(
@@ -70,7 +70,7 @@ def check_cpu_devices(world_size: int) -> None:
         )
 
 
-#: How many devices the first run has let XLA have, where no variable said so before.
+#: The number of devices with which the first run has started XLA, if no variable specified it before.
 _started_with: list[int] = []
 
 
@@ -108,7 +108,7 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
             except BaseException as error:
                 failures.append(error)
                 ended[here.rank].set()
-                # most failures are of all ranks alike: let each have its own, rather than that of a rank that is lost
+                # most failures occur on all ranks alike: let each raise its own, rather than a RankLostError
                 if not all(other.wait(_SECONDS_FOR_PEERS) for other in ended):
                     meeting.break_up()
             finally:
@@ -130,20 +130,20 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
 
 
 def _seed_device(seed: int) -> None:
-    """Let this rank's device be seeded as torch was where the ranks are started, and as it is in the rank."""
+    """Seed this rank's device with torch's seed at the launch, and let it follow ``torch.manual_seed`` in the rank."""
     device = xla.default_device()
     xla.set_random_state(device, seed % 2**63)
     follow_manual_seed(partial(xla.set_random_state, device))
 
 
-#: How long a rank that has failed waits for others that are about to.
+#: How long a failed rank waits for the failures of other ranks.
 _SECONDS_FOR_PEERS = 1.0
 
-#: Runs on CPU devices that failed, in whatever way.
+#: Runs on CPU devices that failed in any way.
 _failed: list[int] = []
 
-#: Runs on CPU devices that ranks left at different places. What one of them had recorded stays with its device, and the
-#: next run's graphs would differ between ranks, which then wait for each other until XLA ends the process.
+#: Runs on CPU devices that ranks left at different places. What a rank had recorded stays with its device, so that the
+#: next run's graphs would differ between ranks, which would wait for each other until XLA ends the process.
 _interrupted: list[int] = []
 
 
@@ -151,7 +151,7 @@ def _check_not_interrupted() -> None:
     if _interrupted:
         raise StrategyUnavailableError(
             "a run on XLA's CPU devices has failed in this process before, on some ranks earlier than on others, and "
-            "the devices can't be used again.\nStart Python anew."
+            "the devices can't be used again.\nRestart Python."
         )
 
 

@@ -1,8 +1,8 @@
-"""How ranks exchange objects on the host, so that no graph of the device has to be compiled or run for it.
+"""Exchange of objects between ranks on the host, without compiling or running a graph on the device.
 
-Metrics, decisions and objects go through it (shared memory between threads, a store between processes). On the device
-each would be a program to compile. Only what belongs to a step, such as the norm of a clipping, is reduced in its
-graph.
+Metrics, decisions and objects are exchanged this way (shared memory between threads, a store between processes). On
+the device each would be a program to compile. Only values that belong to a step, such as the norm for gradient
+clipping, are reduced in its graph.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ class Meeting(ABC):
     """Where the ranks of one run meet.
 
     Attributes:
-        world_size: How many there are.
+        world_size: The number of ranks.
     """
 
     world_size: int
 
     @abstractmethod
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        """Give every rank the list of all ranks' values, by rank. All of them must call it.
+        """Return the list of all ranks' values, by rank. All ranks must call it.
 
         Args:
             rank: The caller.
-            value: What it brings; picklable.
+            value: Its value; picklable.
 
         Raises:
-            RankLostError: A rank has failed, or did not come in time.
+            RankLostError: A rank has failed, or did not arrive in time.
         """
 
     def building(self, rank: int) -> AbstractContextManager[None]:
-        """A context in which a rank builds its model."""
+        """Context in which a rank builds its model."""
         return nullcontext()
 
     def claim(self, rank: int, module: nn.Module) -> None:
-        """Note that a rank shards a module, which ranks that are threads must not share.
+        """Record that a rank shards a module, which ranks that are threads must not share.
 
         Raises:
-            ShardingError: Another rank does.
+            ShardingError: Another rank shards it too.
         """
 
     @abstractmethod
     def another(self, rank: int) -> Meeting:
-        """A further meeting of the same ranks, for another thread of each. All of them must call it."""
+        """Create another meeting of the same ranks, for another thread of each. All ranks must call it."""
 
 
 class ThreadMeeting(Meeting):
@@ -107,12 +107,12 @@ class ThreadMeeting(Meeting):
 
     @contextmanager
     def building(self, rank: int) -> Iterator[None]:
-        """A context for one rank at a time, in which each finds torch's random generator where the first found it.
+        """Context for one rank at a time, in which each rank gets torch's random generator in the same state.
 
-        The generator is the process's own, and so is what torch's ``wrap`` looks at.
+        The generator is shared by the process, and so is the state of torch's ``wrap``.
 
         Raises:
-            RankLostError: In it a rank waits for the others, which wait for their turn to build.
+            RankLostError: A rank waits for the others inside the context, while they wait for their turn to build.
         """
         with self._lock:
             outer, self.rendezvous.building = self.rendezvous.building, rank
@@ -139,7 +139,7 @@ class ThreadMeeting(Meeting):
                     )
 
     def break_up(self) -> None:
-        """Let every rank that waits, or is going to, raise."""
+        """Make every rank that waits, now or later, raise."""
         self.rendezvous.break_up()
         for other in self._others:
             other.break_up()
@@ -153,13 +153,13 @@ class StoreMeeting(Meeting):
 
     Args:
         store: The store.
-        world_size: How many ranks there are.
-        host: The store to keep for as long: the one that ``store`` is a clone of, which may be the server.
+        world_size: The number of ranks.
+        host: A store to keep alive: the original of the clone ``store``, which may be the server.
     """
 
     def __init__(self, store: Store, world_size: int, host: Store | None = None) -> None:
         self.world_size = world_size
-        self._store: Any = store  # whose annotations know strings, and none of bytes
+        self._store: Any = store  # its annotations allow strings, not bytes
         self._host = host
         self._count = 0
         self._made = 0
@@ -173,12 +173,12 @@ class StoreMeeting(Meeting):
             raise RankLostError(
                 f"another rank did not come to where rank {rank} waits: {error}\nSee the other rank's error."
             ) from error
-        # who comes here has read all of the exchange before last, so that nobody needs it any more
+        # every rank has read the exchange before last by now, so that its values are no longer needed
         self._store.delete_key(f"{self._count - 2}/{rank}")
         return gathered
 
     def another(self, rank: int) -> Meeting:
-        # a connection of its own: who waits in a store holds it, and what another thread of this rank has to bring, for
+        # a separate connection: a wait blocks its connection, so that a value from another thread of this rank, for
         # which the others wait, would not get through
         self._made += 1
         beside = PrefixStore(f"{self._made}", self._store.clone())

@@ -1,9 +1,9 @@
-"""What ranks of one run tell each other, as bytes.
+"""Serialization of messages between the ranks of one run.
 
-As in ``torch.distributed``, a message may hold anything that can be pickled, and only a rank of
-the same run is listened to. Nothing else in this project unpickles.
+As in ``torch.distributed``, a message may hold any picklable object, and is only accepted from ranks of the same run.
+Nothing else in this project unpickles.
 
-A tensor of the sender's XLA device arrives on the receiver's.
+A tensor on the sender's XLA device arrives on the receiver's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["from_bytes", "to_bytes"]
 
 
 def to_bytes(value: Any) -> bytes:
-    """A message.
+    """Serialize a message.
 
     Example:
         >>> from_bytes(to_bytes({"rank": 1}))
@@ -30,13 +30,13 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(message: bytes) -> Any:
-    """What :func:`to_bytes` was given, by a rank of this very run."""
+    """Deserialize a message that :func:`to_bytes` created in a rank of this run."""
     return pickle.loads(message)
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Pickled as they are, tensors would name the sender's device."""
+        """Tensors would otherwise be pickled with the sender's device."""
         if isinstance(value, Tensor) and value.device.type == "xla":
             return _on_device_here, (value.detach().cpu(),)
         return NotImplemented

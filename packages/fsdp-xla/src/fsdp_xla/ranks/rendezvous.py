@@ -1,8 +1,8 @@
-"""Where ranks that are threads wait for each other, and what they are told when they can't all come.
+"""Where ranks that are threads wait for each other, and the errors they get when they can't all arrive.
 
-Ranks that are threads wait at one rendezvous, for an exchange and for running a program alike. It compares what they
-are about to do, so that a rank at one thing and a rank at another are told, and wait for nothing. An interrupt is
-raised where all ranks meet next; then they can still save together.
+Ranks that are threads wait at one rendezvous, for exchanges and for running programs alike. It compares what they are
+about to do, so that ranks that do different things get an error instead of a deadlock. An interrupt is raised where
+all ranks meet next, so that they can still save together.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["RankLostError", "Rendezvous"]
 
 
 class RankLostError(FSDPError, RuntimeError):
-    """Another rank has failed, or does not come."""
+    """Another rank has failed, or does not arrive."""
 
 
 class Rendezvous:
-    """A barrier of threads that knows which rank waits where, so that ranks that can't meet are told why.
+    """A barrier of threads that records which rank waits where, so that its errors name the reason.
 
     Args:
-        ranks: How many ranks there are.
+        ranks: The number of ranks.
         timeout: How long a rank waits for the others.
 
     Attributes:
         timeout: The same; it may be set at any time.
-        building: The rank that builds its model while the others wait for their turn, if there is one.
+        building: The rank that builds its model while the others wait for their turn, or ``None``.
 
     Example:
         >>> Rendezvous(1).wait(0, "exchanges values")
@@ -53,15 +53,15 @@ class Rendezvous:
         self._broken: str | None = None
 
     def wait(self, rank: int, doing: str, then: Callable[[], None] | None = None) -> None:
-        """Wait for all ranks to come here.
+        """Wait for all ranks to arrive.
 
         Args:
             rank: The caller.
             doing: What it is about to do, as the end of the sentence "rank 0 ..."; all ranks must be about to do it.
-            then: Called by the last to come, before any goes on.
+            then: Called by the last rank to arrive, before any rank continues.
 
         Raises:
-            RankLostError: A rank has failed or ended, is about to do something else, or did not come in time.
+            RankLostError: A rank has failed or ended, is about to do something else, or did not arrive in time.
             KeyboardInterrupt: :meth:`interrupt` was called; all ranks raise it at the same place.
         """
         with self._condition:
@@ -94,7 +94,7 @@ class Rendezvous:
                 raise KeyboardInterrupt
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has ended: who waits for it, or is going to, raises."""
+        """Record that a rank has ended: ranks that wait for it, now or later, raise."""
         with self._condition:
             self._ended.add(rank)
             if self._waiting and self._broken is None:
@@ -102,12 +102,12 @@ class Rendezvous:
             self._condition.notify_all()
 
     def interrupt(self) -> None:
-        """Let all ranks raise ``KeyboardInterrupt`` where they meet next. They can meet again after it."""
+        """Make all ranks raise ``KeyboardInterrupt`` where they meet next. They can meet again afterwards."""
         with self._condition:
             self._interrupt = True
 
     def break_up(self) -> None:
-        """Let every rank that waits, or is going to, raise."""
+        """Make every rank that waits, now or later, raise."""
         with self._condition:
             if self._broken is None:
                 self._broken = "another rank has failed.\nSee the other rank's error."
@@ -158,7 +158,7 @@ _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib", 
 
 
 def _line(thread: int) -> str:
-    """Where a thread is in code that is of no library, as an addition to a sentence."""
+    """The line of user code at which a thread is, in parentheses, to append to a sentence."""
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         file = frame.f_code.co_filename

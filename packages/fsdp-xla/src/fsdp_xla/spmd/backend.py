@@ -1,4 +1,4 @@
-"""Sharding with torch_xla's SPMD: tensors are marked, and XLA's partitioner does the rest. Knows no Lightning."""
+"""Sharding with torch_xla's SPMD: XLA's partitioner shards marked tensors. Independent of Lightning."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ __all__ = ["XLASPMDBackend"]
 class XLASPMDBackend(Backend):
     """Shards parameters over the devices of this host, in place: each is marked along one of its dimensions.
 
-    There is one rank, which sees whole tensors; where they are is XLA's business. Parameters that don't divide evenly
-    are padded, and those without dimensions are on every device.
+    There is one rank, which sees whole tensors; XLA manages their placement. Parameters that don't divide evenly are
+    padded, and 0-dim parameters are replicated on every device.
 
     Args:
         auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
             blocks repeated in the model's ``ModuleList`` s, or ``None``. Between units, activations are sharded along
-            the batch, and gradients are done with.
+            the batch, and gradients are completed.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
-        tensor_plan: By pattern of parameter names, the dimension to cut along the mesh axis ``"model"``, which the
-            runtime's ``tensor_parallel_size`` says the size of.
+        tensor_plan: By pattern of parameter names, the dimension to shard along the mesh axis ``"model"``, whose size
+            is the runtime's ``tensor_parallel_size``.
     """
 
     accelerators: ClassVar[tuple[str, ...]] = ("xla",)
@@ -67,7 +67,7 @@ class XLASPMDBackend(Backend):
 
     @property
     def spmd(self) -> XLASPMDRuntime:
-        """The runtime, which has the mesh."""
+        """The runtime, which holds the mesh."""
         assert isinstance(self.runtime, XLASPMDRuntime), "XLASPMDBackend runs on an XLASPMDRuntime"
         return self.runtime
 
@@ -102,7 +102,7 @@ class XLASPMDBackend(Backend):
         names = {id(parameter): name for name, parameter in named_parameters(module)}
         dims = {key: planned.get(name) for key, name in names.items()}
         placed: dict[int, nn.Parameter] = {}
-        written: list[nn.Parameter] = []  # a freed parameter's id could be given to another
+        written: list[nn.Parameter] = []  # kept alive: a freed parameter's id could be reused
         done: set[nn.Module] = set()
         for unit in (*units, module):
             own = [one for one in unit.modules() if one not in done]
@@ -111,7 +111,7 @@ class XLASPMDBackend(Backend):
                 dims.update(_materialize(own, dims))
             for one in own:
                 self._place(one, dims, placed, written)
-        module.to(self.runtime.device)  # what else follows a module's device, such as metrics
+        module.to(self.runtime.device)  # anything else that follows a module's device, such as metrics
         sharded = XLASPMDSharded(module, Boundaries(module, units, self.spmd.mesh))
         self.spmd.settle()
         return sharded
@@ -136,7 +136,7 @@ class XLASPMDBackend(Backend):
         placed: dict[int, nn.Parameter],
         written: list[nn.Parameter],
     ) -> None:
-        """Put what a module owns directly on the devices, in shards. Tied parameters stay tied."""
+        """Put a module's own parameters and buffers on the devices, in shards. Tied parameters stay tied."""
         shards = self.spmd.mesh.shape()[FSDP_AXIS]
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
@@ -144,10 +144,10 @@ class XLASPMDBackend(Backend):
             if id(parameter) not in placed:
                 spec = parameter_spec(tuple(parameter.shape), shards, dims.get(id(parameter)))
                 on_devices = nn.Parameter(self.marked(parameter.detach(), spec), parameter.requires_grad)
-                on_devices.__dict__.update(parameter.__dict__)  # what users note on parameters
+                on_devices.__dict__.update(parameter.__dict__)  # attributes that users have set on parameters
                 placed[id(parameter)] = on_devices
                 written.append(parameter)
-                # an optimizer that waits to be re-pointed still holds it: keep its shape, and not its memory
+                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             setattr(module, name, placed[id(parameter)])
         for name, buffer in list(module._buffers.items()):
@@ -155,14 +155,14 @@ class XLASPMDBackend(Backend):
                 setattr(module, name, self.marked(buffer, replicated_spec(buffer.ndim)))
 
     def marked(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
-        """The tensor on the devices, which each get their shard of it alone."""
+        """Move a tensor to the devices, of which each gets only its shard."""
         moved = tensor.to(self.runtime.device)
         if not is_marked(moved):
             mark_as(moved, self.spmd.mesh, spec)
         return moved
 
     def shard_batch(self, tensor: Tensor) -> Tensor:
-        """Shard a tensor of a batch along its first dimension, which XLA pads if need be. One on the CPU stays."""
+        """Shard a batch's tensor along its first dimension, which XLA pads if necessary. CPU tensors are unchanged."""
         if tensor.device.type != "xla":
             return tensor
         return self.marked(tensor, batch_spec(tensor.ndim) if tensor.ndim and 0 not in tensor.shape else ())
@@ -176,11 +176,11 @@ class XLASPMDBackend(Backend):
                 optimizer.register_step_post_hook(self._lay_out_state)
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
-                        # in a step it may be what recomputation has put a barrier before, of which XLA knows no layout
+                        # in a step it may be the output of a recomputation's barrier, whose layout XLA doesn't know
                         _layouts[parameter] = layout_on_devices(parameter)
 
     def _lay_out_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Shard state that a step has made as its parameter, rather than as the partitioner would find best."""
+        """Shard state that a step has created like its parameter, instead of leaving it to the partitioner."""
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == "xla" and not is_marked(value):
@@ -202,12 +202,12 @@ class XLASPMDBackend(Backend):
         return super().full_tensor(value)
 
 
-#: What each device holds of parameters that optimizers hold.
+#: The device layouts of optimizers' parameters.
 _layouts = WeakTensorKeyDictionary()
 
 
 def _materialize(modules: Sequence[nn.Module], dims: Mapping[int, int | None]) -> dict[int, int | None]:
-    """Fill what was built on the meta device, and tell the planned dimensions of the parameters that this makes."""
+    """Materialize modules from the meta device, and return the planned dimensions of the new parameters."""
     places = [(one, name, dims.get(id(p))) for one in modules for name, p in one.named_parameters(recurse=False)]
     materialize(modules, torch.device("cpu"))
     return {id(one._parameters[name]): dim for one, name, dim in places}

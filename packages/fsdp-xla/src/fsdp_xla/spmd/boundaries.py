@@ -1,7 +1,7 @@
-"""What tells XLA where one unit of sharding ends and the next begins.
+"""Marks the boundaries between units of sharding for XLA.
 
-Leaf modules' outputs are marked, and not only units', as torch_xla's own wrapper does: with units alone XLA's
-partitioner was seen to gather activations instead of weights.
+Outputs of leaf modules are marked, not only those of units, as in torch_xla's own wrapper: with units alone, XLA's
+partitioner was observed to gather activations instead of weights.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["Boundaries"]
 
 
 class Boundaries:
-    """Hooks by which a step has the form of FSDP. Left alone, the partitioner gathers activations where weights differ.
+    """Hooks that make the partitioner run a step as FSDP. Without them it may gather activations instead of weights.
 
-    - What a unit, or a module without submodules, returns is sharded along the batch, and so is its gradient: then it
-      is the weights that are gathered. On a mesh with an axis ``"model"`` this is left to units alone, between whose
-      ends a tensor plan has activations cut otherwise.
-    - A gradient is sharded as its parameter, so that it is reduced and scattered.
-    - The backward pass of a unit ends before that of the unit before it begins, so that gradients don't pile up. This
-      is what ``torch_xla.distributed.spmd.xla_sharding.apply_backward_optimization_barrier`` is for; its module hooks
-      would make each output a view, which torch then lets nobody change in place.
+    - The output of a unit, or of a module without submodules, is sharded along the batch, and so is its gradient, so
+      that weights are gathered. On a mesh with an axis ``"model"`` this applies to units only, because a tensor plan
+      shards activations inside them differently.
+    - A gradient is sharded like its parameter, so that it is reduce-scattered.
+    - The backward pass of a unit ends before that of the previous unit begins, so that gradients don't accumulate.
+      ``torch_xla.distributed.spmd.xla_sharding.apply_backward_optimization_barrier`` serves the same purpose, but its
+      module hooks turn each output into a view, which torch does not allow to be modified in place.
 
     Args:
-        root: The root, which is a unit too.
+        root: The root, which is also a unit.
         units: Its units.
         mesh: The mesh, with an axis ``"fsdp"``.
     """
@@ -83,12 +83,12 @@ class Boundaries:
         for parameter in root.parameters():
             if parameter.is_floating_point():
                 required = parameter.requires_grad
-                parameter.requires_grad_(True)  # one that is frozen now may be trained later
+                parameter.requires_grad_(True)  # a frozen parameter may be trained later
                 parameter.register_post_accumulate_grad_hook(on_gradient)
                 parameter.requires_grad_(required)
 
     def clear(self) -> None:
-        """Forget gradients that no backward pass will separate any more."""
+        """Forget gradients that no further backward pass will separate."""
         self._with_gradient.clear()
 
 

@@ -26,12 +26,12 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
     """Shards modules with torch_xla's SPMD: one process drives all XLA devices of the host.
 
     ``Fabric(strategy="xla_fsdp_spmd", devices=4)`` is this class with its defaults. ``devices`` is the number of
-    devices of the host; on the CPU, where XLA can make any number of them, ``CPU_NUM_DEVICES`` is set to it.
+    devices of the host. On the CPU, where XLA can create any number of them, ``CPU_NUM_DEVICES`` is set to it.
 
-    There is one rank, so a batch of the loader is a global batch: the loaders that ``fabric.setup_dataloaders`` returns
-    cut its tensors along their first dimension, and each device gets a part. Where the number of rows doesn't divide by
-    the number of devices, as in the last batch of an epoch, XLA pads it and computes as if it hadn't; a new size is a
-    new program to compile, though, so prefer ``drop_last=True``.
+    There is one rank, so a batch of the dataloader is a global batch: the dataloaders that ``fabric.setup_dataloaders``
+    returns shard its tensors along their first dimension, and each device gets a part. If the number of devices doesn't
+    divide the number of rows, as in the last batch of an epoch, XLA pads it without affecting results. But each new
+    size is a new program to compile, so prefer ``drop_last=True``.
 
     Args:
         accelerator: As in Lightning.
@@ -43,13 +43,13 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
             repeated in ``ModuleList`` s, or ``None`` for the root alone.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
             classes or a function ``module -> bool``.
-        tensor_parallel_size: How many devices share one part of the batch, and cut weights as ``tensor_plan`` says.
-            It must divide the number of devices.
-        tensor_plan: By pattern of parameter names (``*`` for anything), the dimension that these devices cut, such as
-            ``{"*.mlp.up.weight": 0, "*.mlp.down.weight": 1}``. Other parameters are the same on them.
-        state_dict_type: ``"sharded"`` for checkpoint folders by shards, ``"full"`` for one file.
-        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
-            training.
+        tensor_parallel_size: The number of devices that share one part of the batch and shard weights by
+            ``tensor_plan``. It must divide the number of devices.
+        tensor_plan: By pattern of parameter names (``*`` matches anything), the dimension to shard over these devices,
+            such as ``{"*.mlp.up.weight": 0, "*.mlp.down.weight": 1}``. Other parameters are replicated on them.
+        state_dict_type: ``"sharded"`` for checkpoint folders of shards, ``"full"`` for one file.
+        async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
+            background.
 
     Example:
         >>> strategy = XLASPMDStrategy(tensor_parallel_size=2, tensor_plan={"*.up.weight": 0})
@@ -97,16 +97,16 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
             return super().optimizer_step(optimizer, **kwargs)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let a loader give batches on the devices. Fabric's own wrapper would put all of each tensor on each."""
+        """Make a dataloader yield batches on the devices. Fabric's own wrapper would replicate each tensor."""
         dataloader = super().process_dataloader(dataloader)
         kind = type(dataloader)
         if not hasattr(kind, "gives_shards"):
-            # the same object, for core keeps track of its position; how a loader is iterated is its class's
+            # the same object, because core tracks its position; its class determines how it is iterated
             iterate = {"__iter__": lambda loader: map(loader.batch_to_devices, kind.__iter__(loader))}
             dataloader.__class__ = type(kind.__name__, (kind,), {**iterate, "gives_shards": True})
         dataloader.batch_to_devices = self.batch_to_devices
         return dataloader
 
     def batch_to_devices(self, batch: Any) -> Any:
-        """Bring a batch to the devices, each tensor cut along its first dimension."""
+        """Move a batch to the devices, each tensor sharded along its first dimension."""
         return self._shard_batch(move_data_to_device(batch, self.root_device))

@@ -1,7 +1,7 @@
-"""Layer norms that XLA's partitioner can cut along the batch.
+"""Layer norms that XLA's partitioner can shard along the batch.
 
 torch records layer norms for XLA as batch norms, for which the partitioner gathers all activations on every device.
-The operator is replaced, for the process, by arithmetic; the process is SPMD's until it ends.
+The operator is replaced by arithmetic for the whole process, which uses SPMD until it ends.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["cut_layer_norms"]
 
 
 def cut_layer_norms() -> None:
-    """Let layer norms on XLA devices be recorded as the arithmetic that they are, from now on in this process.
+    """Record layer norms on XLA devices as plain arithmetic, from now on in this process.
 
-    torch records them for XLA as a batch norm of one row per example, which the partitioner doesn't cut: every device
-    gathers the activations of all, forward and backward, and computes each norm whole.
+    torch records them for XLA as a batch norm of one row per example, which the partitioner doesn't shard: every device
+    gathers all activations, forward and backward, and computes every norm.
     """
     if not _library:
         library = torch.library.Library("aten", "IMPL")
@@ -24,7 +24,7 @@ def cut_layer_norms() -> None:
         _library.append(library)
 
 
-#: While it is held, it is in force.
+#: The replacement is active as long as the library is alive.
 _library: list[torch.library.Library] = []
 
 
@@ -32,7 +32,7 @@ def _layer_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = tuple(range(-len(shape), 0))
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's own, which rounds once, at the end
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))  # like torch's own, which rounds once, at the end
     mean = exact.mean(dims, keepdim=True)
     centred = exact - mean
     scale = torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""Along which dimensions a tensor is sharded over which mesh axes."""
+"""Partition specs: the mesh axes over which a tensor's dimensions are sharded."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fsdp_xla.spmd.runtime import FSDP_AXIS, MODEL_AXIS
 
 __all__ = ["PartitionSpec", "batch_spec", "parameter_spec", "planned_dims", "replicated_spec"]
 
-#: By dimension: the mesh axis or axes that it is cut along, or ``None``.
+#: By dimension: the mesh axis or axes over which it is sharded, or ``None``.
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 
 def parameter_spec(shape: tuple[int, ...], shards: int, model_dim: int | None = None) -> PartitionSpec:
-    """Choose how a parameter is cut: the largest dimension that divides evenly, or the largest, which XLA then pads.
+    """Choose the dimension to shard: the largest that divides evenly, or else the largest, which XLA pads.
 
     Args:
-        shape: Its shape.
+        shape: The parameter's shape.
         shards: The size of the mesh axis ``"fsdp"``.
-        model_dim: The dimension that is cut along ``"model"``, which then is not cut otherwise if there is another.
+        model_dim: The dimension to shard over ``"model"``, and over ``"fsdp"`` too only if it is the only one.
 
     Returns:
         The mesh axes by dimension. A tensor without dimensions or without elements is replicated.
@@ -47,24 +47,24 @@ def parameter_spec(shape: tuple[int, ...], shards: int, model_dim: int | None = 
 
 
 def batch_spec(ndim: int) -> PartitionSpec:
-    """The first dimension over the devices."""
+    """Shard the first dimension."""
     return (FSDP_AXIS, *(None,) * (ndim - 1))
 
 
 def replicated_spec(ndim: int) -> PartitionSpec:
-    """The same on every device."""
+    """Replicate on every device."""
     return (None,) * ndim
 
 
 def planned_dims(module: nn.Module, plan: Mapping[str, int]) -> dict[str, int]:
-    """Which dimension of each parameter a tensor plan cuts.
+    """Resolve a tensor plan to the dimension of each parameter to shard.
 
     Args:
-        module: Whose parameters are meant.
-        plan: A dimension by pattern of names, in which ``*`` stands for anything. The first that matches counts.
+        module: The module whose parameters are sharded.
+        plan: A dimension by name pattern, in which ``*`` matches anything. The first matching pattern applies.
 
     Returns:
-        The dimension by name, of the parameters that a pattern matches.
+        The dimensions by name, for parameters that match a pattern.
 
     Raises:
         ShardingError: A pattern matches nothing, or a parameter has no such dimension.

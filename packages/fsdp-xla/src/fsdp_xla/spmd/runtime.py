@@ -1,4 +1,4 @@
-"""One process that drives all XLA devices of a host: a world of one, and the mesh that its tensors are sharded over."""
+"""One process that drives all XLA devices of a host: world size 1, and the mesh over which tensors are sharded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import torch_xla.runtime as xr
 from torch import Tensor
 
 from fsdp_core import ReduceOp, Runtime, StrategyUnavailableError, UnsupportedCapabilityError
-from fsdp_xla.autograd_engine import check_autograd
 from fsdp_xla.cpu_ranks import uses_cpu_devices
 from fsdp_xla.seeding import follow_manual_seed, follow_seed_from_before
 from fsdp_xla.spmd.layer_norms import cut_layer_norms
-from fsdp_xla.torch_xla_private.devices import settle, sync
-from fsdp_xla.torch_xla_private.sharded_tensors import is_started, used_without_spmd
+from fsdp_xla.torch_xla_private.devices import check_autograd, runtime_is_started, settle, sync
+from fsdp_xla.torch_xla_private.sharded_tensors import used_without_spmd
 
 __all__ = ["FSDP_AXIS", "MODEL_AXIS", "XLASPMDRuntime"]
 
@@ -30,10 +29,10 @@ MODEL_AXIS = "model"
 
 
 class XLASPMDRuntime(Runtime):
-    """A world of one rank, whose device stands for all devices of the host.
+    """A world of one rank, whose device represents all devices of the host.
 
     Args:
-        tensor_parallel_size: How many devices share one copy of the batch; the mesh is 2-D if it is not 1.
+        tensor_parallel_size: The number of devices that share one part of the batch; the mesh is 2-D unless it is 1.
     """
 
     device = torch.device("xla", 0)
@@ -48,7 +47,7 @@ class XLASPMDRuntime(Runtime):
         self._mesh: Any = None
 
     def expect(self, devices: int, hosts: int = 1) -> None:
-        """Note how many devices are asked for, which :meth:`start` compares with those that there are."""
+        """Record the requested number of devices, which :meth:`start` compares with the actual number."""
         if hosts != 1:
             raise UnsupportedCapabilityError(
                 f"num_nodes={hosts} can't be used with 'xla_fsdp_spmd', which drives the devices of one host.\n"
@@ -73,11 +72,11 @@ class XLASPMDRuntime(Runtime):
         port: int = 0,
         timeout: timedelta | None = None,
     ) -> None:
-        """Turn SPMD on, which this process can't turn off any more, and build the mesh. The arguments are not needed.
+        """Turn SPMD on, for the rest of the process, and build the mesh. The arguments are ignored.
 
         Raises:
-            StrategyUnavailableError: XLA was used without SPMD before, or has another number of devices than asked for.
-            UnsupportedCapabilityError: The devices can't be divided as ``tensor_parallel_size`` says.
+            StrategyUnavailableError: XLA was used without SPMD before, or has another number of devices than requested.
+            UnsupportedCapabilityError: ``tensor_parallel_size`` does not divide the number of devices.
         """
         if used_without_spmd():
             raise StrategyUnavailableError(
@@ -85,7 +84,7 @@ class XLASPMDRuntime(Runtime):
                 "Build the model and the data on the CPU, or write torch_xla.runtime.use_spmd() before the first "
                 "tensor on an XLA device."
             )
-        if uses_cpu_devices() and self._expected is not None and not is_started():
+        if uses_cpu_devices() and self._expected is not None and not runtime_is_started():
             os.environ.setdefault("CPU_NUM_DEVICES", str(self._expected))
         if not xr.is_spmd():
             xr.use_spmd()
@@ -143,14 +142,14 @@ class XLASPMDRuntime(Runtime):
         """Nothing to do: there is one rank."""
 
     def side_channel(self) -> Runtime:
-        return self  # with nobody to talk to, another thread disturbs nobody
+        return self  # one rank has no communication that another thread could disturb
 
     def run_pending(self) -> None:
         """Run what XLA has recorded, as one program."""
         sync()
 
     def settle(self) -> None:
-        """Run what is pending, and return when nothing is: only then can shards be read or replaced."""
+        """Run what is pending and wait for completion: only then can shards be read or replaced."""
         settle()
 
     def device_random_state(self) -> int:

@@ -1,4 +1,4 @@
-"""A module whose tensors XLA's partitioner shards: its steps and its state. Knows no Lightning."""
+"""A module whose tensors XLA's partitioner shards: its steps and its state. Independent of Lightning."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class XLASPMDSharded(Sharded):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients accumulate where they are. Each micro-batch is a program of its own, the same for all of them."""
+        """Gradients accumulate in place. Each micro-batch is a separate run of the same program."""
         yield
         self.reshard()
 
     def reshard(self) -> None:
-        """Run what was recorded up to here, as one program. Nothing else in a step does."""
+        """Run what has been recorded so far, as one program. Nothing else in a step does."""
         self._boundaries.clear()
         self.backend.spmd.run_pending()
 
@@ -78,14 +78,14 @@ class XLASPMDSharded(Sharded):
         error_if_nonfinite: bool = False,
     ) -> Tensor:
         if error_if_nonfinite:
-            # the norm will be looked at, which must not be a program that computes the gradients once for itself
+            # reading the norm must not be a separate program that computes the gradients again
             self.backend.spmd.run_pending()
         return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        """The module's state by name, copied to the host: by the shards that the devices hold, or extra state."""
+        """The module's state by name, copied to the host in the devices' shards, and its extra state."""
         self.backend.spmd.settle()
         return {name: _on_host(value) for name, value in super().model_state().items()}
 
@@ -142,7 +142,7 @@ class XLASPMDSharded(Sharded):
     def _restored_state(
         self, parameter: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, values: Sequence[Any]
     ) -> Any:
-        """A value of an optimizer's state where a step would have put it, so that the next one is no other program."""
+        """Place a value of an optimizer's state as a step would, so that the next step is the same program."""
         value = values[0]
         if not isinstance(value, SavedTensor | Tensor):
             return value

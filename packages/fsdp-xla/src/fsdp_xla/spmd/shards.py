@@ -1,4 +1,4 @@
-"""What the devices hold of a tensor, as boxes on the host, and back."""
+"""The devices' shards of a tensor as boxes on the host, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DeviceLayout", "HostShards", "held_by_devices", "layout_on_devices"]
 
 
 def held_by_devices(tensor: Tensor) -> ChunkedTensor:
-    """Copy a tensor to the host, by shards. Nothing that it depends on may be pending."""
+    """Copy a tensor to the host, shard by shard. It must not depend on pending computations."""
     tensor, shape = tensor.detach(), tuple(tensor.shape)
     boxes = local_boxes(tensor) if is_marked(tensor) else []
     if all(lengths == shape for _, _, lengths in boxes):
@@ -35,13 +35,13 @@ def held_by_devices(tensor: Tensor) -> ChunkedTensor:
 
 
 class DeviceLayout(NamedTuple):
-    """What each device holds of a tensor.
+    """The layout of a tensor on the devices.
 
     Attributes:
-        shape: The tensor's.
-        dtype: The tensor's.
-        boxes: As :func:`~fsdp_xla.torch_xla_private.sharded_tensors.local_boxes` tells them.
-        sharding: As XLA knows it.
+        shape: The tensor's shape.
+        dtype: The tensor's dtype.
+        boxes: The result of :func:`~fsdp_xla.torch_xla_private.sharded_tensors.local_boxes`.
+        sharding: XLA's sharding.
     """
 
     shape: tuple[int, ...]
@@ -51,16 +51,16 @@ class DeviceLayout(NamedTuple):
 
 
 def layout_on_devices(tensor: Tensor) -> DeviceLayout:
-    """What each device holds of a marked tensor. Nothing that it depends on may be pending."""
+    """The layout of a marked tensor. It must not depend on pending computations."""
     tensor = tensor.detach()
     return DeviceLayout(tuple(tensor.shape), tensor.dtype, local_boxes(tensor), sharding_of(tensor))
 
 
 class HostShards:
-    """Memory on the host for what the devices are to hold of a tensor: to be filled, and then given to them.
+    """Host memory for the devices' shards of a tensor, to be filled and then transferred.
 
     Args:
-        like: What each device is to hold, or a marked tensor that says it.
+        like: The layout on the devices, or a marked tensor with that layout.
         dtype: The dtype; that of ``like`` when ``None``.
     """
 
@@ -83,11 +83,11 @@ class HostShards:
                 self._buffers.append(buffer)
             else:
                 self._buffers.append(by_place[offsets])
-        #: Where to write what the tensor is to be.
+        #: Where to write the tensor's values.
         self.chunks = ChunkedTensor(shape=shape, dtype=dtype, chunks=tuple(chunks))
 
     def tensor(self) -> Tensor:
-        """A new tensor, sharded as the one that this is like."""
+        """Create the tensor on the devices, with the layout of ``like``."""
         return from_shards(self._buffers, self._sharding, self.chunks.shape)
 
 

@@ -29,11 +29,11 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
     """Shards a LightningModule with torch_xla's SPMD: one process drives all XLA devices of the host.
 
     ``Trainer(strategy="xla_fsdp_spmd", devices=4)`` is this class with its defaults. ``devices`` is the number of
-    devices of the host; on the CPU, where XLA can make any number of them, ``CPU_NUM_DEVICES`` is set to it.
+    devices of the host. On the CPU, where XLA can create any number of them, ``CPU_NUM_DEVICES`` is set to it.
 
-    There is one rank, so a batch of the loader is a global batch: its tensors are cut along their first dimension,
-    and each device gets a part. Where the number of rows doesn't divide by the number of devices, as in the last batch
-    of an epoch, XLA pads it and computes as if it hadn't; a new size is a new program to compile, though, so prefer
+    There is one rank, so a batch of the dataloader is a global batch: its tensors are sharded along their first
+    dimension, and each device gets a part. If the number of devices doesn't divide the number of rows, as in the last
+    batch of an epoch, XLA pads it without affecting results. But each new size is a new program to compile, so prefer
     ``drop_last=True``.
 
     Args:
@@ -46,13 +46,13 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
             repeated in ``ModuleList`` s, or ``None`` for the root alone.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
             classes or a function ``module -> bool``.
-        tensor_parallel_size: How many devices share one part of the batch, and cut weights as ``tensor_plan`` says.
-            It must divide the number of devices.
-        tensor_plan: By pattern of parameter names (``*`` for anything), the dimension that these devices cut, such as
-            ``{"*.mlp.up.weight": 0, "*.mlp.down.weight": 1}``. Other parameters are the same on them.
-        state_dict_type: ``"sharded"`` for checkpoint folders by shards, ``"full"`` for one file.
-        async_save: Whether a save returns when the state is copied to host memory, and the checkpoint is written behind
-            training.
+        tensor_parallel_size: The number of devices that share one part of the batch and shard weights by
+            ``tensor_plan``. It must divide the number of devices.
+        tensor_plan: By pattern of parameter names (``*`` matches anything), the dimension to shard over these devices,
+            such as ``{"*.mlp.up.weight": 0, "*.mlp.down.weight": 1}``. Other parameters are replicated on them.
+        state_dict_type: ``"sharded"`` for checkpoint folders of shards, ``"full"`` for one file.
+        async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
+            background.
 
     Example:
         >>> strategy = XLASPMDStrategy(tensor_parallel_size=2, tensor_plan={"*.up.weight": 0})

@@ -1,6 +1,6 @@
-"""What multi-rank runs need on XLA's CPU client, which was not made for them. Never active on a TPU.
+"""Support for multi-rank runs on XLA's CPU client, which was not designed for them. Never active on a TPU.
 
-:class:`ThreadRanks` and :class:`SPMDRanks` are what the conformance suite runs on.
+The conformance suite runs on :class:`ThreadRanks` and :class:`SPMDRanks`.
 """
 
 from fsdp_xla.testing.ranks import SPMDRanks, ThreadRanks

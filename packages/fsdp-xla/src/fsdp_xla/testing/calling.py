@@ -40,7 +40,7 @@ class OnThreads(Here):
 
 
 class OnAllDevices(Here):
-    """This process drives all devices and is the one rank; what is said of a rank is said of each device."""
+    """This process drives all devices and is the only rank; what applies to a rank applies to each device."""
 
     @property
     def rank(self) -> int:
@@ -83,12 +83,12 @@ def on_all_devices(world_size: int, function: Callable[..., Any], arguments: tup
     """Call a function once; its answer is each device's."""
     stand_on(OnAllDevices())
     if not xr.is_spmd():
-        xr.use_spmd()  # it lasts as long as the process, so that no clause finds it left behind
+        xr.use_spmd()  # it lasts for the whole process, so that no clause inherits it unexpectedly
     return [answered(lambda: _on_host(function(*copy.deepcopy(arguments))))] * world_size
 
 
 def _memory(tensor: Tensor, on_device: int) -> int:
-    """XLA's tensors have no storage that tells its size."""
+    """The bytes of a tensor. XLA's tensors have no storage that reports its size."""
     is_there = tensor.device.type == "xla"
     return on_device * tensor.element_size() if is_there else tensor.untyped_storage().nbytes()
 

@@ -1,1 +1,1 @@
-"""Everything that uses names of torch_xla that are private or not typed, each with its reason."""
+"""Uses of names of torch_xla that are private or untyped, each with its reason."""

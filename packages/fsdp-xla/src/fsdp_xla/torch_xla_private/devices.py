@@ -1,11 +1,11 @@
-"""The names of torch_xla that this package uses and that are private or not typed, each with its reason.
+"""The names of torch_xla that this package uses and that are private or untyped, and why.
 
-Checked on torch_xla 2.9.0.
+Tested with torch_xla 2.9.0.
 
-Running a program does not move on random numbers (``random_numbers_kept``). To XLA every run is a step, whose next
-seed is made from the seed that the last one began with: a save, a look at a value or a recomputation within a step
-would change what dropout draws from then on. So each run of ours sets the generator back to where drawing has brought
-it.
+Running a program does not advance random numbers (``random_numbers_kept``). To XLA every run is a step, and the next
+step's seed is derived from the one with which the last step began: a save, a read of a value or a recomputation within
+a step would change what dropout draws from then on. So each run restores the generator to the state that drawing has
+left.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import torch_xla.runtime as xr
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 
-# Takes nests of tensors apart and puts them together again; torch has no public name for it.
+# Flattens and unflattens nested tensors; torch has no public name for it.
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla._internal import pjrt
 
+from fsdp_core import StrategyUnavailableError
 from fsdp_xla.ranks.meeting import Meeting, StoreMeeting, ThreadMeeting
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "as_data",
+    "check_autograd",
     "compiled",
     "default_device",
     "in_order",
@@ -60,19 +62,19 @@ __all__ = [
     "tree_unflatten",
 ]
 
-#: torch_xla's compiled half, for what of it the lockstep of ranks on the CPU needs.
+#: torch_xla's compiled module, also for the lockstep of ranks on the CPU.
 compiled: Any = torch_xla._XLAC
 
-#: By thread: whether a rank runs in it (``rank``), and where it meets the others if they are threads too (``here``).
+#: Thread-local: whether a rank runs in this thread (``rank``), and its meeting if ranks are threads (``here``).
 meetings = threading.local()
 
 
 class RankHere(NamedTuple):
-    """Which rank runs in this thread.
+    """The rank that runs in this thread.
 
     Attributes:
-        rank: Its index in the world.
-        local_rank: Its index on this host.
+        rank: Its global rank.
+        local_rank: Its rank on this host.
         host: The index of this host.
         world_size: The number of ranks.
     """
@@ -84,7 +86,7 @@ class RankHere(NamedTuple):
 
 
 def rank_here() -> RankHere | None:
-    """Which rank runs in this thread; ``None`` before ranks are started."""
+    """The rank that runs in this thread; ``None`` before ranks are started."""
     if not getattr(meetings, "rank", False):
         return None
     return RankHere(xr.global_ordinal(), xr.local_ordinal(), xr.host_index(), xr.world_size())
@@ -96,13 +98,13 @@ def run_on_threads(
 ) -> None:
     """Call ``function`` on a thread for each device of this process, with replication over them.
 
-    ``torch_xla.launch`` does this where there is one process; its own way to it sets no replication on the CPU, and its
-    collectives then reduce nothing. Nor can its threads be interrupted.
+    ``torch_xla.launch`` does this for one process, but sets no replication on the CPU, so that its collectives reduce
+    nothing. Nor can its threads be interrupted.
 
     Args:
-        function: Keeps its exceptions to itself.
-        interrupts: What to do at the first interrupt from the keyboard, at the second, and so on, while going on to
-            wait for the threads. One more, and they are left as they are.
+        function: The function. It must not raise.
+        interrupts: Called at the first keyboard interrupt, at the second, and so on, while the threads are still
+            waited for. One interrupt more abandons them.
 
     Raises:
         KeyboardInterrupt: There was an interrupt.
@@ -163,37 +165,60 @@ def default_device() -> torch.device:
 
 
 def set_default_device(device: torch.device) -> None:
-    """Let ``device`` be the one that this thread means when it names none."""
+    """Make ``device`` this thread's default device."""
     compiled._xla_set_default_device(str(device))
 
 
 def start_alone() -> torch.device:
-    """Take one device of this process, without peers."""
+    """Initialize one device of this process, without peers."""
     pjrt.initialize_singleprocess()
     return default_device()
 
 
-def replace(tensor: Tensor, value: Tensor) -> None:
-    """Let a tensor of the device have a value of the host's. A copy into it would be a graph to compile.
+def check_autograd(device: torch.device, strategy: str, instead: str) -> None:
+    """Refuse a process whose autograd engine has started without XLA: it has no queue for the device's gradients.
 
-    Nor does torch_xla's own way to replace a tensor do: what an operation has changed in place comes back.
+    Args:
+        device: An XLA device.
+        strategy: The strategy's name.
+        instead: What to do about it, as a sentence.
+
+    Raises:
+        StrategyUnavailableError: A backward pass was taken before XLA was started.
+    """
+    probe = torch.zeros((), device=device, requires_grad=True)
+    try:
+        probe.clone().backward()  # recorded, and never run
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise StrategyUnavailableError(
+            f"{strategy!r} can't start: this process took a backward pass before XLA was started, and torch looks up "
+            f"the devices only once.\n{instead}"
+        ) from error
+
+
+def replace(tensor: Tensor, value: Tensor) -> None:
+    """Replace a device tensor's value by a host tensor. A copy would be a graph to compile.
+
+    torch_xla's own function to replace a tensor is no alternative: results of in-place operations reappear.
     """
     tensor.data = value.to(tensor.device)
 
 
 def in_order(tensors: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Tensors of the device in the order in which XLA knows them, which is that of what a program gives."""
+    """Sort device tensors by XLA's tensor id, which is the order of a program's outputs."""
     return sorted(tensors, key=compiled._xla_get_tensor_id)
 
 
 def put_in_order(tensors: Sequence[nn.Parameter]) -> bool:
-    """Let XLA know tensors of the device in this order.
+    """Renumber device tensors in XLA so that their ids are in the given order.
 
-    An optimizer's step changes its parameters one after another, and so brings them into its own order. Where they are
-    in another one, the programs of the first micro-batches are not those of the later ones.
+    An optimizer's step updates its parameters one by one, which puts them into its own order. If they begin in another
+    order, the programs of the first micro-batches differ from later ones.
 
     Returns:
-        Whether they were in another order, and copies of them are now pending in their place.
+        Whether they were in another order, so that copies of them are now pending.
     """
     if all(one is other for one, other in zip(tensors, in_order(tensors), strict=True)):
         return False
@@ -203,24 +228,24 @@ def put_in_order(tensors: Sequence[nn.Parameter]) -> bool:
 
 
 def as_data(value: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device that no program takes for a constant, as ``value.to(device)`` is where it is 0 or 1."""
+    """A copy on the device that is never a constant of a program, as ``value.to(device)`` is for 0 and 1."""
     (copy,) = xm.send_cpu_data_to_device([value], str(device))
     assert isinstance(copy, Tensor)
     return copy
 
 
 def runtime_is_started() -> bool:
-    """Whether XLA has been used in this process, so that its devices can't be chosen any more."""
-    return bool(torch_xla._XLAC._xla_runtime_is_initialized())
+    """Whether XLA's runtime runs in this process, with a fixed number of devices. No public name reports it."""
+    return bool(compiled._xla_runtime_is_initialized())
 
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """A context in which running programs leave random numbers where they are.
+    """Context in which running programs does not advance random numbers.
 
-    To XLA, running something is a step, and the next one has a seed that is made from the one that the last began with.
-    So what is run to be looked at or saved would change what dropout draws after it, and so would recomputation, which
-    sets the seed back and forth.
+    To XLA every run is a step, and the next step's seed is derived from the one with which the last step began. So
+    running a program to read or save values would change what dropout draws afterwards, as would recomputation, which
+    resets and restores the seed.
     """
     seed = xm.get_rng_state()
     yield
@@ -228,17 +253,17 @@ def random_numbers_kept() -> Iterator[None]:
 
 
 def sync(wait: bool = False) -> None:
-    """Run what has been recorded. By attribute, since ranks that are threads put another in its place.
+    """Run what has been recorded. ``torch_xla.sync`` is looked up at each call: the lockstep of threads replaces it.
 
     Args:
-        wait: Whether to return only when it is done: only then can state be read or replaced.
+        wait: Whether to wait for completion: only then can state be read or replaced.
     """
     with random_numbers_kept():
         torch_xla.sync(wait=wait)
 
 
 def settle() -> None:
-    """Run what is pending, and return when nothing is."""
+    """Run what is pending, and wait for completion."""
     sync(wait=True)
 
 
@@ -270,7 +295,7 @@ def reduce_scatter(tensor: Tensor, world_size: int) -> Tensor:
 
 
 def random_state(device: torch.device) -> int:
-    """Where the device's generator is: its seed, which every draw moves on."""
+    """The state of the device's generator: its seed, which every draw advances."""
     return int(xm.get_rng_state(str(device)))
 
 
@@ -280,7 +305,7 @@ def set_random_state(device: torch.device, state: int) -> None:
 
 
 def meeting_of_ranks(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None) -> Meeting:
-    """Where this rank meets the others: in this process if they are its threads, else at rank 0's address."""
+    """This rank's meeting: in this process if ranks are its threads, otherwise a store at rank 0's address."""
     here: ThreadMeeting | None = getattr(meetings, "here", None)
     if here is not None:
         if timeout is not None:

@@ -1,4 +1,4 @@
-"""What torch_xla's compiled half tells of tensors that are sharded over a mesh. Checked on torch_xla 2.9.0."""
+"""Tensors that are sharded over a mesh, through torch_xla's compiled module. Tested with torch_xla 2.9.0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from fsdp_xla.torch_xla_private.devices import compiled
 __all__ = [
     "from_shards",
     "is_marked",
-    "is_started",
     "local_boxes",
     "local_shards",
     "mark",
@@ -24,40 +23,35 @@ __all__ = [
     "used_without_spmd",
 ]
 
-# torch_xla.distributed.spmd can mark tensors, and tell nothing of their shards.
+# torch_xla.distributed.spmd can mark tensors, but does not expose their shards.
 _XLAC: Any = compiled
 
 
-def is_started() -> bool:
-    """Whether XLA's runtime runs, with a number of devices. No public name tells without starting it."""
-    return bool(_XLAC._xla_runtime_is_initialized())
-
-
 def used_without_spmd() -> bool:
-    """Whether this process has tensors on single devices, which SPMD would have to replicate. No public name tells."""
+    """Whether this process has tensors on single devices, which SPMD would have to replicate. Not public."""
     return bool(_XLAC._xla_get_spmd_config_is_locked()) and not xr.is_spmd()
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Whether it is settled how a tensor is sharded. ``mark_sharding`` raises on one that is marked otherwise."""
+    """Whether a tensor has a sharding. ``mark_sharding`` raises for a tensor with a different one."""
     return bool(_XLAC._get_xla_sharding_spec(tensor))
 
 
 def sharding_of(tensor: Tensor) -> Any:
-    """How a tensor is sharded, for :func:`mark` and :func:`from_shards`; ``None`` if that is not settled."""
+    """A tensor's sharding, for :func:`mark` and :func:`from_shards`; ``None`` if it has none."""
     return _XLAC._get_xla_op_sharding(tensor)
 
 
 def mark(tensor: Tensor, sharding: Any) -> None:
-    """Shard a tensor as another. ``mark_sharding`` would ask for a mesh and a spec, which a tensor doesn't keep."""
+    """Shard a tensor like another. ``mark_sharding`` requires a mesh and a spec, which tensors don't keep."""
     _XLAC._xla_mark_sharding(tensor, sharding)
 
 
 def mark_as(tensor: Tensor, mesh: Any, spec: tuple[Any, ...]) -> None:
-    """Shard a tensor over a mesh: by dimension, the axis or axes that it is cut along, or ``None``.
+    """Shard a tensor over a mesh: by dimension, the axis or axes over which it is sharded, or ``None``.
 
-    torch_xla's ``mark_sharding`` looks on the disk each time for two packages that are seldom there, and wraps the
-    tensor for a caller that here does without: a fifth of the time of a step that marks a hundred.
+    torch_xla's ``mark_sharding`` searches the disk at each call for two packages that are seldom installed, and wraps
+    the tensor, which is not needed here: a fifth of the time of a step that marks a hundred tensors.
     """
     mark(tensor, mesh.get_op_sharding(spec))
 
@@ -68,11 +62,11 @@ def local_shards(tensor: Tensor) -> list[Tensor]:
 
 
 def local_boxes(tensor: Tensor) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Which part of a marked tensor each device holds: which copy of it, its offsets, and its lengths without padding.
+    """The part of a marked tensor on each device: its replica index, its offsets, and its lengths without padding.
 
-    Lengths of 0 or less say that it is all padding.
+    Lengths of 0 or less mean that the part is all padding.
     """
-    xm.wait_device_ops()  # what a step still gives has no shards to look at
+    xm.wait_device_ops()  # outputs of a running step have no shards to read yet
     boxes = []
     for replica, index in _XLAC._get_local_shard_replica_and_indices([tensor])[0]:
         if index is Ellipsis:
@@ -84,7 +78,7 @@ def local_boxes(tensor: Tensor) -> list[tuple[int, tuple[int, ...], tuple[int, .
 
 
 def from_shards(shards: Sequence[Tensor], sharding: Any, shape: Sequence[int]) -> Tensor:
-    """A tensor on the devices of shards on the host, which is never whole on any of them."""
+    """Create a tensor on the devices from shards on the host, without a full copy on any device."""
     tensor = _XLAC._global_tensor_from_cpu_shards(list(shards), sharding, list(shape))
     assert isinstance(tensor, torch.Tensor)
     return tensor

@@ -1,13 +1,13 @@
-"""What XlaFullyShardedDataParallel's units know of their parameters, and the states that they go through in a step.
+"""The parameters of XlaFullyShardedDataParallel's units, and the states that units go through in a step.
 
-torch_xla has no public way to any of it. Checked on torch_xla 2.9.0.
+torch_xla has no public API for any of this. Tested with torch_xla 2.9.0.
 
-What torch_xla shards is freed by us (``let_go_of_wholes``): it was seen to keep the whole model on every device.
+The full parameters that torch_xla has sharded are freed here (``let_go_of_wholes``), because it was observed to keep
+the whole model on every device.
 
-In a step by hand, inside the root's forward pass, a backward pass is ended by us, as torch_xla ends one whose loss
-its root has returned, and its hooks are put back at the very nodes of autograd that they were at. Those know the
-shapes of whole parameters; nodes made anew would know those of what has taken their place, and torch would sum
-gradients to that without a word.
+In a manual step, inside the root's forward pass, a backward pass is ended here, in the way torch_xla ends one whose
+loss its root has returned, and its hooks are put back on the same autograd nodes. Those have the shapes of full
+parameters; new nodes would have the shapes of the placeholders, to which torch would silently reduce the gradients.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ __all__ = [
 
 
 class ShardedMember(NamedTuple):
-    """A parameter of the user's and where this rank's elements of it lie.
+    """A user's parameter and the location of this rank's elements of it.
 
     Attributes:
         owner: The user's module that holds it.
         attribute: Its name there.
-        shape: Its shape as written.
+        shape: Its original shape.
         shard: The sharded parameter that an optimizer holds.
-        start: The index of its first element here, in C order.
-        offset: Where that is in the shard, flattened.
-        length: How many elements of it are here.
+        start: The index of its first element on this rank, in C order.
+        offset: The offset of that element in the flattened shard.
+        length: The number of its elements on this rank.
     """
 
     owner: nn.Module
@@ -79,16 +79,16 @@ def units_of(root: nn.Module) -> Iterator[XlaFullyShardedDataParallel]:
 
 
 def free_gathered(root: nn.Module) -> None:
-    """Free what units have gathered and kept."""
+    """Free parameters that units have gathered and kept."""
     for unit in units_of(root):
         if unit.has_full_params:
             unit._free_full_params()
 
 
 def reset(root: nn.Module) -> None:
-    """Bring units back to where a step begins, after an exception within one.
+    """Reset units to the beginning of a step, after an exception within one.
 
-    What a forward pass has hung on the full parameters would keep them, and all that the pass recorded, forever.
+    The hooks of a forward pass would keep the full parameters, and all that the pass recorded, alive forever.
     """
     for unit in units_of(root):
         for parameter in unit.full_params:
@@ -97,7 +97,7 @@ def reset(root: nn.Module) -> None:
 
 
 def end_step(root: nn.Module) -> None:
-    """Bring units to where a step begins, when no backward pass comes any more through what they have recorded."""
+    """Reset units to the beginning of a step, when no backward pass through the recorded graph follows."""
     for unit in units_of(root):
         for parameter in unit.full_params:
             hook = parameter.__dict__.pop("_shard_bwd_hook", None)
@@ -112,18 +112,18 @@ def end_step(root: nn.Module) -> None:
 
 
 class Writes:
-    """Notices what is written to parameters while they are gathered, by the values that they stand for.
+    """Detects writes to parameters while they are gathered, by their XLA tensor ids.
 
-    Each write makes another one, so that nothing is computed for it, and nothing is waited for. The user's
-    ``parameters()`` are shards here at any time. What is written to them stays, but a step that is going on goes on
-    with what was gathered before; one by hand gathers anew after each backward pass and each optimizer's step.
+    Each write creates a new id, so that detection computes nothing and waits for nothing. The user's ``parameters()``
+    are always shards. Writes to them persist, but a running step continues with the values gathered before; a manual
+    step gathers again after each backward pass and each optimizer step.
 
     Args:
         root: The root.
-        by_hand: Tells whether that is so.
+        by_hand: Returns whether the step is manual.
     """
 
-    told_to_all = False  # a rank that waits for a value would be told that the other exchanges something
+    told_to_all = False  # a rank that waits for a value would get the error that another rank exchanges values
 
     def __init__(self, root: nn.Module, by_hand: Callable[[], bool]) -> None:
         self._units, self._by_hand = list(units_of(root)), by_hand
@@ -131,10 +131,10 @@ class Writes:
             unit._rebuild_full_params = partial(_rebuild_and_note, unit)
 
     def renew(self) -> None:
-        """Nothing to do: an optimizer's step ends with parameters gathered anew."""
+        """Nothing to do: after an optimizer step, parameters are gathered again."""
 
     def written(self) -> str | None:
-        """The first whose value is another one than when it was gathered."""
+        """The name of the first parameter that was written since it was gathered."""
         for unit in self._units:
             for parameters, values in unit.__dict__.get(_GATHERED, {}).items():
                 if not unit.has_full_params or (parameters == "sharded_params" and self._by_hand()):
@@ -160,7 +160,7 @@ def _rebuild_and_note(unit: Any, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def no_reduction(root: nn.Module) -> Iterator[None]:
-    """As ``root.no_sync()``, which refuses a backward pass inside the root's forward pass."""
+    """Like ``root.no_sync()``, which does not allow a backward pass inside the root's forward pass."""
     units = list(units_of(root))
     before = [unit._require_backward_grad_sync for unit in units]
     for unit in units:
@@ -179,16 +179,16 @@ def suspend_forward(root: Any) -> None:
 
 
 def resume_forward(root: Any) -> None:
-    """Go on with the root's forward pass, with current values, after a backward pass or a step inside it.
+    """Continue the root's forward pass, with current values, after a backward pass or a step inside it.
 
     Args:
-        root: The root. Another backward pass may come to any of its units, through what has been recorded already.
+        root: The root. Another backward pass may visit any of its units through the graph recorded so far.
     """
     units = list(units_of(root))
     if root._pre_backward_hook_has_run:
         waiting = [(u, p, p._shard_bwd_hook[0]) for u in units for p in u.full_params if hasattr(p, "_shard_bwd_hook")]
         _end_backward(root, units)
-        for unit, parameter, node in waiting:  # the same: one made now would be of what has taken the parameter's place
+        for unit, parameter, node in waiting:  # the same node: a new one would belong to the placeholder
             hook = node.register_hook(partial(unit._post_backward_hook, parameter))
             parameter._shard_bwd_hook = (node, hook)
     for unit in units:
@@ -202,21 +202,21 @@ def resume_forward(root: Any) -> None:
 
 def _end_backward(root: Any, units: list[Any]) -> None:
     for unit in units:
-        unit.reduce_scatter_op.flush()  # it counts hooks, which a unit may have had before this backward pass
+        unit.reduce_scatter_op.flush()  # it counts hooks, some of which may have run before this backward pass
         if unit._pre_backward_hook_has_run:
-            # torch_xla asserts that a backward pass reaches each parameter of a unit that it comes to
+            # torch_xla asserts that a backward pass reaches each parameter of a unit that it visits
             trained = any(p.requires_grad for p in unit.full_params) and any(p.requires_grad for p in unit.parameters())
             unit.training_state = TrainingState.BACKWARD_POST if trained else TrainingState.BACKWARD_PRE
     root._wait_for_post_backward()
 
 
 def reduce_what_waits(root: Any) -> None:
-    """Have gradients of earlier micro-batches reduced too where the last one has left their parameters out.
+    """Reduce gradients of earlier micro-batches too if the last one did not use their parameters.
 
-    torch_xla reduces a gradient as its backward pass arrives at the parameter, and so never one that waits for another.
+    torch_xla reduces a gradient when the backward pass reaches the parameter, and so never one left from earlier.
 
     Args:
-        root: From now on, each backward pass through it ends so.
+        root: The root. From now on, each of its backward passes ends with this reduction.
     """
     end = root._wait_for_post_backward
 
@@ -225,7 +225,7 @@ def reduce_what_waits(root: Any) -> None:
             for parameter in unit.full_params:
                 if parameter.grad is not None and unit._require_backward_grad_sync:
                     state, unit.training_state = unit.training_state, TrainingState.BACKWARD_POST
-                    unit._post_backward_hooks_to_call += 1  # which counts this one off
+                    unit._post_backward_hooks_to_call += 1  # the hook decrements it
                     unit._post_backward_hook(parameter)
                     unit.reduce_scatter_op.flush()
                     unit.training_state = state
@@ -235,7 +235,7 @@ def reduce_what_waits(root: Any) -> None:
 
 
 def _show_gathered(root: Any) -> None:
-    """Let modules show a flattened root's parameters as they are now."""
+    """Update modules' views of a flattened root's parameters."""
     if root.module.is_flattened:
         root.module._unflatten_params_as_views()
 
@@ -250,15 +250,15 @@ def follow_requires_grad(root: Any) -> None:
 
 
 def let_go_of_wholes(unit: Any) -> None:
-    """Free what a unit was sharded from, which torch_xla 2.9 only hides.
+    """Free the full parameters from which a unit was sharded, which torch_xla 2.9 only hides.
 
-    It puts another value instead of a parameter's. But the tensor that the parameter was made of keeps the first
-    one, as the base that views would be made from anew, and so the whole model on every device. So it is given another
-    too. A flattened parameter is left alone: those of the user are views of it, and ranks on CPU devices were seen to
-    wait for each other forever.
+    It replaces a parameter's value, but the tensor from which the parameter was created keeps the original one, as the
+    base from which views would be regenerated, and so keeps the whole model on every device. So that tensor's value is
+    replaced too. A flattened parameter is left alone: the user's parameters are views of it, and ranks on CPU devices
+    were observed to deadlock.
 
     Args:
-        unit: What has been sharded; of its parameters, those that :func:`parameter_of` has made.
+        unit: The sharded unit. Only parameters that :func:`parameter_of` has created are freed.
     """
     for parameter in unit.full_params:
         made_of = parameter.__dict__.pop(_MADE_OF, None)
@@ -270,16 +270,16 @@ _MADE_OF = "_fsdp_xla_made_of"
 
 
 def parameter_of(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
-    """A parameter that knows what it was made of, for :func:`let_go_of_wholes`. Nobody else may need the tensor."""
+    """Create a parameter that keeps its source tensor for :func:`let_go_of_wholes`. The tensor must not be reused."""
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     parameter.__dict__[_MADE_OF] = tensor
     return parameter
 
 
 def follow_freezing(root: nn.Module) -> None:
-    """Let full parameters be trained or frozen as their shards are now, or the other way round: users may see either.
+    """Synchronize ``requires_grad`` between full parameters and shards: users may freeze either.
 
-    torch_xla asks the full ones, which it makes as units are, and never looks at the shards again.
+    torch_xla reads it from the full parameters, created with their units, and never checks the shards again.
     """
     for unit in units_of(root):
         for shard, full in zip(unit.sharded_params, unit.full_params, strict=True):
@@ -291,17 +291,17 @@ def follow_freezing(root: nn.Module) -> None:
 
 
 def shards_of(unit: Any) -> list[Any]:
-    """What a unit itself, without those in it, has left of its parameters."""
+    """A unit's own sharded parameters, without those of inner units."""
     return list(unit.sharded_params)
 
 
 def is_shard(parameter: Tensor) -> bool:
-    """Whether a tensor is what a unit has left of a parameter."""
+    """Whether a tensor is a unit's sharded parameter."""
     return bool(getattr(parameter, "_is_sharded", False))
 
 
 def sharded_members(unit: XlaFullyShardedDataParallel) -> Iterator[ShardedMember]:
-    """The parameters that a unit has sharded; each once, under the first of its places."""
+    """The parameters that a unit has sharded, each once, under the first of its places."""
     for shard, (_, owner, attribute) in zip(unit.sharded_params, unit.full_param_infos, strict=True):
         local = shard.numel()
         first = unit.rank * local
@@ -336,7 +336,7 @@ def _flattened(
 
 
 def unreduced_gradients(unit: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The gradients that a unit has accumulated without reducing them: whose they are, and each at its own shape."""
+    """The gradients that a unit has accumulated without reducing them: module, parameter name, and gradient."""
     for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
         if full.grad is not None:
             for place, of_place in zip(_places(owner, attribute), _pieces(owner, attribute, full.grad), strict=True):
@@ -344,7 +344,7 @@ def unreduced_gradients(unit: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Callable[[], Tensor]]) -> None:
-    """Let a unit go on from gradients that :func:`unreduced_gradients` has found. All ranks must call it.
+    """Restore gradients that :func:`unreduced_gradients` returned. All ranks must call it.
 
     Args:
         unit: The unit, whose gradients are replaced.
@@ -364,13 +364,13 @@ def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Calla
 
 
 def _places(owner: Any, attribute: str) -> list[tuple[nn.Module, str]]:
-    """The user's parameters that a full one is made of."""
+    """The user's parameters that a full parameter consists of."""
     flat = getattr(owner, attribute)
     return [(module, name) for _, module, name in getattr(flat, "_param_infos", ())] or [(owner, attribute)]
 
 
 def _pieces(owner: Any, attribute: str, tensor: Tensor) -> list[Tensor]:
-    """A tensor laid out as a full parameter, as views of the user's shapes."""
+    """Split a tensor with the layout of a full parameter into views of the user's shapes."""
     flat = getattr(owner, attribute)
     if not hasattr(flat, "_param_infos"):
         return [tensor]
@@ -379,7 +379,7 @@ def _pieces(owner: Any, attribute: str, tensor: Tensor) -> list[Tensor]:
 
 
 def tied_members(unit: XlaFullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """The further places of a unit's parameters: owner and name, and those of the first place."""
+    """The other places of a unit's tied parameters: owner and name, and those of the first place."""
     for _, _, owner, attribute, first_owner, first_attribute in unit.shared_full_param_infos:
         yield owner, attribute, first_owner, first_attribute
     for _, _, owner, attribute, first_owner, first_attribute in unit._fsdp_wrapped_module._shared_param_infos:

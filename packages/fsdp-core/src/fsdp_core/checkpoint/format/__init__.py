@@ -1,1 +1,1 @@
-"""What is in the files of a checkpoint."""
+"""The file formats of a checkpoint."""

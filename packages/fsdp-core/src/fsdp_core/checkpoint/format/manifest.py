@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint holds, in which files, and who wrote it. A folder without it is no checkpoint."""
+"""`manifest.json`: a checkpoint's content, files and origin. A folder without it is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ FORMAT = "fsdp-checkpoint"
 FORMAT_VERSION = 1
 MAX_DIMENSIONS = 64
 MAX_WHOLE = 2**53 - 1
-"""The largest number in a manifest: the largest whole number that every JSON reader gives back exactly."""
+"""The largest number in a manifest: the largest integer that every JSON reader represents exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredChunk:
-    """A box of a tensor, and where its bytes are.
+    """A box of a tensor, and the location of its bytes.
 
     Attributes:
         file: The safetensors file, relative to the checkpoint.
@@ -61,8 +61,8 @@ class StoredTensor:
 
     Attributes:
         shape: Its shape.
-        dtype_name: Its dtype by name, such as ``"float32"``.
-        chunks: Where its parts are.
+        dtype_name: The name of its dtype, such as ``"float32"``.
+        chunks: Its chunks.
     """
 
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class StoredTensor:
 
     def __post_init__(self) -> None:
         if self.dtype_name not in ITEM_BYTES:
-            raise ValueError(f"{self.dtype_name!r} is no dtype of this format")
+            raise ValueError(f"{self.dtype_name!r} is not a dtype of this format")
         sizes = (*self.shape, math.prod(self.shape))
         if len(self.shape) > MAX_DIMENSIONS or not all(0 <= size <= MAX_WHOLE for size in sizes):
             raise ValueError(f"no tensor has the shape {list(self.shape)}")
@@ -105,25 +105,25 @@ class FileEntry:
 
     def __post_init__(self) -> None:
         if not 0 <= self.size <= MAX_WHOLE or not re.fullmatch(r"xxh3:[0-9a-f]{16}", self.checksum):
-            raise ValueError(f"{self} is no size with a checksum")
+            raise ValueError(f"{self} is not a valid size with a checksum")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What ``manifest.json`` says.
+    """The content of ``manifest.json``.
 
     Attributes:
-        save_id: Twelve hexadecimal digits that the names of this save's files carry.
+        save_id: Twelve hexadecimal digits in the names of this save's files.
         created: When it was published, ISO 8601 in UTC.
-        strategy: The strategy name that wrote it.
+        strategy: The name of the strategy that wrote it.
         versions: The versions of the packages that wrote it.
         world_size: The number of ranks that wrote it.
         kinds: Which parts of the state are a ``"model"``'s or an ``"optimizer"``'s, by path.
         state_file: The JSON file with the plain data.
-        state_tensors: The safetensors file with the tensors that the plain data points to, if there are any.
+        state_tensors: The safetensors file with the tensors that the plain data refers to, if there are any.
         tensors: Every chunked tensor by its key, such as ``model/lm_head.weight``.
-        aliases: Further names of tied parameters, each with the key under which the tensor is stored.
-        files: Every file by its relative name, but the manifest itself.
+        aliases: Additional names of tied parameters, each with the key under which the tensor is stored.
+        files: Every file by its relative name, except the manifest itself.
     """
 
     save_id: str
@@ -150,17 +150,17 @@ class Manifest:
                 self._need(chunk.file, f"tensor {key!r}")
         for alias, key in self.aliases.items():
             if key not in self.tensors:
-                raise ValueError(f"alias {alias!r} stands for {key!r}, which is not among the tensors")
+                raise ValueError(f"alias {alias!r} refers to {key!r}, which is not among the tensors")
         for path, kind in self.kinds.items():
             if kind not in ("model", "optimizer"):
                 raise ValueError(f"{path!r} is of kind {kind!r}, which is neither 'model' nor 'optimizer'")
 
     def _need(self, name: str, what: str) -> None:
         if name not in self.files:
-            raise ValueError(f"{what} lies in {name!r}, which is not among the files")
+            raise ValueError(f"{what} is in {name!r}, which is not among the files")
 
     def to_json(self) -> str:
-        """The manifest as text that a person can read: one line per chunk and per file.
+        """Return the manifest as readable text: one line per chunk and per file.
 
         Raises:
             CheckpointValueError: It would be larger than readers accept.
@@ -198,17 +198,17 @@ class Manifest:
         except ValueError as error:
             chunks = sum(len(tensor.chunks) for tensor in self.tensors.values())
             raise CheckpointValueError(
-                f"can't save a checkpoint of {chunks} chunks, for readers would refuse its manifest: {error}.\n"
-                "Save on fewer processes, or fewer and larger tensors."
+                f"can't save a checkpoint of {chunks} chunks, because readers would refuse its manifest: {error}.\n"
+                "Save with fewer processes, or fewer and larger tensors."
             ) from error
         return text
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Read what :meth:`to_json` wrote, and check it.
+        """Parse and check the output of :meth:`to_json`.
 
         Raises:
-            ValueError: It is no manifest that this version can read; the message says what is wrong.
+            ValueError: It is not a manifest that this version can read.
         """
         whole = parse_text(
             text if isinstance(text, bytes) else text.encode(),
@@ -231,7 +231,7 @@ class Manifest:
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         if said != found:
-            raise ValueError(f"its content has the checksum {found}, but it says {said}: it was changed")
+            raise ValueError(f"its content has the checksum {found}, but it records {said}: it was changed")
         try:
             return cls(
                 **_strings({key: whole[key] for key in ("save_id", "created", "strategy")}),
@@ -266,9 +266,9 @@ def _block(name: str, entries: Mapping[str, Any], *, chunked: bool = False) -> l
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    """The checksum of the content as RFC 8785 writes it: without spaces, in UTF-8, keys by their UTF-16 code units."""
+    """Return the checksum of the content in RFC 8785 form: no spaces, UTF-8, keys sorted by UTF-16 code units."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    if not canonical.isascii():  # Python sorts by characters, which is another order beyond U+FFFF
+    if not canonical.isascii():  # Python sorts by code points, which differs beyond U+FFFF
         canonical = json.dumps(_in_order(content), separators=(",", ":"), ensure_ascii=False)
     return "xxh3:" + xxhash.xxh3_64_hexdigest(canonical.encode())
 
@@ -283,36 +283,36 @@ def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(members)
     if len(found) < len(members):
         twice = Counter(key for key, _ in members).most_common(1)[0][0]
-        raise ValueError(f"{twice!r} stands twice in one object")
+        raise ValueError(f"{twice!r} occurs twice in one object")
     return found
 
 
 def _no_number(number: str) -> None:
-    raise ValueError(f"{number} is no whole number")
+    raise ValueError(f"{number} is not an integer")
 
 
 def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no string")
+        raise ValueError(f"{value!r} is not a string")
     return value
 
 
 def _strings(entries: Mapping[str, Any]) -> dict[str, str]:
     for key, value in entries.items():
         if not isinstance(value, str):
-            raise ValueError(f"{key!r} is {value!r}, which is no string")
+            raise ValueError(f"{key!r} is {value!r}, which is not a string")
     return dict(entries)
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{value!r} is no list")
+        raise ValueError(f"{value!r} is not a list")
     return value
 
 
 def _whole(number: Any) -> int:
     if type(number) is not int:
-        raise ValueError(f"{number!r} is no whole number")
+        raise ValueError(f"{number!r} is not an integer")
     return number
 
 

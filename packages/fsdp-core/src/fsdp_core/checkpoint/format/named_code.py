@@ -1,4 +1,4 @@
-"""What no plain data of a checkpoint may say: names of code, and URLs of files, that Lightning would run. No torch."""
+"""Finds names of code and URLs of files in plain data that Lightning would import or fetch. No torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 __all__ = ["INSTANTIATOR", "INSTANTIATORS", "find_named_code"]
 
 INSTANTIATOR = "_instantiator"
-"""Where hyper-parameters name what makes their class: Lightning's ``load_from_checkpoint`` imports and calls it."""
+"""The hyper-parameter that names a factory, which Lightning's ``load_from_checkpoint`` imports and calls."""
 
 INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
-"""What Lightning's own command line writes there; from version 2.6.6 on, Lightning calls no others either."""
+"""The values that LightningCLI writes; since version 2.6.6, Lightning itself calls no others."""
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")
 
 
 def find_named_code(state: Any) -> list[tuple[tuple[str, ...], str]]:
-    """Find what Lightning would import and call, or fetch and unpickle.
+    """Find values that Lightning would import and call, or fetch and unpickle.
 
     Args:
-        state: Plain data as it stands in JSON.
+        state: Plain data in its JSON form.
 
     Returns:
-        The keys that lead to each such place, and the reason.
+        The keys that lead to each such value, and the reason to refuse it.
 
     Example:
         >>> find_named_code({"hyper_parameters": {"lr": 0.1, "_instantiator": INSTANTIATORS[0]}})
@@ -42,7 +42,7 @@ def find_named_code(state: Any) -> list[tuple[tuple[str, ...], str]]:
             found += [((*keys, name), _fetched(node[name])) for name in _PATHS if _is_url(node.get(name))]
             waiting += [((*keys, key), item) for key, item in node.items() if type(item) in (dict, list)]
         elif type(node) is list:
-            # Pairs make a dict, too; in a set they stand in any order.
+            # A list of pairs may also form a dict; in a set, their order is arbitrary.
             if INSTANTIATOR in node:
                 found.append((keys, _imported(node)))
             if len(node) == 2 and node[0] in _PATHS and _is_url(node[1]):

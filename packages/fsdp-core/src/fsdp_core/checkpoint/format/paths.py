@@ -12,7 +12,7 @@ __all__ = ["escaped", "find_part", "join_path", "split_path"]
 
 
 def join_path(*keys: str) -> str:
-    """The path that keys make; a slash inside a key is written ``%2F`` and so is no step deeper.
+    """Join keys to a path; a slash inside a key is escaped as ``%2F``.
 
     Example:
         >>> join_path("optimizer", "0"), join_path("nets/generator")
@@ -21,22 +21,22 @@ def join_path(*keys: str) -> str:
     return "/".join(map(escaped, keys))
 
 
-@lru_cache(maxsize=4096)  # a state repeats its keys, for each parameter those of the optimizer's state
+@lru_cache(maxsize=4096)  # a state repeats its keys, such as those of the optimizer's state for each parameter
 def escaped(key: str) -> str:
-    """One step of a path."""
+    """Escape a key as one step of a path."""
     return key.replace("%", "%25").replace("/", "%2F")
 
 
 def split_path(path: str) -> list[str]:
-    """The keys that :func:`join_path` has joined."""
+    """Split a path from :func:`join_path` into its keys."""
     return [key.replace("%2F", "/").replace("%25", "%") for key in path.split("/")]
 
 
 def find_part(state: Any, path: str) -> Any:
-    """The part of a nest that a path such as ``optimizer/0`` leads to.
+    """Return the part of a nest at a path such as ``optimizer/0``.
 
     Raises:
-        CheckpointValueError: It leads nowhere; the message says what is there.
+        CheckpointValueError: The path does not exist; the message lists the existing keys.
     """
     here, walked = state, list[str]()
     for step in split_path(path):

@@ -1,7 +1,7 @@
-"""Plain Python data as JSON and back, exactly; whatever is not plain is refused by name, and nothing is imported.
+"""Converts plain Python data to JSON and back, exactly. Other data is refused by name, and nothing is imported.
 
-JSON's own values stand for themselves, and a JSON object for a dict whose keys are strings. Everything else is an
-object with one key that begins with ``$``::
+JSON values represent themselves, and a JSON object represents a dict with string keys. Everything else is an object
+with one key that begins with ``$``::
 
     {"$tuple": [1, 2]}     {"$dict": [[1, "a"], [2, "b"]]}     {"$float": "nan"}     {"$timedelta": [0, 30, 0]}
 
@@ -27,9 +27,8 @@ from torch import Tensor
 from fsdp_core.checkpoint.format.json_text import MAX_DIGITS
 from fsdp_core.checkpoint.format.named_code import find_named_code
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
-from fsdp_core.state.chunks import ChunkedTensor
+from fsdp_core.state.chunks import ChunkedTensor, TensorSource
 from fsdp_core.state.dtypes import dtype_name
-from fsdp_core.state.sources import TensorSource
 
 __all__ = ["Keys", "TensorLeaf", "decode", "encode"]
 
@@ -45,20 +44,20 @@ _LARGEST = 10**MAX_DIGITS - 1
 
 
 def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
-    """Turn a nest of plain data and tensors into what :mod:`json` writes.
+    """Convert a nest of plain data and tensors to JSON types.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict (any plain keys),
             ``Counter``, ``OrderedDict``, ``defaultdict``, dates and times, paths, ``argparse.Namespace``, torch's
             dtypes, devices and sizes, numpy's numbers and arrays, tensors, and nests of these.
-        on_tensor: Takes the place of a tensor (the keys that lead to it) and the tensor; gives what stands for it.
+        on_tensor: Takes the keys that lead to a tensor, and the tensor; returns its replacement.
 
     Returns:
-        The data, in JSON's types.
+        The data in JSON types.
 
     Raises:
-        CheckpointValueError: Something in it is none of these, or names code that Lightning would run. All such places
-            are named, up to 20.
+        CheckpointValueError: A value has another type, or names code that Lightning would run. The message lists up to
+            20 such values.
 
     Example:
         >>> encode({"betas": (0.9, 0.95), "best": float("inf")}, lambda keys, tensor: None)
@@ -72,7 +71,7 @@ def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
         more = len(encoder.refused) - _SHOWN
         lines = encoder.refused[:_SHOWN] + ([f"  … and {more} more"] if more > 0 else [])
         raise CheckpointValueError(
-            "\n".join(["can't save this state, for nothing in a checkpoint is pickled:", *lines])
+            "\n".join(["can't save this state, because nothing in a checkpoint is pickled:", *lines])
         )
     return encoded
 
@@ -88,11 +87,11 @@ class _Encoder:
             if type(value) is int and abs(value) > _LARGEST:
                 return self._too_long(keys)
             return value
-        if isinstance(value, (Tensor, ChunkedTensor)):  # most of a state; the other kinds take longer to ask for
+        if isinstance(value, (Tensor, ChunkedTensor)):  # most of a state; the checks for other types take longer
             return self._leaf(value, keys)
         if isinstance(value, (Mapping, list, tuple, set, frozenset, argparse.Namespace)):
             if id(value) in self._inside:
-                return self.refuse(keys, "a container that contains itself has no end; leave the inner one out")
+                return self.refuse(keys, "a container that contains itself can't be saved; leave the inner one out")
             self._inside.add(id(value))
             try:
                 return self._container(value, keys)
@@ -132,7 +131,7 @@ class _Encoder:
         if isinstance(value, OrderedDict):
             return {"$ordered": self._pairs(value, keys)}
         if not isinstance(value, dict):
-            return self.refuse(keys, f"{_type(value)} is a mapping, but no dict; {_remedy(value)}")
+            return self.refuse(keys, f"{_type(value)} is a mapping, but not a dict; {_remedy(value)}")
         if all(isinstance(key, str) and not isinstance(key, Enum) and not key.startswith("$") for key in value):
             return {str(key): self.encode(item, (*keys, str(key))) for key, item in value.items()}
         return {"$dict": self._pairs(value, keys)}
@@ -154,7 +153,7 @@ class _Encoder:
             return self.refuse(keys, f"{_type(value)} is an enum, which needs code to restore; save its .value")
         if numpy is not None and isinstance(value, numpy.ndarray):
             if value.dtype.kind not in "biufc":
-                return self.refuse(keys, f"a numpy array of {value.dtype} is no tensor; save array.tolist()")
+                return self.refuse(keys, f"a numpy array of {value.dtype} can't be a tensor; save array.tolist()")
             array = numpy.array(value, dtype=value.dtype.newbyteorder("="))
             try:
                 return {"$ndarray": self.encode(torch.from_numpy(array), keys)}
@@ -177,7 +176,7 @@ class _Encoder:
         self.refused.append(f"  {'/'.join(keys) or 'the state itself'!r}: {reason}.")
 
 
-# In this order: a datetime is a date too. A tag of None marks what JSON knows itself.
+# The order matters: a datetime is also a date. A tag of None marks types that JSON supports itself.
 _SCALARS: list[tuple[type, str | None, Callable[[Any], Any]]] = [
     (int, None, int),
     (str, None, str.__str__),
@@ -216,17 +215,17 @@ def _remedy(value: Any) -> str:
 
 
 def decode(value: Any, on_tensor: Callable[[str, Any], Any]) -> Any:
-    """Turn what :func:`encode` gave back into the data.
+    """Convert the result of :func:`encode` back to the data.
 
     Args:
-        value: The data in JSON's types.
-        on_tensor: Takes a tag that stands for a tensor and what the tag holds; gives the tensor.
+        value: The data in JSON types.
+        on_tensor: Takes the tag of a tensor and the tag's value; returns the tensor.
 
     Returns:
         The data.
 
     Raises:
-        CheckpointFormatError: It holds an unknown tag, or a tag over something that it can't hold.
+        CheckpointFormatError: It holds an unknown tag, or a tag with an invalid value.
 
     Example:
         >>> decode({"betas": {"$tuple": [0.9, 0.95]}}, lambda tag, name: None)
@@ -245,13 +244,13 @@ def decode(value: Any, on_tensor: Callable[[str, Any], Any]) -> Any:
     if tag in ("$tensor", "$saved"):
         return on_tensor(tag, held)
     if tag not in _READERS:
-        raise CheckpointFormatError(f"the state holds {tag!r}, which this version doesn't know: upgrade fsdp-core")
+        raise CheckpointFormatError(f"the state holds {tag!r}, which this version does not support: upgrade fsdp-core")
     try:
         return _READERS[tag](held, lambda item: decode(item, on_tensor))
     except CheckpointFormatError:
         raise
     except Exception as error:
-        raise CheckpointFormatError(f"the state holds {tag!r} over what it can't hold: {error}") from error
+        raise CheckpointFormatError(f"the state holds {tag!r} with an invalid value: {error}") from error
 
 
 _Reader = Callable[[Any, Callable[[Any], Any]], Any]
@@ -266,7 +265,7 @@ def _numpy(held: Any, inner: Callable[[Any], Any]) -> Any:
 
     kind = numpy.dtype(held[0])
     if kind.kind not in "biufc":
-        raise ValueError(f"{held[0]!r} is no number")
+        raise ValueError(f"{held[0]!r} is not a numeric dtype")
     return kind.type(inner(held[1]))
 
 

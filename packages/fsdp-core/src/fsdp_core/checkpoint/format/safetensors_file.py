@@ -1,4 +1,4 @@
-"""The safetensors container, written and read piece by piece: never more in memory than one staging buffer."""
+"""Writes and reads safetensors files piece by piece, with at most one staging buffer in memory."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.format.safetensors_header import HEADER_KEY, FileTensor, build_header, parse_header
 from fsdp_core.errors import CheckpointValueError
+from fsdp_core.state.boxes import cut
+from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 from fsdp_core.state.host_memory import memory_of
-from fsdp_core.state.sources import TensorSource, blocks_of
 
 __all__ = ["HEADER_KEY", "STAGING_BYTES", "FileTensor", "parse_header", "read_box", "write_safetensors"]
 
 STAGING_BYTES = 32 * 2**20
-"""The most bytes that a write or a read copies at once."""
+"""The maximum number of bytes that a write or a read copies at once."""
 
-_SOURCE_BYTES = 16 * 2**20  # small, for what malloc keeps of freed pieces; large, for a remote read is a request
+_SOURCE_BYTES = 16 * 2**20  # small, because malloc keeps freed pieces; large, because a remote read is a request
 _DIRECT_RUN_BYTES = 256 * 2**10
 
 
 def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor | TensorSource]) -> tuple[int, str]:
     """Write ``tensors`` into ``stream`` as one safetensors file.
 
-    Tensors may be on any device, strided in any way and share memory: each is written as it looks. What is not a
-    contiguous CPU tensor is copied at most :data:`STAGING_BYTES` at a time.
+    Tensors may be on any device, have any strides and share memory; each is written separately. Tensors that are not
+    contiguous CPU tensors are copied at most :data:`STAGING_BYTES` at a time.
 
     Args:
         stream: A binary stream opened for writing.
-        tensors: The tensors by the name that they get in the file. Sources are read 16 MiB at a time.
+        tensors: The tensors by their name in the file. Sources are read 16 MiB at a time.
 
     Returns:
         The number of bytes written, and their checksum (xxh3, 64 bits, as 16 hexadecimal digits).
 
     Raises:
-        CheckpointValueError: A dtype or a kind of tensor has no place in a safetensors file.
+        CheckpointValueError: Safetensors does not support a dtype or a kind of tensor.
     """
     for name, tensor in tensors.items():
         if (reason := unsavable(tensor)) is not None:
@@ -56,7 +57,7 @@ def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor | TensorSou
 
 
 def unsavable(tensor: Tensor | TensorSource) -> str | None:
-    """Say why ``tensor`` can't be written, and what to do instead; ``None`` where it can.
+    """Return why ``tensor`` can't be written and what to do instead; ``None`` if it can be written.
 
     Example:
         >>> unsavable(torch.zeros(3)) is None
@@ -70,9 +71,9 @@ def unsavable(tensor: Tensor | TensorSource) -> str | None:
     if tensor.is_meta:
         return "it is on the meta device and holds no data; materialise it first"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        return f"a tensor with layout {tensor.layout} has no plain rows; save tensor.to_dense() or its parts instead"
+        return f"a tensor with layout {tensor.layout} is not dense; save tensor.to_dense() or its parts instead"
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"{type(tensor).__qualname__} is no plain tensor; save the plain tensors that it is made of instead"
+        return f"{type(tensor).__qualname__} is not a plain tensor; save the plain tensors that it consists of instead"
     if tensor.dtype not in SAFETENSORS_NAMES:
         remedy = "torch.view_as_real(tensor)" if tensor.is_complex() else "tensor.view(torch.uint8)"
         return f"safetensors has no dtype {dtype_name(tensor.dtype)}; save {remedy} instead"
@@ -82,14 +83,14 @@ def unsavable(tensor: Tensor | TensorSource) -> str | None:
 def _pieces(header: bytes, tensors: Sequence[Tensor | TensorSource]) -> Iterator[Any]:
     yield header
     for tensor in tensors:
-        blocks = _blocks(tensor.detach()) if isinstance(tensor, Tensor) else blocks_of(tensor, _SOURCE_BYTES)
+        blocks = _blocks(tensor.detach()) if isinstance(tensor, Tensor) else _blocks_of_source(tensor)
         for block in blocks:
             yield memory_of(block)
-            del block  # before the next one is made: one staging buffer at a time
+            del block  # before the next one is allocated: one staging buffer at a time
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Contiguous CPU tensors that follow one another in the row-major order of ``tensor``."""
+    """Yield consecutive contiguous CPU tensors in the row-major order of ``tensor``."""
     if not tensor.numel():
         return
     if _is_plain(tensor):
@@ -103,6 +104,12 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
         yield from _blocks(tensor[row : row + rows] if rows else tensor[row])
 
 
+def _blocks_of_source(source: TensorSource) -> Iterator[Tensor]:
+    """Read consecutive contiguous CPU tensors in the row-major order of ``source``."""
+    for offsets, lengths in cut(source.shape, source.dtype.itemsize, _SOURCE_BYTES):
+        yield source.read(offsets, lengths)
+
+
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -112,18 +119,18 @@ def read_box(
 ) -> None:
     """Read a box of a tensor in a file into ``out``, which may have another dtype, device or stride.
 
-    Bytes that are in a row on both sides go straight into the memory of ``out``; the rest passes through a staging
-    buffer of at most :data:`STAGING_BYTES`.
+    Bytes that are contiguous on both sides are read directly into the memory of ``out``; others are copied through a
+    staging buffer of at most :data:`STAGING_BYTES`.
 
     Args:
-        read_into: Fills a buffer with the file's bytes from a position on.
+        read_into: Fills a buffer with the file's bytes from a position.
         source: The tensor in the file.
         offsets: Where the box begins in it.
         out: The target, at the shape of the box.
     """
     if out.ndim == 0:
         source, offsets, out = replace(source, shape=(1,)), (0,), out.reshape(1)
-        # reshape of a 0-dim tensor is a view, so what is written reaches the caller's tensor.
+        # reshape of a 0-dim tensor is a view, so writes reach the caller's tensor.
     if out.numel():
         _read_rows(read_into, source.dtype, source.shape, source.start, offsets, out)
 
@@ -142,7 +149,7 @@ def _read_rows(
     if whole_rows and out.dtype == dtype and _is_plain(out):
         read_into(memory_of(out), first)
         return
-    # A row that overflows the staging buffer, or of which only a long part is wanted, is read on its own.
+    # A row that is larger than the staging buffer, or of which only a long part is needed, is read separately.
     if row_bytes > STAGING_BYTES or (not whole_rows and math.prod(out.shape[1:]) * dtype.itemsize >= _DIRECT_RUN_BYTES):
         for row in range(rows):
             _read_rows(read_into, dtype, shape[1:], first + row * row_bytes, offsets[1:], out[row])

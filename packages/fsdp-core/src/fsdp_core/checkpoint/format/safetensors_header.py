@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 __all__ = ["HEADER_KEY", "MAX_HEADER_BYTES", "FileTensor", "build_header", "parse_header"]
 
 HEADER_KEY = "__metadata__"
-"""The one key of a safetensors header that names no tensor."""
+"""The only key of a safetensors header that is not a tensor."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit that the safetensors library sets."""
+"""The limit of the safetensors library."""
 
 _NAMES = {stored: name for name, stored in STORED_NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileTensor:
-    """Where a tensor lies in a safetensors file.
+    """The place of a tensor in a safetensors file.
 
     Attributes:
         shape: Its shape.
-        dtype_name: Its dtype by name, such as ``"float32"``.
-        start: Its first byte, counted from the beginning of the file.
+        dtype_name: The name of its dtype, such as ``"float32"``.
+        start: The offset of its first byte in the file.
     """
 
     shape: tuple[int, ...]
@@ -55,14 +55,14 @@ class FileTensor:
 def build_header(
     tensors: Mapping[str, tuple[tuple[int, ...], str]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
-    """Lay out a safetensors file.
+    """Build the header of a safetensors file.
 
     Args:
-        tensors: The shape and the name of the dtype of each tensor, by the name that it gets in the file.
-        metadata: Strings to note in it, besides the format, which is ``pt``.
+        tensors: The shape and dtype name of each tensor, by its name in the file.
+        metadata: Strings to store in it, in addition to the format, which is ``pt``.
 
     Returns:
-        What the file begins with, and the order in which the tensors' bytes follow.
+        The first bytes of the file, and the order in which the tensors' bytes follow.
 
     Raises:
         CheckpointValueError: The header would be longer than readers accept.
@@ -93,15 +93,15 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
     """Read and check the header of a safetensors file.
 
     Args:
-        read: Gives the bytes from a start to an end.
+        read: Returns the bytes from a start to an end.
         size: The size of the file in bytes.
-        where: What to call the file in an error.
+        where: The file's name in errors.
 
     Returns:
-        Where each tensor lies.
+        The place of each tensor.
 
     Raises:
-        CheckpointFormatError: The header is not one of a safetensors file of this size.
+        CheckpointFormatError: It is not the header of a safetensors file of this size.
     """
     try:
         length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
@@ -118,24 +118,24 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
                 start=8 + length + begin,
             )
             if end - begin != tensor.nbytes:
-                raise ValueError(f"{name!r} has {end - begin} bytes, which its shape and dtype don't make")
+                raise ValueError(f"{name!r} has {end - begin} bytes, which does not match its shape and dtype")
             spans.append((begin, end))
             found[name] = tensor
         at = 0
         for begin, end in sorted(spans):
             if begin != at:
-                raise ValueError(f"a tensor begins at byte {begin} of the data, where {at} is due")
+                raise ValueError(f"a tensor begins at byte {begin} of the data, but {at} was expected")
             at = end
         if at != size - 8 - length:
             raise ValueError(f"its tensors have {at} bytes, but the file has room for {size - 8 - length}")
     except CheckpointFormatError:  # it can't be read at all
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointFormatError(f"{where} is no safetensors file: {error}. Restore it from a backup.") from error
+        raise CheckpointFormatError(f"{where} is not a safetensors file: {error}. Restore it from a backup.") from error
     return found
 
 
 def _whole(number: Any) -> int:
     if type(number) is not int or not 0 <= number < 2**63:
-        raise ValueError(f"{number!r} is not a whole number in range")
+        raise ValueError(f"{number!r} is not an integer in range")
     return number

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries, turned into this format: each is recognised and read without running any of it."""
+"""Import of other libraries' checkpoints into this format, without running any of their code."""
 
 from fsdp_core.checkpoint.importing.importer import import_checkpoint
 

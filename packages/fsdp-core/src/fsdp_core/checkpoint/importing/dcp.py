@@ -30,21 +30,20 @@ METADATA = ".metadata"
 def read_dcp(
     folder: Folder, prefix: str = "", *, drop: Iterable[str] = (), tensors_only: bool = False
 ) -> dict[str, Any]:
-    """Read the nest that such a folder holds.
+    """Read the nest in a folder of torch.distributed.checkpoint.
 
     Args:
         folder: The folder.
-        prefix: A folder inside of it that holds the checkpoint, with a slash at its end.
-        drop: Paths to leave out.
-        tensors_only: Whether to leave out what is neither a tensor nor a module's extra state.
+        prefix: The subfolder that holds the checkpoint, with a trailing slash.
+        drop: Paths to omit.
+        tensors_only: Whether to omit values that are neither tensors nor a module's extra state.
 
     Returns:
-        The nest that was saved, with a source where each tensor was. Keys that were no strings are strings, as torch
-        has written them.
+        The saved nest, with a source for each tensor. Keys that were not strings are strings, as torch writes them.
 
     Raises:
         CheckpointFormatError: It is damaged, or names files outside of itself.
-        CheckpointValueError: It holds what is neither plain data nor a tensor.
+        CheckpointValueError: It holds values that are neither plain data nor tensors.
     """
     file = open_file(folder, prefix + METADATA)
     if file.size > MAX_PICKLE_BYTES:
@@ -67,7 +66,7 @@ def read_dcp(
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """A tensor: its shape, dtype, and where its boxes are; of what is no tensor, nothing is known but its place."""
+    """A tensor: its shape, dtype and boxes. The fields are empty for values that are not tensors."""
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
@@ -90,7 +89,7 @@ class _Metadata:
     places: Mapping[tuple[str, tuple[int, ...] | None], _Place]
 
     def path_of(self, name: str) -> tuple[Any, ...]:
-        """Where a flattened name was in the nest."""
+        """Return the path of a flattened name in the nest."""
         path = self.paths.get(name, (name,))
         return path if isinstance(path, tuple) and path and all(type(k) in (int, str) for k in path) else (name,)
 
@@ -105,12 +104,12 @@ class _Leaves:
     used: Counter[str] = field(default_factory=Counter)
 
     def drops(self, path: tuple[Any, ...]) -> bool:
-        """Whether a leaf, or what it lies in, is to be left out."""
+        """Return whether a leaf, or a container of it, is dropped."""
         keys = tuple(map(str, path))
         return any(self.reader.drops(keys[:length]) for length in range(1, len(keys) + 1))
 
     def read(self, name: str, entry: _Entry, path: tuple[Any, ...]) -> Any:
-        """A source for a tensor, or the data."""
+        """Return a source for a tensor, or the plain data."""
         keys = tuple(map(str, path))
         if entry.dtype is None:
             file, start, end = self.range_of(name, None)
@@ -162,7 +161,7 @@ class _Leaves:
 
 
 class _SavedPiece:
-    """A box that torch.save has written into a range of a file; the range is looked into when it is first read."""
+    """A box in a range of a file, written by torch.save; the range is parsed on the first read."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, file: SourceFile, start: int, end: int) -> None:
         if math.prod(shape) * dtype.itemsize > end - start:
@@ -204,7 +203,7 @@ def _nest(leaves: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Where all keys are numbers, there was a list."""
+    """Convert dicts whose keys are all integers back to lists."""
     if type(value) is not dict:
         return value
     inner = {key: _with_lists(item) for key, item in value.items()}

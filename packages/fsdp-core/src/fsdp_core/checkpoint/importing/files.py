@@ -1,4 +1,4 @@
-"""The files that an import reads, by ranges of bytes, each inside the folder that was asked for."""
+"""The files that an import reads, by byte ranges, all inside the folder of the source."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SourceFile:
     """A file of a source.
 
     Attributes:
-        folder: The folder that it lies in.
-        name: Its name there.
+        folder: Its folder.
+        name: Its name in the folder.
         size: Its size in bytes.
     """
 
@@ -35,7 +35,7 @@ class SourceFile:
         return self.folder.path(self.name)
 
     def read(self, start: int, end: int) -> bytes:
-        """The bytes from ``start`` to ``end``.
+        """Return the bytes from ``start`` to ``end``.
 
         Raises:
             CheckpointFormatError: It ends before, or this user may not read it.
@@ -49,7 +49,7 @@ class SourceFile:
         return data
 
     def fill(self, buffer: memoryview, start: int) -> None:
-        """Read into a buffer, a local file block by block: what is read stays a small copy."""
+        """Read into a buffer, block by block for a local file, so that the intermediate copy stays small."""
         block = _BLOCK_BYTES if self.folder.local else max(len(buffer), 1)
         for at in range(0, len(buffer), block):
             end = min(at + block, len(buffer))
@@ -57,13 +57,13 @@ class SourceFile:
 
 
 def source_of(path: StrPath) -> tuple[Folder, str | None]:
-    """The folder of a source, and the file's name where the source is one file.
+    """Return the folder of a source, and the file's name if the source is a single file.
 
     Raises:
-        CheckpointFormatError: There is nothing at the path.
+        CheckpointFormatError: The path does not exist.
     """
     place = open_folder(path)
-    if place.local:  # a link that the user names is followed; those inside of a folder must stay inside of it
+    if place.local:  # a link given by the user is followed; links inside of a folder must not leave it
         place = replace(place, root=os.path.realpath(place.root))
     kind = place.kind()
     if kind == "missing":
@@ -74,10 +74,10 @@ def source_of(path: StrPath) -> tuple[Folder, str | None]:
 
 
 def open_file(folder: Folder, name: str) -> SourceFile:
-    """A file of a folder by a name that comes from the source itself, which is not trusted.
+    """Return a file of a folder by a name from the source itself, which is not trusted.
 
     Raises:
-        CheckpointFormatError: The name leads out of the folder, or there is no such file.
+        CheckpointFormatError: The name leads out of the folder, or the file does not exist.
     """
     if any(part in ("", ".", "..") for part in name.split("/")) or re.search(r"[\\:\x00-\x1f]", name):
         raise CheckpointFormatError(
@@ -94,7 +94,7 @@ def open_file(folder: Folder, name: str) -> SourceFile:
 
 
 class Window(io.RawIOBase):
-    """A range of a file as a stream that can be read and sought in."""
+    """A range of a file as a readable and seekable stream."""
 
     def __init__(self, file: SourceFile, start: int, end: int) -> None:
         if not 0 <= start <= end <= file.size:

@@ -1,4 +1,4 @@
-"""Importing: another library's checkpoint, recognised, read piece by piece, and saved in this format."""
+"""Imports another library's checkpoint: recognizes it, reads it piece by piece, and saves it in this format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdp_core.checkpoint.storage.atomic import check_apart
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.state.sources import TensorSource
+from fsdp_core.state.chunks import TensorSource
 
 __all__ = ["import_checkpoint", "read_source"]
 
@@ -39,38 +39,37 @@ def import_checkpoint(
     overwrite: bool = False,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Imported:
-    """Import another library's checkpoint, in one process. Nothing in it is run, and tensors pass block by block.
+    """Import another library's checkpoint in one process. No code in it is run, and tensors are copied in blocks.
 
     Args:
-        source: A local path or an fsspec URL: a folder of torch.distributed.checkpoint (as Lightning's sharded
-            strategies, torchtitan and accelerate write them), a file of torch.save, safetensors, or a folder with the
+        source: A local path or an fsspec URL: a folder of torch.distributed.checkpoint (as written by Lightning's
+            sharded strategies, torchtitan and accelerate), a file of torch.save, safetensors, or a folder with the
             shards of torch_xla's FSDP.
-        out: Where to save, a local path or an fsspec URL.
-        weights_only: Whether to leave optimizers and training state out.
-        drop: Paths in the source to leave out, such as ``hyper_parameters/loss``.
-        parameter_order: The parameters' names in the order in which the optimizers hold them, for sources that number
-            them.
-        strip_prefix: What each name of the source begins with, to be left off.
-        add_prefix: What to put before each name, such as ``"model."`` for a LightningModule that holds the model so.
-            What is saved is then a Trainer's checkpoint, whose training begins at its first epoch where the source is
-            none of a Trainer's.
+        out: The output path, a local path or an fsspec URL.
+        weights_only: Whether to omit optimizers and training state.
+        drop: Paths in the source to omit, such as ``hyper_parameters/loss``.
+        parameter_order: The parameter names in the order of the optimizers' parameters, for sources that number them.
+        strip_prefix: A prefix of every name in the source, to be removed.
+        add_prefix: A prefix to add to every name, such as ``"model."`` for a LightningModule that holds the model as
+            ``self.model``. The output is then a Trainer checkpoint; its training begins at the first epoch if the
+            source is not from a Trainer.
         overwrite: Whether a checkpoint at ``out`` may be replaced.
-        on_bytes: Called with the number of bytes that have been read and the number in all, to show progress.
+        on_bytes: Called with the number of bytes read so far and the total, to show progress.
 
     Returns:
-        What was saved: the nest, which of its parts are models and optimizers, and what the source was.
+        The import: the nest, its models and optimizers, and a description of the source.
 
     Raises:
-        CheckpointFormatError: The source is damaged, or none that can be imported.
-        CheckpointValueError: It holds what is neither plain data nor a tensor; the message names the paths.
-        CheckpointMismatchError: It is not certain which parameters an optimizer's state is of, or names can't be
-            changed as asked.
-        CheckpointExistsError: Something is at ``out`` that must not be replaced.
+        CheckpointFormatError: The source is damaged, or its format can't be imported.
+        CheckpointValueError: It holds values that are neither plain data nor tensors; the message lists their paths.
+        CheckpointMismatchError: It is ambiguous which parameters an optimizer's state belongs to, or names can't be
+            changed as requested.
+        CheckpointExistsError: ``out`` holds something that must not be replaced.
     """
     target, place = open_folder(out), open_folder(source)
     check_apart(out, place)
     if target.kind() != "missing" and not overwrite:
-        raise CheckpointExistsError(f"{target} is there already: import to another path, or type --overwrite.")
+        raise CheckpointExistsError(f"{target} already exists: import to another path, or type --overwrite.")
     with _named(place):
         imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
         imported = renamed(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
@@ -98,7 +97,7 @@ def import_checkpoint(
 
 @contextmanager
 def _named(place: Folder) -> Iterator[None]:
-    """Let every error name the source; what its content has led astray is one of ours, too."""
+    """Add the source to every error, and convert errors caused by invalid content to ours."""
     try:
         yield
     except CheckpointError as error:
@@ -107,8 +106,8 @@ def _named(place: Folder) -> Iterator[None]:
         raise type(error)(f"can't import {place}: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointFormatError(
-            f"can't import {place}: it holds what no library writes ({type(error).__name__}: {error}). Restore it from "
-            "a backup."
+            f"can't import {place}: it holds data that no library writes ({type(error).__name__}: {error}). Restore it "
+            "from a backup."
         ) from error
 
 
@@ -119,7 +118,7 @@ def read_source(
     drop: Iterable[str] = (),
     parameter_order: Sequence[str] | None = None,
 ) -> Imported:
-    """Find out what a source holds; its large tensors stay in it. The arguments are those of the import."""
+    """Read a source without its large tensors. The arguments are those of :func:`import_checkpoint`."""
     found, order, drop = recognise(source), ParameterOrder(parameter_order), tuple(drop)
     if found.format == "dcp":
         return _dcp(found, order, drop, weights_only)
@@ -159,7 +158,7 @@ def _dcp(found: Source, order: ParameterOrder, drop: tuple[str, ...], weights_on
 
 
 def _meta(archive: TorchFile, drop: tuple[str, ...], weights_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What Lightning saves beside the shards, and the paths to drop that are not in it."""
+    """Return the data that Lightning saves beside the shards, and the paths to drop that are not in it."""
     if not isinstance(archive.content, dict):
         raise CheckpointFormatError(f"{archive.file} holds no dict, so it is none of Lightning's")
     own = tuple(path for path in drop if path.partition("/")[0] in archive.content)
@@ -180,7 +179,7 @@ def _read(archive: TorchFile, drop: tuple[str, ...], keep: Iterable[str] | None)
 
 
 def _accelerate(found: Source, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
-    """One checkpoint of torch's for each model and each optimizer; the first of each is without a number."""
+    """Read one torch checkpoint per model and optimizer; the key of the first of each has no number."""
     nest: dict[str, Any] = {}
     for part in found.parts:
         name, _, number = part.rstrip("/").rpartition("_")
@@ -210,7 +209,7 @@ def _torch_file(archive: TorchFile, order: ParameterOrder, drop: tuple[str, ...]
 
 
 def _models(archive: TorchFile, drop: tuple[str, ...]) -> Any:
-    """The parts of a file that can be read; what can't may be anything but a model."""
+    """Read the parts of a file that can be read; the others are not models."""
     if not isinstance(archive.content, dict):
         return _read(archive, drop, None)
     read = {}

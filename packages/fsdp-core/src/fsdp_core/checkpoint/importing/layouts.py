@@ -1,4 +1,4 @@
-"""From what a source holds to the nest of our own checkpoints: the Trainer's, or the user's own keys under Fabric."""
+"""Converts a source's content to the nest of our checkpoints: the Trainer's, or the user's own keys under Fabric."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fsdp_core.checkpoint.importing.optimizers import (
 from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_whole
 from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
-from fsdp_core.state.sources import TensorSource
 
 __all__ = ["KEPT_WITH_WEIGHTS", "Imported", "of_keys", "of_trainer"]
 
@@ -30,20 +30,20 @@ KEPT_WITH_WEIGHTS = frozenset(
         *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
     )
 )
-"""What the Trainer's ``save_weights_only`` keeps beside the weights."""
+"""The keys that the Trainer's ``save_weights_only`` keeps in addition to the weights."""
 
 
 @dataclass(kw_only=True)
 class Imported:
-    """What an import is about to save.
+    """The content of an import.
 
     Attributes:
         state: The nest.
         kinds: Which parts of it are a model's or an optimizer's.
-        aliases: Further names of tied parameters.
-        source: What the source was, for people.
+        aliases: Additional names of tied parameters.
+        source: A description of the source, for people.
         of_trainer: Whether it is the Trainer's nest.
-        notes: What the user should know of how it was read.
+        notes: Notes for the user on how it was read.
     """
 
     state: dict[str, Any]
@@ -61,14 +61,14 @@ def of_trainer(
     order: ParameterOrder,
     source: str,
 ) -> Imported:
-    """The Trainer's nest.
+    """Build the Trainer's nest.
 
     Args:
         model: The LightningModule's state dict.
         optimizers: The optimizers' states, if there are any.
-        rest: The rest of what the Trainer saves.
-        order: What names numbered parameters.
-        source: What the source was.
+        rest: The other data that the Trainer saves.
+        order: Names numbered parameters.
+        source: A description of the source.
 
     Raises:
         CheckpointFormatError: A part is not what it should be.
@@ -89,13 +89,13 @@ def of_trainer(
 
 
 def of_keys(nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weights_only: bool = False) -> Imported:
-    """The user's own keys, as under Fabric. What is neither a model nor an optimizer is read into memory.
+    """Keep the user's own keys, as under Fabric. Values other than models and optimizers are read into memory.
 
     Args:
-        nest: What the source holds; a model's tensors may also lie in it without a key of their own.
-        order: What names numbered parameters.
-        source: What the source was.
-        weights_only: Whether to keep the models alone.
+        nest: The content of the source; a model's tensors may also be at its top level.
+        order: Names numbered parameters.
+        source: A description of the source.
+        weights_only: Whether to keep only the models.
 
     Raises:
         CheckpointFormatError: There is no model in it.
@@ -131,7 +131,7 @@ def of_keys(nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weig
 
 
 def is_model(value: Any) -> bool:
-    """Whether a value is a state dict: tensors by name, of which one could be trained, and modules' extra state."""
+    """Return whether a value is a state dict: tensors by name, at least one trainable, and modules' extra state."""
     return (
         isinstance(value, Mapping)
         and not is_flattened(value)
@@ -148,7 +148,7 @@ def _trainable(leaf: Any) -> bool:
 
 
 def _with_model(nest: Mapping[str, Any]) -> dict[str, Any]:
-    """A nest in which tensors that lie at its top are put under ``model``, where no other model is."""
+    """Move tensors at the top of a nest under ``model``, if there is no other model."""
     loose = {key: leaf for key, leaf in nest.items() if isinstance(leaf, TensorSource) or key.endswith("_extra_state")}
     if not loose or any(map(is_model, nest.values())) or "model" in nest:
         return dict(nest)
@@ -212,7 +212,7 @@ def _optimizer(what: str, value: Any, shapes: Mapping[str, tuple[int, ...]], ord
 
 
 def _in_memory(value: Any) -> Any:
-    """Plain data with its tensors read: they are small, and are loaded as tensors again."""
+    """Return plain data with its tensors read into memory; they are small."""
     if isinstance(value, TensorSource):
         return read_whole(value)
     if type(value) is dict:

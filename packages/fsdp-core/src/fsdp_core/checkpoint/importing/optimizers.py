@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
-from fsdp_core.state.sources import TensorSource
 
 __all__ = ["ParameterOrder", "by_name", "is_flattened", "is_optimizer", "unflattened"]
 

@@ -1,4 +1,4 @@
-"""From what a pickle names to plain data and tensors: what is known becomes its value, the rest is refused by path."""
+"""Converts the names in a pickle to plain data and tensors; unknown ones are refused by path."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["Keys", "Make", "PlainReader", "Storage"]
 
 Keys = tuple[str, ...]
 Make = Callable[[tuple[Any, ...], Any], Any]
-"""Gives the value of something named, from its arguments and its state."""
+"""Creates the value of a named object from its arguments and its state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Where the elements of tensors lie in a file of :func:`torch.save`.
+    """A tensor storage in a file of :func:`torch.save`.
 
     Attributes:
         key: Its name in the file.
-        dtype: Its dtype; ``None`` for one of bytes, whose tensors say theirs.
-        nbytes: Its size.
+        dtype: Its dtype; ``None`` for an untyped storage, whose tensors have their own.
+        nbytes: Its size in bytes.
     """
 
     key: str
@@ -49,15 +49,15 @@ _FACTORIES = {
 
 
 class PlainReader:
-    """Turns what :func:`~fsdp_core.checkpoint.importing.unpickling.unpickle` gave into plain data.
+    """Converts the result of :func:`~fsdp_core.checkpoint.importing.unpickling.unpickle` to plain data.
 
     Args:
-        known: What further names stand for.
-        drop: Paths to leave out, such as ``hyper_parameters/loss``.
-        size: The number of bytes that the pickles have.
+        known: Factories for additional names.
+        drop: Paths to omit, such as ``hyper_parameters/loss``.
+        size: The size of the pickles in bytes.
 
     Attributes:
-        refused: By path, what is neither plain data nor a tensor.
+        refused: Values that are neither plain data nor tensors, by path.
     """
 
     def __init__(self, known: Mapping[str, Make] | None = None, drop: Iterable[str] = (), *, size: int) -> None:
@@ -68,10 +68,10 @@ class PlainReader:
         self._left = 1000 + size * _VALUES_PER_BYTE
 
     def read(self, value: Any, keys: Keys = ()) -> Any:
-        """Read a value; what can't be read is noted in :attr:`refused`, and ``None`` stands for it.
+        """Read a value; unreadable values are recorded in :attr:`refused` and replaced with ``None``.
 
         Raises:
-            CheckpointFormatError: It is nested too deeply, or holds the same parts again and again.
+            CheckpointFormatError: It is nested too deeply, or repeats the same parts too often.
         """
         try:
             return self._read(value, keys)
@@ -100,10 +100,10 @@ class PlainReader:
         return value
 
     def check(self, source: object) -> None:
-        """Refuse what could not be read.
+        """Raise an error if values were refused.
 
         Raises:
-            CheckpointValueError: There is such a thing; all places are named, and what to type.
+            CheckpointValueError: Values were refused; the message lists their paths and the options to type.
         """
         if not self.refused:
             return
@@ -127,10 +127,10 @@ class PlainReader:
         )
 
     def check_dropped(self, source: object, there: Iterable[str]) -> None:
-        """Refuse paths to leave out that led to nothing.
+        """Refuse paths to drop that do not exist.
 
         Raises:
-            CheckpointValueError: There is one.
+            CheckpointValueError: A path does not exist.
         """
         for keys, path in self._drop.items():
             if keys not in self._dropped:
@@ -138,11 +138,11 @@ class PlainReader:
                 raise CheckpointValueError(f"there is nothing to drop at {path!r} in {source}. It holds: {names}.")
 
     def refuse(self, keys: Keys, why: str) -> None:
-        """Note that a value can't be read."""
+        """Record that a value can't be read."""
         self.refused.setdefault(join_path(*keys), why)
 
     def drops(self, keys: Keys) -> bool:
-        """Whether a path is to be left out."""
+        """Return whether a path is dropped."""
         if keys in self._drop:
             self._dropped.add(keys)
             return True

@@ -1,4 +1,4 @@
-"""Which library's checkpoint lies at a path."""
+"""Recognizes which library's checkpoint is at a path."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _KNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What lies at a path.
+    """The source of an import.
 
     Attributes:
-        format: Which library's.
+        format: Its format.
         folder: The folder of its files.
-        file: The file, where it is one.
-        parts: The folders of torch.distributed.checkpoint inside of it, each with a slash at its end.
+        file: The file, if the source is a single file.
+        parts: The subfolders of torch.distributed.checkpoint, each with a trailing slash.
         archives: The ranks' files.
     """
 
@@ -47,10 +47,10 @@ class Source:
 
 
 def recognise(path: StrPath) -> Source:
-    """Find out what lies at a path.
+    """Recognize the source at a path.
 
     Raises:
-        CheckpointFormatError: Nothing that can be imported; the message says what is there.
+        CheckpointFormatError: It can't be imported; the message lists what is there.
     """
     folder, name = source_of(path)
     if name is not None:

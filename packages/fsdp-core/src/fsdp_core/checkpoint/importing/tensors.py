@@ -1,4 +1,4 @@
-"""Tensors that still lie in another library's files: strided, in pieces, as ranges of a flat one, cast."""
+"""Sources for tensors in another library's files: strided, in pieces, as ranges of a flat tensor, cast."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from fsdp_core.checkpoint.format.safetensors_file import FileTensor, read_box
 from fsdp_core.checkpoint.importing.files import SourceFile
 from fsdp_core.errors import CheckpointFormatError
+from fsdp_core.state.boxes import overlap
+from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.coverage import find_fault
 from fsdp_core.state.dtypes import dtype_name
-from fsdp_core.state.sources import TensorSource
 
 __all__ = ["Cast", "Counted", "FlatRange", "InPieces", "Piece", "StridedTensor", "read_whole"]
 
@@ -110,26 +111,24 @@ class InPieces:
         """Read a box."""
         out = torch.empty(tuple(lengths), dtype=self.dtype)
         for piece in self.pieces:
-            low = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
-            ends = zip(piece.offsets, piece.lengths, offsets, lengths, strict=True)
-            high = [min(a + m, b + n) for a, m, b, n in ends]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
+            common = overlap((piece.offsets, piece.lengths), (tuple(offsets), tuple(lengths)))
+            if common is None:
                 continue
-            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
-            begin = tuple(a - o for a, o in zip(low, piece.offsets, strict=True))
-            out[inside] = piece.source.read(begin, tuple(b - a for a, b in zip(low, high, strict=True)))
+            inside = tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, offsets, strict=True))
+            begin = tuple(a - o for a, o in zip(common[0], piece.offsets, strict=True))
+            out[inside] = piece.source.read(begin, common[1])
         return out
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatRange:
-    """A tensor that is a range of a flat one, which lies in pieces of equal lengths one after the other.
+    """A tensor that is a range of a flat tensor, which is stored in consecutive pieces of equal length.
 
     Attributes:
         shape: Its shape.
         dtype: Its dtype.
-        start: Its first element in the flat one.
-        pieces: What holds the flat one.
+        start: The index of its first element in the flat tensor.
+        pieces: The pieces of the flat tensor.
     """
 
     shape: tuple[int, ...]
@@ -188,7 +187,7 @@ class Cast:
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """A source that tells how many bytes are read of it, to show progress."""
+    """A source that reports the number of bytes read, to show progress."""
 
     source: TensorSource
     on_bytes: Callable[[int], None] = field(repr=False)

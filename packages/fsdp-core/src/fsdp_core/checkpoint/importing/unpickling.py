@@ -1,4 +1,4 @@
-"""Pickles read as data: what a pickle names is noted down, and never imported, called or looked up."""
+"""Reads pickles as data: names in a pickle are recorded, and never imported, called or looked up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_core.errors import CheckpointFormatError
 __all__ = ["MAX_PICKLE_BYTES", "Name", "Named", "unpickle"]
 
 MAX_PICKLE_BYTES = 2**28
-"""The largest pickle that is read; tensors are not inside of it."""
+"""The maximum size of a pickle; tensors are stored outside of it."""
 
 _TOO_LARGE = 10**MAX_DIGITS  # Python could not even show it
 
@@ -23,22 +23,22 @@ _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 @dataclass(frozen=True, kw_only=True)
 class Name:
-    """What a pickle would have imported, such as ``collections.OrderedDict``."""
+    """A name that the pickle would import, such as ``collections.OrderedDict``."""
 
     name: str
 
 
 @dataclass(eq=False, kw_only=True)
 class Named:
-    """What a pickle would have made by calling something by its name.
+    """An object that the pickle would create by calling a name.
 
     Attributes:
         name: The name.
-        args: What it would have been called with.
-        kwargs: Likewise, by name.
-        state: What it would have been told with ``__setstate__``.
-        pairs: Items that would have been set by key.
-        items: Items that would have been appended or added.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
+        state: The argument of ``__setstate__``.
+        pairs: Items that would be set by key.
+        items: Items that would be appended or added.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Named:
 
 
 def unpickle(data: bytes, where: str, on_persistent: Callable[[Any], Any] | None = None) -> Any:
-    r"""Read a pickle without running anything that it asks for.
+    r"""Read a pickle without running any of its calls.
 
     Args:
         data: The pickle.
-        where: What to call it in an error.
-        on_persistent: Gives what a persistent id stands for, as :func:`torch.save` writes them for storages.
+        where: The name of the pickle in errors.
+        on_persistent: Resolves persistent ids, which :func:`torch.save` writes for storages.
 
     Returns:
-        Dicts, lists, tuples, sets, numbers, strings and bytes as they are; a :class:`Name` where the pickle names
-        anything else, and a :class:`Named` where it makes something of that.
+        Dicts, lists, tuples, sets, numbers, strings and bytes as they are; a :class:`Name` for any other name, and a
+        :class:`Named` for an object created from it.
 
     Raises:
-        CheckpointFormatError: It is no pickle, or one that no library writes for a checkpoint.
+        CheckpointFormatError: It is not a pickle, or not one that libraries write for checkpoints.
 
     Example:
         >>> call = unpickle(b"cposix\nsystem\n(S'rm -r /'\ntR.", "an example")
@@ -99,7 +99,7 @@ _OF_MARKED: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class _Machine:
-    """The stack and the memo that a pickle works on; other operations than those here no library writes."""
+    """The stack and the memo of a pickle. Supports only the operations that libraries write."""
 
     def __init__(self, on_persistent: Callable[[Any], Any] | None) -> None:
         self.stack: list[Any] = []

@@ -15,8 +15,8 @@ from fsdp_core.checkpoint.importing.optimizers import ParameterOrder, by_name, i
 from fsdp_core.checkpoint.importing.tensors import Cast, FlatRange, InPieces, Piece
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
-from fsdp_core.state.sources import TensorSource
 
 __all__ = ["METADATA", "read_xla"]
 

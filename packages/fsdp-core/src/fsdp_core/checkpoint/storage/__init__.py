@@ -1,1 +1,1 @@
-"""Where the files of a checkpoint lie: read, published in one step, recognised, removed."""
+"""Storage of a checkpoint's files: reading, atomic publishing, recognition, removal."""

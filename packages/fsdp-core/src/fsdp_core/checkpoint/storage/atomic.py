@@ -1,4 +1,4 @@
-"""Files and folders that take their place when they are complete, and not before."""
+"""Files and folders that appear under their name only when they are complete."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fsdp_core.errors import CheckpointError, CheckpointExistsError
 __all__ = ["OVERWRITE", "check_apart", "check_file", "check_folder", "named_errors", "new_file", "new_folder"]
 
 OVERWRITE = "choose another path, or pass overwrite=True (--overwrite on the command line)"
-"""What to do where something is in the way."""
+"""The remedy in errors about an existing path."""
 
 _SHOWN = 5
 
 
 def check_apart(out: StrPath, source: Folder) -> None:
-    """Refuse to write to where the checkpoint lies that is read, inside it or around it.
+    """Refuse an output path that equals, lies inside or contains the path of the checkpoint that is read.
 
     Raises:
         CheckpointExistsError: The paths overlap.
@@ -34,42 +34,42 @@ def check_apart(out: StrPath, source: Folder) -> None:
         os.path.realpath(folder.root) if folder.local else str(folder).rstrip("/") for folder in (source, target)
     )
     if here == there:
-        raise CheckpointExistsError(f"{target} is the checkpoint that is to be read: choose another path to write to")
+        raise CheckpointExistsError(f"{target} is the checkpoint to be read: choose another path to write to")
     if there.startswith(f"{here}/"):
         raise CheckpointExistsError(
-            f"{target} lies inside {source}, the checkpoint that is to be read: choose a path outside of it"
+            f"{target} lies inside {source}, the checkpoint to be read: choose a path outside of it"
         )
     if here.startswith(f"{there.rstrip('/')}/"):
         raise CheckpointExistsError(
-            f"{source}, the checkpoint that is to be read, lies inside {target}: choose another path to write to"
+            f"{source}, the checkpoint to be read, lies inside {target}: choose another path to write to"
         )
 
 
 def check_file(out: StrPath, *, overwrite: bool) -> None:
-    """Refuse a path that no file may take.
+    """Refuse a path where a file must not be written.
 
     Raises:
-        CheckpointExistsError: A folder is there, or without ``overwrite`` anything.
+        CheckpointExistsError: The path is a folder, or exists and ``overwrite`` is false.
     """
     place = open_folder(out)
     kind = place.kind()
     if kind == "folder" or (kind == "link" and os.path.isdir(place.root)):
-        raise CheckpointExistsError(f"{place} is a folder, and one file is to be written: choose another path")
+        raise CheckpointExistsError(f"{place} is a folder, and the output is one file: choose another path")
     if kind != "missing" and not overwrite:
-        raise CheckpointExistsError(f"{place} is there already: {OVERWRITE}")
+        raise CheckpointExistsError(f"{place} already exists: {OVERWRITE}")
 
 
 @contextmanager
 def new_file(out: StrPath) -> Iterator[BinaryIO]:
-    """Open a file for writing that takes its place, and that of a file there, when the block ends without an error.
+    """Open a file for writing, and move it to its path when the block ends without an error, replacing a file there.
 
     Raises:
-        CheckpointError: It can't be written; what was at ``out`` is still there.
+        CheckpointError: It can't be written; the previous content of ``out`` is unchanged.
     """
     place = open_folder(out)
     parent = replace(place, root=posixpath.dirname(place.root) or ".")
     name = posixpath.basename(place.root)
-    # An object store shows an object when it is complete.
+    # In an object store, an object becomes visible when it is complete.
     written = f"{name}.{secrets.token_hex(6)}.partial" if place.local else name
     with named_errors(f"write {place}"):
         try:
@@ -85,22 +85,22 @@ def new_file(out: StrPath) -> Iterator[BinaryIO]:
 
 
 def check_folder(out: StrPath, *, overwrite: bool, ours: str) -> None:
-    """Refuse a path that no folder of files may take.
+    """Refuse a path where a folder of files must not be written.
 
     Args:
         out: The path.
-        overwrite: Whether a folder with such files alone may be replaced; in an object store, none may.
-        ours: A regular expression of the names that such a folder's files have.
+        overwrite: Whether a folder that holds only such files may be replaced; in an object store, none may.
+        ours: A regular expression for the names of such a folder's files.
 
     Raises:
-        CheckpointExistsError: Something is in the way.
+        CheckpointExistsError: The path holds something that must not be replaced.
     """
     place = open_folder(out)
     kind = place.kind()
     if kind == "missing" or (kind == "folder" and not place.files()):
         return
     if kind != "folder":
-        raise CheckpointExistsError(f"{place} is a {kind}, and a folder is to be written: choose another path")
+        raise CheckpointExistsError(f"{place} is a {kind}, and the output is a folder: choose another path")
     foreign = [name for name in place.files() if not re.fullmatch(ours, name)]
     if foreign:
         shown = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
@@ -109,22 +109,22 @@ def check_folder(out: StrPath, *, overwrite: bool, ours: str) -> None:
             "move that away"
         )
     if not overwrite:
-        raise CheckpointExistsError(f"{place} is there already: {OVERWRITE}")
+        raise CheckpointExistsError(f"{place} already exists: {OVERWRITE}")
     if not place.local:
         raise CheckpointExistsError(
-            f"{place} is there already, and a folder in an object store can't be replaced in one step: remove it, or "
+            f"{place} already exists, and a folder in an object store can't be replaced atomically: remove it, or "
             "choose another path"
         )
 
 
 @contextmanager
 def new_folder(out: StrPath) -> Iterator[Folder]:
-    """Give a folder to write to, which takes its place, and that of a folder there, when the block ends without error.
+    """Yield a folder to write to, and move it to its path when the block ends without error, replacing a folder there.
 
-    In an object store, files are written where they belong, and removed if the block fails.
+    In an object store, files are written to their final path, and removed if the block fails.
 
     Raises:
-        CheckpointError: It can't be written; what was at ``out`` is still there.
+        CheckpointError: It can't be written; the previous content of ``out`` is unchanged.
     """
     final = open_folder(out)
     token = secrets.token_hex(6)
@@ -143,7 +143,7 @@ def new_folder(out: StrPath) -> Iterator[Folder]:
 
 def _take_place(folder: Folder, final: Folder, *, aside: str) -> None:
     if final.kind() == "missing" or not final.files():
-        os.rename(folder.root, final.root)  # takes the place of an empty folder, too
+        os.rename(folder.root, final.root)  # also replaces an empty folder
     else:
         os.rename(final.root, aside)
         try:
@@ -157,10 +157,10 @@ def _take_place(folder: Folder, final: Folder, *, aside: str) -> None:
 
 @contextmanager
 def named_errors(doing: str) -> Iterator[None]:
-    """Turn an error of a disk or an object store into one of ours.
+    """Convert an error of a disk or an object store to a :class:`~fsdp_core.errors.CheckpointError`.
 
     Args:
-        doing: What can't be done then, for the message: ``"write /data/a.safetensors"``.
+        doing: The operation, for the message: ``"write /data/a.safetensors"``.
 
     Raises:
         CheckpointError: The block raised an :class:`OSError`.

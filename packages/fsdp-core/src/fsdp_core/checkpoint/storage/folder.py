@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, on a local disk or behind any fsspec URL: its files, and how its manifest is replaced."""
+"""The folder of a checkpoint, on a local disk or at any fsspec URL: its files, and the replacement of its manifest."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SECONDS_FOR_LOCK = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A place for files, which may not exist yet. Files are named by relative paths with ``/``.
+    """A folder of files, which may not exist yet. Files are named by relative paths with ``/``.
 
     Attributes:
         fs: The fsspec filesystem.
         root: The folder's path in that filesystem.
-        local: Whether it lies on this machine's own filesystem, which needs syncing and may hold links.
+        local: Whether it is on the local filesystem, which requires syncing and may hold links.
     """
 
     fs: Any
@@ -43,14 +43,14 @@ class Folder:
         return self.root if self.local else str(self.fs.unstrip_protocol(self.root))
 
     def path(self, name: str) -> str:
-        """The path of a file in this folder."""
+        """Return the path of a file in this folder."""
         return posixpath.join(self.root, name)
 
     def kind(self) -> Literal["missing", "file", "link", "folder"]:
-        """What lies at this folder's path; a link stays a link, whatever it points to.
+        """Return what exists at this folder's path; a link is not followed.
 
         Raises:
-            CheckpointFormatError: This user may not look there.
+            CheckpointFormatError: This user may not access the path.
         """
         if self.local:
             try:
@@ -65,7 +65,7 @@ class Folder:
         return "folder" if self.fs.isdir(self.root) else "file"
 
     def files(self) -> list[str]:
-        """The names of all files in it, at any depth, sorted.
+        """Return the names of all files in it, at any depth, sorted.
 
         Raises:
             CheckpointFormatError: This user may not list it.
@@ -73,20 +73,20 @@ class Folder:
         if not self.local:
             prefix = self.root.rstrip("/") + "/"
             found = [str(path).removeprefix(prefix) for path in self.fs.find(self.root)]
-            # A name that ends in a slash is what a web console puts instead of an empty folder.
+            # A name that ends in a slash is a web console's placeholder for an empty folder.
             return sorted(name for name in found if name and not name.endswith("/"))
         found = list[str]()
         for folder, folders, names in os.walk(self.root, onerror=_refuse_closed):
-            # A link to a folder is listed, not followed: what lies behind it is not in here.
+            # A link to a folder is listed, not followed: its target is not part of this folder.
             links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
             found += [os.path.relpath(os.path.join(folder, name), self.root) for name in names + links]
         return sorted(path.replace(os.sep, "/") for path in found)
 
     def size(self, name: str) -> int | None:
-        """The size of a file in bytes, or ``None`` where there is no regular file inside the folder.
+        """Return the size of a file in bytes, or ``None`` if it is not a regular file inside the folder.
 
         Raises:
-            CheckpointFormatError: The name leads out of the folder through a link, or this user may not look there.
+            CheckpointFormatError: A link leads out of the folder, or this user may not access the file.
         """
         path = self.path(name)
         if not self.local:
@@ -109,7 +109,7 @@ class Folder:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """The bytes of a file from ``start`` to ``end``."""
+        """Return the bytes of a file from ``start`` to ``end``."""
         if not self.local:
             return bytes(self.fs.cat_file(self.path(name), start=start, end=end))
         with open(self.path(name), "rb") as stream:
@@ -121,7 +121,7 @@ class Folder:
         """Open a new file for writing; when the block ends, its bytes are on the disk or in the object store.
 
         Raises:
-            CheckpointError: A link leads out of the folder, where no reader would follow.
+            CheckpointError: A link leads out of the folder, which no reader would follow.
         """
         path = self.path(name)
         if not self.local:
@@ -132,8 +132,8 @@ class Folder:
         root, real = os.path.realpath(self.root), os.path.realpath(parent)
         if os.path.commonpath([root, real]) != root:
             raise CheckpointError(
-                f"can't write {name!r} in {self}: {parent} is a link to {real}, outside of the checkpoint, and no load "
-                "would follow it.\nSave to another path, or link the whole folder instead."
+                f"can't write {name!r} in {self}: {parent} is a link to {real}, outside of the checkpoint, which no "
+                "load would follow.\nSave to another path, or link the whole folder instead."
             )
         with _created(path) as file:
             yield file
@@ -141,13 +141,13 @@ class Folder:
             os.fsync(file.fileno())
 
     def publish(self, name: str, data: bytes, *, temporary: str) -> None:
-        """Give the file ``name`` the content ``data`` in one step: readers see the old content or the new.
+        """Replace the content of the file ``name`` atomically: readers see either the old content or the new.
 
         Args:
             name: The file to replace.
             data: Its new content.
-            temporary: Where to write it first, on a filesystem that has a rename. An object store needs none, for
-                putting an object replaces it whole.
+            temporary: The name to write it to first, on filesystems with a rename. Object stores don't need it, because
+                putting an object replaces it atomically.
         """
         if not self.local:
             self.fs.pipe_file(self.path(name), data)
@@ -160,7 +160,7 @@ class Folder:
         self.sync()
 
     def sync(self) -> None:
-        """Put the names of the files on the disk, so that they outlive a power cut."""
+        """Sync the directory entries to disk, so that they survive a power failure."""
         if not self.local:
             return
         for folder, _, _ in os.walk(self.root):
@@ -168,7 +168,7 @@ class Folder:
         sync_directory(os.path.dirname(self.root) or ".")
 
     def remove(self, name: str) -> None:
-        """Remove a file; it may be gone already."""
+        """Remove a file, if it exists."""
         if self.local:
             with suppress(FileNotFoundError):
                 os.unlink(self.path(name))
@@ -178,12 +178,12 @@ class Folder:
             self._outdate_listings()
 
     def _outdate_listings(self) -> None:
-        """Let the program's other filesystems, such as a ModelCheckpoint's, forget what they have listed here."""
+        """Invalidate cached listings of this folder in other filesystem instances, such as a ModelCheckpoint's."""
         for other in list(getattr(type(self.fs), "_cache", {}).values()):
             other.invalidate_cache(self.root)
 
     def mark(self, name: str) -> None:
-        """Make an empty file. It is there at one instant, and need not outlive a power cut."""
+        """Create an empty file atomically. It need not survive a power failure."""
         if self.local:
             _created(self.path(name)).close()
             return
@@ -191,7 +191,7 @@ class Folder:
             pass
 
     def remove_empty(self) -> None:
-        """Remove the folders in it that hold nothing, and then the folder itself if it holds nothing."""
+        """Remove empty subfolders, and then the folder itself if it is empty."""
         if not self.local:
             is_bucket = "/" not in self.root.strip("/")
             if not is_bucket and self.fs.isdir(self.root) and not self.files():
@@ -204,7 +204,7 @@ class Folder:
                         os.rmdir(folder)
 
     def remove_link_or_file(self) -> None:
-        """Remove what lies at this folder's path, where it is a file or a link."""
+        """Remove the file or link at this folder's path."""
         if self.local:
             os.unlink(self.root)
         else:
@@ -212,14 +212,14 @@ class Folder:
 
     @property
     def beside(self) -> Folder | None:
-        """The folder that this one lies in; a bucket lies in none."""
+        """The parent folder; ``None`` for a bucket."""
         parent = os.path.dirname(self.root) if self.local else posixpath.dirname(self.root.rstrip("/"))
         if not self.local and not parent.strip("/"):
             return None
         return replace(self, root=parent or ".")
 
     def identity(self) -> tuple[int, int] | None:
-        """What tells a file or a link at this folder's path from another. Local filesystems only."""
+        """Return the identity of the file or link at this folder's path. Local filesystems only."""
         try:
             status = os.lstat(self.root)
         except FileNotFoundError:
@@ -228,10 +228,10 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """A block that no two processes are in at once for paths that lie in the same folder, where locks can be had.
+        """Lock the parent folder for the block, where locks are available.
 
-        Object stores have none, and some network filesystems have none for folders. What is done in the block must be
-        safe without; with it, it is known which of two was first.
+        Object stores have no locks, and some network filesystems have none for folders. The block must be safe without
+        the lock; with it, the order of two processes is known.
         """
         descriptor = _locked(os.path.dirname(self.root) or ".") if self.local and os.name == "posix" else None
         try:
@@ -240,19 +240,19 @@ class Folder:
             if descriptor is not None:
                 import fcntl
 
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may hold the descriptor, too
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may also hold the descriptor
                 os.close(descriptor)
 
     def move_to(self, other: Folder, *, aside: str, expected: tuple[int, int] | None) -> None:
-        """Put this folder instead of what is at ``other``. Local filesystems only.
+        """Move this folder to ``other``. Local filesystems only.
 
         Args:
-            other: Where it goes: nothing, an empty folder, a file or a link is there.
-            aside: Where a file or a link waits until this folder is in its place.
+            other: The target: a missing path, an empty folder, a file or a link.
+            aside: Where a file or a link is kept until this folder is in its place.
             expected: The identity of that file or link; ``None`` if there is none.
 
         Raises:
-            FileExistsError: Something else is there by now, which stays.
+            FileExistsError: Something else is at the target by now, and is kept.
         """
         if expected is None:
             self._take_free(other)
@@ -268,7 +268,7 @@ class Folder:
                     raise FileExistsError(errno.EEXIST, "another file has taken the place", other.root)
                 self._take_free(other)
             except BaseException:
-                with suppress(FileExistsError, IsADirectoryError):  # whoever has the place keeps it
+                with suppress(FileExistsError, IsADirectoryError):  # a new owner of the path keeps it
                     os.rename(aside, other.root)
                 raise
             os.unlink(aside)
@@ -291,13 +291,13 @@ class Folder:
 
 
 def _refuse_closed(error: OSError) -> None:
-    """Stop listing at a folder that this user may not list; one that another process has removed holds nothing."""
+    """Refuse a folder that this user may not list; a folder that another process has removed counts as empty."""
     if isinstance(error, PermissionError):
         raise unreadable(str(error.filename), error) from error
 
 
 def open_folder(path: StrPath) -> Folder:
-    """The folder at a local path or an fsspec URL; nothing is read or created.
+    """Return the folder at a local path or an fsspec URL; nothing is read or created.
 
     Raises:
         CheckpointError: The URL's file system is not known or not installed.
@@ -310,18 +310,18 @@ def open_folder(path: StrPath) -> Folder:
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        # Filesystems remember what they have listed, and so don't see what other ranks have written since.
+        # Filesystems cache listings, and so don't see files that other ranks have written since.
         fs, root = fsspec.core.url_to_fs(os.fspath(path), use_listings_cache=False)
     except (ImportError, ValueError) as error:
         raise CheckpointError(
             f"can't open {os.fspath(path)}: {error}. Use a local path, or a URL of a file system that is installed "
-            "(fsspec.available_protocols() lists those that fsspec knows)."
+            "(fsspec.available_protocols() lists the known ones)."
         ) from error
     return Folder(fs=fs, root=str(root).rstrip("/") or "/", local=isinstance(fs, LocalFileSystem))
 
 
 def _created(path: str) -> BinaryIO:
-    """A new file. Until it is there, others who tidy may remove the folder that is made for it, which is empty."""
+    """Create a new file, and again if another process has removed the empty folder that was created for it."""
     for attempt in range(_ATTEMPTS):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
@@ -334,7 +334,7 @@ def _created(path: str) -> BinaryIO:
 
 @contextmanager
 def _still_empty() -> Iterator[None]:
-    """Something may have come into a folder since it was found empty."""
+    """Ignore that a folder is no longer empty."""
     try:
         yield
     except OSError as error:
@@ -343,7 +343,7 @@ def _still_empty() -> Iterator[None]:
 
 
 def _locked(path: str) -> int | None:
-    """Lock a folder; its open descriptor, or ``None`` where that can't be done."""
+    """Lock a folder, and return its open descriptor, or ``None`` if locking is not possible."""
     import fcntl
 
     try:
@@ -371,14 +371,14 @@ def _uploading(fs: Any, path: str) -> Iterator[BinaryIO]:
     try:
         stream = fs.open(path, "wb")
     except FileNotFoundError:
-        # Only some filesystems have folders. Where none are needed, to make one may mean to create a bucket.
+        # Only some filesystems have folders. In others, makedirs may create a bucket.
         fs.makedirs(posixpath.dirname(path), exist_ok=True)
         stream = fs.open(path, "wb")
     try:
         yield cast("BinaryIO", _Pieces(stream))
         stream.close()
     except BaseException:
-        # Closing would publish what has been written so far as a whole object.
+        # Closing would publish the partial content as a complete object.
         with suppress(Exception):
             stream.discard()
         with suppress(AttributeError):
@@ -387,7 +387,7 @@ def _uploading(fs: Any, path: str) -> Iterator[BinaryIO]:
 
 
 class _Pieces:
-    """A stream that passes on a few MiB at a time, for the streams of fsspec copy all that they are given at once."""
+    """A stream that writes a few MiB at a time, because fsspec's streams copy everything passed to one write."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -401,8 +401,8 @@ class _Pieces:
 
 
 def sync_directory(path: str) -> None:
-    """Put the names in a local folder on the disk."""
-    if os.name != "posix":  # elsewhere a folder can't be opened
+    """Sync the entries of a local folder to disk."""
+    if os.name != "posix":  # on other systems a folder can't be opened
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint's plain data as it stands in its JSON file: walked and compared without being restored. No torch."""
+"""Walks a checkpoint's plain data in its JSON form, without restoring Python objects. No torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _TENSORS = ("$saved", "$tensor")
 
 
 def read_plain(files: StoredFiles) -> Any:
-    """Read the plain data of a checkpoint, in JSON's types.
+    """Read the plain data of a checkpoint, in JSON types.
 
     Raises:
-        CheckpointFormatError: The file is damaged, holds no JSON, or names code that Lightning would run.
+        CheckpointFormatError: The file is damaged, is not JSON, or names code that Lightning would run.
     """
     manifest, folder = files.manifest, files.folder
     entry = manifest.files[manifest.state_file]
     try:
         if entry.size > MAX_JSON_BYTES:
-            raise ValueError(f"it has {entry.size} bytes, and none is larger than {MAX_JSON_BYTES}")
+            raise ValueError(f"it has {entry.size} bytes, and the limit is {MAX_JSON_BYTES}")
         text = folder.read(manifest.state_file)
         if (checksum := f"xxh3:{xxhash.xxh3_64_hexdigest(text)}") != entry.checksum:
-            raise ValueError(f"its checksum is {checksum}, and the manifest says otherwise: it was changed")
+            raise ValueError(f"its checksum is {checksum}, which differs from the manifest's: it was changed")
         state = parse_text(text)
     except (ValueError, OSError) as error:
         raise CheckpointFormatError(
@@ -44,7 +44,7 @@ def read_plain(files: StoredFiles) -> Any:
     if named := find_named_code(state):
         lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_SHOWN]]
         more = [f"  … and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
-        rest = "Nothing was run. Load a checkpoint that you trust; if this is one, save it again without that."
+        rest = "Nothing was run. Load a checkpoint that you trust; if you trust this one, save it again without these."
         where = folder.path(manifest.state_file)
         raise CheckpointFormatError("\n".join([f"{where} names code, and is not read:", *lines, *more, rest]))
     return state
@@ -55,7 +55,7 @@ def _tag(node: Any) -> str | None:
 
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
-    """The entries of a dict, list or tuple, whatever its type was; ``None`` for anything else.
+    """Return the entries of a dict, list or tuple of any type; ``None`` for other nodes.
 
     Example:
         >>> children({"$ordered": [["a", 1], [{"$tuple": [0, 1]}, 2]]})
@@ -77,7 +77,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def tensor_of(node: Any) -> tuple[str, str] | None:
-    """The tag and the name of the tensor that a node stands for, if it stands for one."""
+    """Return the tag and the name of the tensor that a node refers to, if it refers to one."""
     tag = _tag(node)
     if tag == "$ndarray":
         return tensor_of(node[tag])
@@ -85,7 +85,7 @@ def tensor_of(node: Any) -> tuple[str, str] | None:
 
 
 def scalar(node: Any) -> Any:
-    """What a node that has no entries holds, as plainly as it can be shown.
+    """Return the value of a node without entries, in a form for display.
 
     Example:
         >>> scalar({"$float": "nan"}), scalar({"$path": "/data"}), scalar(3)
@@ -96,7 +96,7 @@ def scalar(node: Any) -> Any:
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in a node that has no entries itself, and empty containers, by path.
+    """Yield the leaves of a node and its empty containers, by path.
 
     Example:
         >>> list(leaves({"a": [1, {}], "b": {"$float": "inf"}}))
@@ -112,7 +112,7 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def part_at(node: Any, keys: list[str]) -> Any:
-    """The node that ``keys`` lead to; ``None`` where they lead nowhere."""
+    """Return the node at ``keys``; ``None`` if it does not exist."""
     for key in keys:
         node = dict(children(node) or []).get(key)
     return node

@@ -1,9 +1,9 @@
-"""Where a save goes, how it takes its place there in one step, and what of others may be removed then.
+"""Where a save is written, how it is published atomically, and which files of other saves it may then remove.
 
-Jobs may save to one path at once. No order in which they do leaves a manifest whose files are gone, for a save removes
-only what can never again be named by one: its own files, unless its manifest stands; those of the manifest that it has
-replaced; and those of saves whose writer is provably gone. Of two jobs the one that publishes later finds that another
-has published since it began, and is told.
+Several jobs may save to one path at once. No interleaving leaves a manifest whose files are gone, because a save
+removes only files that no manifest can name again: its own, unless its manifest is in place; those of the manifest that
+it has replaced; and those of saves whose writer is provably gone. If two jobs save at once, the one that publishes
+later detects that the other has published since it began, and raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsdp_core.errors import CheckpointExistsError
 
 __all__ = ["Place", "choose_place"]
 
-#: Where in object stores this process has looked for what others have left: that is a request for each checkpoint.
+#: Object store folders that this process has already searched for leftovers, which takes a request per checkpoint.
 _looked_into: set[str] = set()
 _MOST_LOOKED_AT = 100
 
@@ -39,15 +39,15 @@ _APART = "Give each job paths of its own, such as another dirpath= in ModelCheck
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a save goes.
+    """Where a save is written.
 
     Attributes:
-        path: The path that was asked for.
-        writer: Who saves.
-        aside: Whether to write beside the path and to move there at the end: nothing is there, so that there is no half
-            checkpoint at any time, or a file or a link is in the way.
-        before: The fingerprint of the manifest that was there.
-        expected: The identity of the file or link that was there.
+        path: The requested path.
+        writer: The writer of the save.
+        aside: Whether to write beside the path and to move there at the end: if nothing is at the path, so that it
+            never holds a partial checkpoint, or if a file or a link is to be replaced.
+        before: The fingerprint of the manifest that was at the path.
+        expected: The identity of the file or link that was at the path.
     """
 
     path: str
@@ -58,12 +58,12 @@ class Place:
 
     @property
     def save_id(self) -> str:
-        """What the names of this save's files carry."""
+        """The id in the names of this save's files."""
         return self.writer.save_id
 
     @property
     def final(self) -> Folder:
-        """The folder under the name that it has in the end."""
+        """The folder at the requested path."""
         return open_folder(self.path)
 
     @property
@@ -75,23 +75,23 @@ class Place:
         return replace(final, root=posixpath.join(os.path.dirname(final.root), self.writer.partial))
 
     def begin(self) -> None:
-        """Tell who writes, before the first file is written."""
+        """Record the writer, before the first file is written."""
         if not self.aside:
             self.folder.mark(self.writer.mark)
 
     def publish(self, manifest: bytes, files: Collection[str]) -> bytes | None:
-        """Put the manifest in place, unless somebody else has since the save began.
+        """Publish the manifest, unless another job has published since the save began.
 
         Args:
-            manifest: What names the files of this save, all of which are written.
-            files: The files that it names.
+            manifest: The manifest of this save, whose files are all written.
+            files: The names of these files.
 
         Returns:
             The manifest that it has replaced.
 
         Raises:
-            CheckpointExistsError: Another job has saved there meanwhile, or does so now; its checkpoint is the one that
-                is there.
+            CheckpointExistsError: Another job has saved there in the meantime, or is doing so; its checkpoint is in
+                place.
         """
         folder, final = self.folder, self.final
         temporary = f".manifest-{self.save_id}.tmp"
@@ -110,38 +110,38 @@ class Place:
             there = set(final.files())
             if any(name not in there and final.size(name) is None for name in files):
                 raise CheckpointExistsError(
-                    f"another job has removed {final} while this one saved there, and files of this save too.\n{_APART}"
+                    f"another job has removed {final} and files of this save while this one saved there.\n{_APART}"
                 )
             folder.publish(MANIFEST, manifest, temporary=temporary)
-            # Where there is no lock, another job may have published between the two.
+            # Without a lock, another job may have published in between.
             if manifest_bytes(final) != manifest:
                 names = final.files()
-                for name in _files_of(previous, names, _marked(names)):  # which the other can't know of
+                for name in _files_of(previous, names, _marked(names)):  # which the other job doesn't know
                     final.remove(name)
                 raise _told(final)
             return previous
 
     def withdraw(self, manifest: bytes | None) -> bool:
-        """Whether a save that has failed may remove its files: whether no manifest names them, nor ever will.
+        """Return whether a failed save may remove its files, because no manifest names them or ever will.
 
         Args:
-            manifest: What it has published, if it came to that, or has failed to.
+            manifest: The manifest that it has published or failed to publish; ``None`` if it did not get that far.
         """
         if manifest is None:
             return True
         try:
             return manifest_bytes(self.final) != manifest
-        except Exception:  # it can't be read, so it may be there
+        except Exception:  # it can't be read, so it may be published
             return False
 
     def remove_files(self, *, of_rank: int | None = None) -> None:
-        """Remove what this save has written, or what one rank has."""
+        """Remove the files of this save, or those of one rank."""
         for name in self.folder.files():
             if save_id_of(name) == self.save_id and (of_rank is None or f"-rank-{of_rank:05d}." in name):
                 self.folder.remove(name)
 
     def leave(self) -> None:
-        """Remove what told who wrote, after all else, and folders that hold nothing."""
+        """Remove the writer's mark, after all other files, and empty folders."""
         if self.aside:
             self.folder.remove(MANIFEST)
         else:
@@ -149,11 +149,11 @@ class Place:
         self.folder.remove_empty()
 
     def tidy(self, manifest: bytes, previous: bytes | None) -> None:
-        """Remove what earlier saves have left: the files of the manifest that was replaced, and those of dead writers.
+        """Remove the leftovers of earlier saves: files of the manifest that was replaced, and of dead writers.
 
         Args:
-            manifest: What was published.
-            previous: What it has replaced.
+            manifest: The manifest that was published.
+            previous: The manifest that it has replaced.
         """
         final = self.final
         try:
@@ -163,7 +163,7 @@ class Place:
             gone = {name: writer for name, writer in writers.items() if standings[name] == "gone"}
             dead = {save_id for writer in gone.values() for save_id in (writer.save_id, writer.replaces)}
             go = _files_of(previous, names, _marked(names))
-            # Read after what was looked at: a dead writer that has published since has replaced this one now.
+            # Read after the listing: a writer that died after publishing has replaced this manifest by now.
             stands = manifest_bytes(final) == manifest
             if stands:
                 go |= {name for name in names if save_id_of(name) in dead - {self.save_id}}
@@ -192,13 +192,13 @@ def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
         overwrite: Whether a checkpoint, a file or a link there may be replaced.
 
     Raises:
-        CheckpointExistsError: Something is at the path that must not be replaced.
+        CheckpointExistsError: The path holds something that must not be replaced.
     """
     final = open_folder(path)
     kind = final.kind()
     if kind != "missing" and not overwrite:
         raise CheckpointExistsError(
-            f"{final} is there already, and overwrite=False: save to another path or pass overwrite=True"
+            f"{final} already exists, and overwrite=False: save to another path or pass overwrite=True"
         )
     if kind == "file" and not final.local:
         raise CheckpointExistsError(
@@ -206,7 +206,7 @@ def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
         )
     if kind == "folder" and not holds_manifest(final):
         foreign = [name for name in final.files() if not is_ours(name)]
-        # asked again, for another job may have published since
+        # checked again, because another job may have published since
         if foreign or (final.size(MANIFEST) is not None and not holds_manifest(final)):
             more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
             shown = ", ".join((foreign or [MANIFEST])[:5]) + more
@@ -226,58 +226,58 @@ def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
 
 def _told(final: Folder) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"another job has saved to {final} while this one did, and its checkpoint is the one that is there; of this "
-        f"save nothing is left.\n{_APART}"
+        f"another job has saved to {final} while this one did: the other job's checkpoint is in place, and nothing of "
+        f"this save is left.\n{_APART}"
     )
 
 
 def _marked(names: Collection[str]) -> set[str]:
-    """The saves of which a folder tells who writes them."""
+    """Return the ids of the saves whose writers have a mark in the folder."""
     return {writer.save_id for name in names if (writer := writer_of(name)) is not None}
 
 
 def _files_of(manifest: bytes | None, names: Collection[str], marked: Collection[str]) -> set[str]:
-    """What a manifest that was replaced named, of the files that bear a save's names.
+    """Return the files of a replaced manifest, limited to names that a save gives.
 
     Args:
         manifest: The manifest.
         names: The files in the folder.
-        marked: The saves of which it tells who writes them.
+        marked: The ids of the saves whose writers have a mark.
     """
     if manifest is None:
         return set()
     try:
         named = set(Manifest.from_json(manifest).files)
-    except ValueError:  # it is damaged, or of another version: what nobody writes was its own
+    except ValueError:  # it is damaged, or of another version: files that no writer has marked were its own
         named = {name for name in names if (save_id := save_id_of(name)) is not None and save_id not in marked}
     return {name for name in named if save_id_of(name) is not None}
 
 
 def _tell_of_others(final: Folder, names: Collection[str], known: Collection[str], writers: Collection[Writer]) -> None:
-    """Warn of files of which this save could not know that they are left behind.
+    """Warn of files that may be leftovers of other saves.
 
     Args:
         final: The folder.
-        names: The files that are left in it.
-        known: The saves that go on, this one and others, and what those have replaced: their jobs see to the files.
-        writers: Who has told of writing there.
+        names: The remaining files in it.
+        known: This save, other running saves and the ones those have replaced: their jobs remove the files.
+        writers: The writers with a mark in the folder.
     """
     by_id = {writer.save_id: writer for writer in writers}
     of_others = {save_id: name for name in names if (save_id := save_id_of(name)) is not None and save_id not in known}
     for save_id, name in sorted(of_others.items()):
-        if final.size(name) is None:  # its own job has removed it meanwhile
+        if final.size(name) is None:  # its own job has removed it in the meantime
             continue
         writer = by_id.get(save_id)
-        whose = "which tells of no writer" if writer is None else f"by {writer}, of which nothing is known here"
+        whose = "its writer is not recorded" if writer is None else f"by {writer}, of which nothing is known here"
         warnings.warn(
-            f"{final} is saved, but files of another save are in it too ({save_id}, {whose}), and stay.\nIf no other "
-            f"job saves there now, remove those with {save_id} in their names. {_APART}",
+            f"{final} is saved, but it also holds files of another save ({save_id}, {whose}), which are kept.\nIf no "
+            f"other job saves there now, remove those with {save_id} in their names. {_APART}",
             stacklevel=5,
         )
 
 
 def _clean_beside(final: Folder) -> None:
-    """Remove the half folders that saves of dead writers have left in the directory that a checkpoint lies in."""
+    """Remove the partial folders that saves of dead writers have left in the checkpoint's parent directory."""
     parent = final.beside
     if parent is None:
         return
@@ -301,7 +301,7 @@ def _clean_beside(final: Folder) -> None:
 
 
 def _is_left(folder: Folder) -> bool:
-    """Whether all files in a folder are of saves whose writers are provably gone."""
+    """Return whether all files in a folder are of saves whose writers are provably gone."""
     names = folder.files()
     writers = [writer for name in names if (writer := writer_of(name)) is not None]
     told = {writer.save_id for writer in writers} | {writer.replaces for writer in writers}
@@ -314,6 +314,6 @@ def _is_left(folder: Folder) -> bool:
 
 def _remove_ours(folder: Folder) -> None:
     names = [name for name in folder.files() if is_ours(name)]
-    for name in sorted(names, key=lambda name: writer_of(name) is not None):  # what tells of the writer goes last
+    for name in sorted(names, key=lambda name: writer_of(name) is not None):  # the writer's mark is removed last
         folder.remove(name)
     folder.remove_empty()

@@ -1,4 +1,4 @@
-"""What lies at a path: a checkpoint of ours, an interrupted save, something else, or nothing."""
+"""Recognizes what exists at a path: a checkpoint of this format, an interrupted save, something else, or nothing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
     "save_id_of",
 ]
 
-# A save names its files so; whatever in the folder is named otherwise is the user's own and is never removed.
+# The names of a save's files. Files in the folder with other names are the user's and are never removed.
 _OUR_FILES = re.compile(
     r"(model|optimizer|state)/(?P<chunks>[0-9a-f]{12})-rank-\d{5,}\.safetensors"
     r"|state-(?P<state>[0-9a-f]{12})\.(json|safetensors)|\.manifest-(?P<manifest>[0-9a-f]{12})\.tmp"
     rf"|manifest\.json|{MARK}"
 )
 
-# What `fsdp checkpoint import` takes, by names of its files.
+# Formats that `fsdp checkpoint import` takes, by file names.
 _OTHERS = (
     (re.compile(r"\.distcp$"), "one of torch.distributed.checkpoint, as Lightning's own sharded strategies write"),
     (re.compile(r"rank-\d+-of-\d+\.pth$"), "the shards of torch_xla's FSDP, as Lightning's XLAFSDPStrategy writes"),
@@ -42,7 +42,7 @@ _OTHERS = (
 
 
 def read_manifest(path: StrPath | Folder) -> Manifest:
-    """Read and check the manifest of a checkpoint; the files that it names are not looked at.
+    """Read and check the manifest of a checkpoint; the files that it names are not accessed.
 
     Args:
         path: The checkpoint: a local path or an fsspec URL.
@@ -51,31 +51,31 @@ def read_manifest(path: StrPath | Folder) -> Manifest:
         The manifest.
 
     Raises:
-        CheckpointFormatError: There is no checkpoint, or none that this version can read.
+        CheckpointFormatError: There is no checkpoint that this version can read.
     """
     folder = path if isinstance(path, Folder) else open_folder(path)
     try:
         kind = folder.kind()
         if kind == "missing" or (kind == "link" and not folder.fs.exists(folder.root)):
-            raise CheckpointFormatError(f"no checkpoint at {folder}: there is nothing. Check the path.")
+            raise CheckpointFormatError(f"no checkpoint at {folder}: the path does not exist. Check the path.")
         if kind == "file" or (kind == "link" and not folder.fs.isdir(folder.root)):
             raise CheckpointFormatError(
                 f"{folder} is a file, but a sharded checkpoint is a folder with a {MANIFEST}.\n"
-                'If it is one of torch.save, such as Lightning\'s .ckpt (ours with state_dict_type="full" too), or of '
-                f"safetensors, type `fsdp checkpoint import {folder} NEW`, and give NEW."
+                'If it is a file of torch.save, such as Lightning\'s .ckpt (also ours with state_dict_type="full"), or '
+                f"of safetensors, type `fsdp checkpoint import {folder} NEW`, and pass NEW."
             )
         size = folder.size(MANIFEST)
         if size is None:
             raise CheckpointFormatError(_explain_no_manifest(folder))
         if size > MAX_JSON_BYTES:
-            raise ValueError(f"it has {size} bytes, and no manifest is larger than {MAX_JSON_BYTES}")
+            raise ValueError(f"it has {size} bytes, and the limit for a manifest is {MAX_JSON_BYTES}")
         return Manifest.from_json(folder.read(MANIFEST))
     except CheckpointFormatError:
         raise
     except ValueError as error:
         raise CheckpointFormatError(f"can't read {folder.path(MANIFEST)}: {error}") from error
     except Exception as error:
-        # The clients of object stores have errors of their own, such as for credentials that are not there.
+        # Object store clients raise errors of their own, such as for missing credentials.
         if folder.local and not isinstance(error, OSError):
             raise
         told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
@@ -83,7 +83,7 @@ def read_manifest(path: StrPath | Folder) -> Manifest:
 
 
 def is_folder(path: StrPath) -> bool:
-    """Whether a folder is at a local path or fsspec URL: a sharded checkpoint is one, a full checkpoint is a file."""
+    """Return whether a path or URL is a folder: a sharded checkpoint is a folder, a full checkpoint is a file."""
     folder = open_folder(path)
     return bool(folder.fs.isdir(folder.root))
 
@@ -109,7 +109,7 @@ def _explain_no_manifest(folder: Folder) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a save gives such names to its files.
+    """Return whether a file name is one that a save gives.
 
     Example:
         >>> is_ours("model/0123456789ab-rank-00000.safetensors"), is_ours("model/weights.bin")
@@ -119,7 +119,7 @@ def is_ours(name: str) -> bool:
 
 
 def save_id_of(name: str) -> str | None:
-    """The id of the save that has given a file its name.
+    """Return the id of the save that a file belongs to, by its name.
 
     Example:
         >>> save_id_of("model/0123456789ab-rank-00000.safetensors"), save_id_of("manifest.json")
@@ -130,7 +130,7 @@ def save_id_of(name: str) -> str | None:
 
 
 def manifest_bytes(folder: Folder) -> bytes | None:
-    """The manifest as it stands there, whatever it says; ``None`` where there is none."""
+    """Return the manifest's raw bytes, unchecked; ``None`` if there is none."""
     try:
         return None if folder.size(MANIFEST) is None else folder.read(MANIFEST)
     except FileNotFoundError:
@@ -138,18 +138,18 @@ def manifest_bytes(folder: Folder) -> bytes | None:
 
 
 def save_id_in(manifest: bytes) -> str | None:
-    """The id of the save that a manifest is of, read without parsing what may be damaged or of another version."""
+    """Return the save id in a manifest, without parsing it: it may be damaged or of another version."""
     found = re.search(rb'"save_id"\s*:\s*"([0-9a-f]{12})"', manifest[:4096])
     return None if found is None else found[1].decode()
 
 
 def fingerprint(manifest: bytes | None) -> str | None:
-    """What tells one manifest from another."""
+    """Return a hash that identifies a manifest."""
     return None if manifest is None else xxhash.xxh3_128_hexdigest(manifest)
 
 
 def is_interrupted(path: StrPath | Folder) -> bool:
-    """Whether a folder holds what an interrupted save or removal has left, or nothing, and no checkpoint of any kind.
+    """Return whether a folder is empty or holds only leftovers of an interrupted save or removal.
 
     Args:
         path: A local path or an fsspec URL.
@@ -162,13 +162,13 @@ def is_interrupted(path: StrPath | Folder) -> bool:
 
 
 def is_checkpoint(path: StrPath) -> bool:
-    """Whether a complete checkpoint of this format lies at ``path``, in any format version.
+    """Return whether a complete checkpoint of this format exists at ``path``, in any format version.
 
     Args:
         path: A local path or an fsspec URL.
 
     Returns:
-        ``True`` where a folder with a manifest of this format is; its tensors are not looked at.
+        ``True`` if there is a folder with a manifest of this format; its tensors are not checked.
 
     Raises:
         CheckpointFormatError: There is a manifest that this user may not read.
@@ -177,11 +177,11 @@ def is_checkpoint(path: StrPath) -> bool:
 
 
 def holds_manifest(folder: Folder) -> bool:
-    """Whether the folder has a manifest that says it is one of this format, readable or not by this version."""
+    """Return whether the folder has a manifest of this format, in any format version."""
     try:
         if not folder.fs.isdir(folder.root) or not 0 < (folder.size(MANIFEST) or 0) <= MAX_JSON_BYTES:
             return False
-        # A manifest begins with the format's name; parsing all tensors is not needed to know.
+        # A manifest begins with the format's name, so parsing all tensors is not necessary.
         beginning = folder.read(MANIFEST, 0, 256).decode(errors="replace")
         return re.match(rf'\s*{{\s*"format"\s*:\s*"{FORMAT}"', beginning) is not None
     except PermissionError as error:

@@ -1,4 +1,4 @@
-"""What to do about an error of a disk or an object store."""
+"""Remedies for errors of a disk or an object store."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["remedy", "unreadable"]
 
-_NO_ROOM = "There is no room left: free some, or use another path."
-_NOT_ALLOWED = "This user may not do that there: ask for the right, or use another path."
-_A_FILE = "A file lies where a folder must be: move it away, or use another path."
-_NOT_THERE = "Check the path; a bucket or a container must have been created before."
+_NO_ROOM = "There is no space left: free some, or use another path."
+_NOT_ALLOWED = "This user lacks permission for that: request it, or use another path."
+_A_FILE = "A file exists where a folder must be: move it away, or use another path."
+_NOT_THERE = "Check the path; a bucket or a container must already exist."
 
 _BY_NUMBER = {
     errno.ENOSPC: _NO_ROOM,
@@ -20,7 +20,7 @@ _BY_NUMBER = {
     "use another path.",
     errno.EACCES: _NOT_ALLOWED,
     errno.EPERM: _NOT_ALLOWED,
-    errno.EROFS: "It is mounted for reading alone: use another path.",
+    errno.EROFS: "It is mounted read-only: use another path.",
     errno.ENOTDIR: _A_FILE,
     errno.EEXIST: _A_FILE,
     errno.ENAMETOOLONG: "The name is too long for this file system: use a shorter one.",
@@ -30,13 +30,13 @@ _BY_CLASS = {PermissionError: _NOT_ALLOWED, FileNotFoundError: _NOT_THERE, FileE
 
 
 def remedy(error: Exception) -> str:
-    """Say what to do about ``error``; nothing where its own message has to be enough.
+    """Return the remedy for ``error``; an empty string if there is none.
 
     Example:
         >>> remedy(OSError(errno.ENOSPC, "No space left on device"))
-        'There is no room left: free some, or use another path.'
+        'There is no space left: free some, or use another path.'
         >>> remedy(PermissionError("Access Denied"))
-        'This user may not do that there: ask for the right, or use another path.'
+        'This user lacks permission for that: request it, or use another path.'
         >>> remedy(KeyError("x"))
         ''
     """
@@ -49,5 +49,5 @@ def remedy(error: Exception) -> str:
 
 
 def unreadable(path: str, error: OSError) -> CheckpointFormatError:
-    """What to raise where a file can't be looked at, so that nobody takes it for missing or damaged."""
+    """Return the error for a file that can't be accessed, so that it is not mistaken for missing or damaged."""
     return CheckpointFormatError(f"can't read {path}: {type(error).__name__}: {error}. {remedy(error)}".rstrip())

@@ -1,4 +1,4 @@
-"""Removing a checkpoint, and nothing else."""
+"""Removes a checkpoint, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["remove"]
 def remove(path: StrPath) -> None:
     """Remove a checkpoint: a folder of this format (also of an interrupted save), a single file, or a link to either.
 
-    The manifest goes first, so a removal that is interrupted leaves no half checkpoint that looks whole. A link is
-    removed, not what it points to. Files in the folder that no save has written stay there. Only one rank may call
-    this. If nothing is at the path, nothing happens.
+    The manifest is removed first, so an interrupted removal does not leave a partial checkpoint that looks complete. Of
+    a link, only the link is removed. Files in the folder that no save has written are kept. Only one rank may call
+    this. Does nothing if the path does not exist.
 
     Args:
         path: A local path or an fsspec URL.
 
     Raises:
-        CheckpointExistsError: A folder of anything else is at the path; nothing was removed.
-        CheckpointError: The file system refuses; what was removed by then stays removed, the manifest first.
+        CheckpointExistsError: The path is a folder of something else; nothing was removed.
+        CheckpointError: The file system refused; files that were removed before, the manifest first, stay removed.
     """
     folder = open_folder(path)
     try:
@@ -50,7 +50,7 @@ def _remove(folder: Folder) -> None:
         return
     remover = new_writer(secrets.token_hex(6))
     with writing(remover):
-        with folder.locked():  # or a save might publish within this
+        with folder.locked():  # otherwise a save might publish in between
             names = folder.files()
             if not holds_manifest(folder) and not (names and all(map(is_ours, names)) and MANIFEST not in names):
                 there = ", ".join(names[:5]) or "nothing"
@@ -59,7 +59,7 @@ def _remove(folder: Folder) -> None:
                     "check the path, or remove it by hand"
                 )
             writers = [writer for name in names if (writer := writer_of(name)) is not None]
-            living = {writer.save_id for writer in writers if writer.standing() == "lives"}  # they are to be published
+            living = {writer.save_id for writer in writers if writer.standing() == "lives"}  # these will be published
             remover = replace(remover, replaces=save_id_in(manifest_bytes(folder) or b"") or remover.replaces)
             if folder.local and not living and all(map(is_ours, names)) and _moved(folder, remover):
                 folder = replace(folder, root=os.path.join(os.path.dirname(folder.root), remover.partial))
@@ -75,7 +75,7 @@ def _remove(folder: Folder) -> None:
 
 
 def _moved(folder: Folder, remover: Writer) -> bool:
-    """Take the whole folder out of every search's way in one step, where that can be done."""
+    """Hide the folder from searches by renaming it atomically, and return whether that was possible."""
     try:
         os.rename(folder.root, os.path.join(os.path.dirname(folder.root), remover.partial))
     except OSError:  # a mount point, or a parent that this user may not write to

@@ -1,4 +1,4 @@
-"""Reading while another run saves there: the manifest is read again, and the read begins anew."""
+"""Reading while another run saves to the same path: the manifest is read again, and the read starts again."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ATTEMPTS = 20
-"""How often a read begins before it is given up."""
+"""How many times a read is attempted before it fails."""
 
 _SECONDS = 0.01
 
 
 class _ReplacedTooOften(CheckpointFormatError):
-    """A read was given up, which nothing around it is to begin anew."""
+    """A read has failed after its last attempt. An enclosing read does not start it again."""
 
 
 def begins_anew(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function that reads checkpoints from beginning to end begin anew if one was replaced meanwhile.
+    """Run a function that reads checkpoints again if one of them was replaced in the meantime.
 
     Args:
-        *parameters: Those that take the checkpoints' paths.
+        *parameters: The function's parameters that take the checkpoints' paths.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -47,21 +47,21 @@ def begins_anew(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def anew(folders: list[Folder], read: Callable[[], T], *, is_right: Callable[[T], bool] = lambda _: True) -> T:
-    """Read until nothing is wrong, or what is wrong is no other save's doing.
+    """Read until there is no fault, or the fault was not caused by another save.
 
-    A save removes files only after its manifest has taken the place of the one that names them. So whatever is wrong
-    while the manifest is the same is wrong with the checkpoint.
+    A save removes files only after its manifest has replaced the one that names them. So a fault that occurs while the
+    manifest stays the same is a fault of the checkpoint.
 
     Args:
         folders: The checkpoints that are read.
         read: Reads them from the beginning.
-        is_right: Whether nothing is wrong with what was read, where ``read`` does not raise it.
+        is_right: Whether the result has no fault, for faults that ``read`` does not raise.
 
     Returns:
-        What ``read`` gives.
+        The result of ``read``.
 
     Raises:
-        CheckpointFormatError: They are replaced faster than they are read.
+        CheckpointFormatError: The checkpoints are replaced faster than they are read.
     """
     for attempt in range(ATTEMPTS):
         before = [seen(folder) for folder in folders]
@@ -80,21 +80,21 @@ def anew(folders: list[Folder], read: Callable[[], T], *, is_right: Callable[[T]
 
 
 def seen(folder: Folder) -> str | None:
-    """The manifest that is there now, by its fingerprint; ``None`` if there is none that can be read."""
+    """Return the fingerprint of the current manifest; ``None`` if there is none that can be read."""
     try:
         return fingerprint(manifest_bytes(folder))
-    except Exception:  # the clients of object stores have errors of their own; the read itself will say it
+    except Exception:  # object store clients raise errors of their own; the read itself will report them
         return None
 
 
 def pause(attempt: int) -> None:
-    """Wait before the next attempt, the longer the more there were."""
+    """Wait before the next attempt, longer after each one."""
     time.sleep(_SECONDS * attempt)
 
 
 def too_often(folders: list[Folder]) -> CheckpointFormatError:
-    """What to raise after the last attempt."""
+    """Return the error to raise after the last attempt."""
     return _ReplacedTooOften(
-        f"{' or '.join(map(str, folders))} was replaced {ATTEMPTS} times while it was read, each time before it had "
-        "been read to its end. Nothing is known to be wrong with it: read it when no run saves to it."
+        f"{' or '.join(map(str, folders))} was replaced {ATTEMPTS} times while it was read, each time before the read "
+        "was complete. No fault of the checkpoint is known: read it when no run saves to it."
     )

@@ -1,4 +1,4 @@
-"""The files that a manifest names: each header parsed once, boxes of tensors read when they are asked for."""
+"""The files of a checkpoint: each header is parsed once, and boxes of tensors are read when needed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _MAX_OPEN = 64  # a checkpoint of many ranks has more files than a process may h
 
 
 class StoredFiles:
-    """Reads the safetensors files of a checkpoint. Threads may share it.
+    """Reads the safetensors files of a checkpoint. Thread-safe.
 
     Args:
-        folder: Where they are.
-        manifest: What names them, and their sizes.
+        folder: The checkpoint's folder.
+        manifest: The checkpoint's manifest.
     """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
@@ -40,10 +40,10 @@ class StoredFiles:
         self._lock = threading.Lock()
 
     def header(self, name: str) -> dict[str, FileTensor]:
-        """Where each tensor lies in a file.
+        """Return the place of each tensor in a file.
 
         Raises:
-            CheckpointFormatError: It is no safetensors file of the size that the manifest says.
+            CheckpointFormatError: It is not a safetensors file of the size in the manifest.
         """
         if name not in self._headers:
             size = self.manifest.files[name].size
@@ -53,10 +53,10 @@ class StoredFiles:
         return self._headers[name]
 
     def read_bytes(self, name: str, start: int, end: int) -> bytes:
-        """The bytes of a file from ``start`` to ``end``, or to where it ends.
+        """Return the bytes of a file from ``start`` to ``end``, or to the end of the file.
 
         Raises:
-            CheckpointFormatError: It can't be read any more.
+            CheckpointFormatError: The file can no longer be read.
         """
         try:
             if name not in self._open:
@@ -70,17 +70,17 @@ class StoredFiles:
         """Read a box of a tensor in a file into ``out``, whatever its dtype, device and strides.
 
         Raises:
-            CheckpointFormatError: The file is not what it was when the load began.
+            CheckpointFormatError: The file has changed since the load began.
         """
         from fsdp_core.checkpoint.format.safetensors_file import read_box
 
         read_box(lambda buffer, start: self.fill(name, key, buffer, start), self.place(name, key), offsets, out)
 
     def place(self, name: str, key: str) -> FileTensor:
-        """Where a tensor lies in a file.
+        """Return the place of a tensor in a file.
 
         Raises:
-            CheckpointFormatError: The file does not hold it any more.
+            CheckpointFormatError: The file no longer holds it.
         """
         source = self.header(name).get(key)
         if source is None:
@@ -91,7 +91,7 @@ class StoredFiles:
         """Fill a buffer with the bytes of a file from ``start`` on, for the tensor ``key``.
 
         Raises:
-            CheckpointFormatError: The file has become shorter since the load began, or can't be read any more.
+            CheckpointFormatError: The file has become shorter since the load began, or can no longer be read.
         """
         try:
             filled = self._fill(name, buffer, start)
@@ -115,19 +115,19 @@ class StoredFiles:
             replaced = True
         if replaced:
             return (
-                f"another run has replaced or removed {self.folder} since the load began ({fault}), so what was being "
-                "filled may be filled in part. Load again."
+                f"another run has replaced or removed {self.folder} since the load began ({fault}), so tensors may be "
+                "partly filled. Load again."
             )
         return (
-            f"{self.folder.path(name)}: {fault}; it was changed since the load began, so what was being filled may be "
-            "filled in part. Load again, or load an earlier checkpoint."
+            f"{self.folder.path(name)}: {fault}; it was changed since the load began, so tensors may be partly "
+            "filled. Load again, or load an earlier checkpoint."
         )
 
     def keep_open(self) -> None:
-        """Open the files for as long as this object lives: whoever removes them removes their names alone.
+        """Keep the files open for the lifetime of this object, so that their content outlives a removal.
 
-        A local POSIX filesystem alone has that. A process may not hold many open: of a checkpoint of more than 64 files
-        none is kept, nor where the process has no room for them.
+        Only local POSIX filesystems support this. A process may not hold many files open: nothing is kept open for a
+        checkpoint of more than 64 files, or if the process reaches its limit.
         """
         names = [name for name in self.manifest.files if name.endswith(".safetensors")]
         if self.folder.local and os.name == "posix" and len(names) <= _MAX_OPEN:
@@ -138,7 +138,7 @@ class StoredFiles:
                 except OSError as error:
                     if error.errno not in (errno.EMFILE, errno.ENFILE):
                         raise
-                    while self._open:  # whoever needs them opens them then
+                    while self._open:  # they are opened again when needed
                         self._open.popitem()[1].close()
 
     def _fill(self, name: str, buffer: memoryview, start: int) -> int:
@@ -155,7 +155,7 @@ class StoredFiles:
         with self._lock:
             stream = self._stream(name)
             stream.seek(start)
-            # One read of the operating system gives at most 2 GiB.
+            # One read call returns at most 2 GiB.
             while filled < len(buffer) and (count := stream.readinto(buffer[filled:])):  # type: ignore[attr-defined]
                 filled += count
         return filled
@@ -164,7 +164,7 @@ class StoredFiles:
         stream = self._open.pop(name, None)
         if stream is None:
             if len(self._open) >= _MAX_OPEN:
-                self._open.pop(next(iter(self._open))).close()  # the one that was not read for the longest time
+                self._open.pop(next(iter(self._open))).close()  # the least recently read
             stream = open(self.folder.path(name), "rb", buffering=0)  # noqa: SIM115 (closed above or below)
             weakref.finalize(self, stream.close)
         self._open[name] = stream

@@ -1,4 +1,4 @@
-"""The bytes of stored tensors, a few MiB at a time and without torch: what is copied needs no tensor library."""
+"""Copies the bytes of stored tensors a few MiB at a time, without torch."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fsdp_core.state.dtype_names import ITEM_BYTES
 __all__ = ["BLOCK_BYTES", "BytesSource", "TensorBytes", "open_files", "write_sources"]
 
 BLOCK_BYTES = 4 * 2**20
-"""The most bytes of one tensor that are read at once from a local disk."""
+"""The maximum number of bytes of a tensor that are read at once from a local disk."""
 
 _REMOTE_BLOCK_BYTES = 16 * 2**20  # each read is a request
 
 
 @dataclass(frozen=True, kw_only=True)
 class BytesSource:
-    """A tensor whose bytes are read when they are written on.
+    """A tensor whose bytes are read only when they are written.
 
     Attributes:
         shape: Its shape.
-        dtype_name: Its dtype by name.
-        blocks: Begins to read it: bytes that follow one another in row-major order.
+        dtype_name: The name of its dtype.
+        blocks: Starts reading it, and returns consecutive blocks of bytes in row-major order.
     """
 
     shape: tuple[int, ...]
@@ -48,10 +48,10 @@ class BytesSource:
 
 
 def open_files(path: StrPath) -> StoredFiles:
-    """The files of a checkpoint, of which only the manifest has been read.
+    """Return the files of a checkpoint; only the manifest is read.
 
     Raises:
-        CheckpointFormatError: There is no checkpoint, or none that this version can read.
+        CheckpointFormatError: There is no checkpoint that this version can read.
     """
     folder = open_folder(path)
     return StoredFiles(folder, read_manifest(folder))
@@ -70,10 +70,10 @@ class TensorBytes:
         self.block_bytes = BLOCK_BYTES if files.folder.local else _REMOTE_BLOCK_BYTES
 
     def read(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> bytearray:
-        """The bytes of a box of a tensor, in row-major order.
+        """Return the bytes of a box of a tensor, in row-major order.
 
         Raises:
-            CheckpointFormatError: A file is not what its manifest says.
+            CheckpointFormatError: A file does not match the manifest.
         """
         stored = self.manifest.tensors[key]
         item = ITEM_BYTES[stored.dtype_name]
@@ -103,12 +103,12 @@ class TensorBytes:
         copy_into(out, shape, at, part, item, span[1])
 
     def source(self, key: str, rows: tuple[int, int] | None = None, *, dtype_name: str | None = None) -> BytesSource:
-        """A tensor to write on.
+        """Return a tensor as a source for writing.
 
         Args:
             key: Its key in the manifest.
-            rows: The first row to take and the one after the last; all when ``None``.
-            dtype_name: The dtype to convert it to, which imports torch; its own when ``None``.
+            rows: The first row and the one after the last; all rows if ``None``.
+            dtype_name: The dtype to convert it to, which imports torch; its own if ``None``.
         """
         stored = self.manifest.tensors[key]
         shape = stored.shape if rows is None else (rows[1] - rows[0], *stored.shape[1:])
@@ -124,7 +124,7 @@ class TensorBytes:
         return BytesSource(shape=shape, dtype_name=wanted, blocks=blocks)
 
     def small_source(self, name: str) -> BytesSource:
-        """A tensor of the plain data to write on, by the name that the plain data has for it."""
+        """Return a tensor of the plain data as a source for writing, by its name in the plain data."""
         state_tensors = self.manifest.state_tensors
         assert state_tensors is not None
         place = self.files.place(state_tensors, name)
@@ -138,14 +138,14 @@ class TensorBytes:
         return BytesSource(shape=place.shape, dtype_name=place.dtype_name, blocks=blocks)
 
     def copied(self, name: str) -> Iterator[bytes]:
-        """The bytes of a whole file."""
+        """Yield the bytes of a whole file."""
         size = self.manifest.files[name].size
         for start in range(0, size, self.block_bytes):
             yield self.files.read_bytes(name, start, min(start + self.block_bytes, size))
 
 
 def _contiguous(chunk: StoredChunk, box: Box) -> Iterator[Box]:
-    """The parts of a box that are each one run of bytes in a chunk."""
+    """Split a box into parts that are each one run of bytes in a chunk."""
     offsets, lengths = box
     axis = len(lengths)
     while axis > 0 and lengths[axis - 1] == chunk.lengths[axis - 1]:
@@ -177,9 +177,9 @@ def write_sources(
 
     Args:
         stream: A binary stream opened for writing.
-        sources: The tensors by the name that they get in the file.
-        metadata: Strings to note in the file.
-        on_bytes: Called with a number of bytes whenever these have been written.
+        sources: The tensors by their name in the file.
+        metadata: Strings to store in the file's metadata.
+        on_bytes: Called with the number of bytes that have just been written.
 
     Returns:
         The number of bytes written, and their checksum (xxh3, 64 bits, as 16 hexadecimal digits).

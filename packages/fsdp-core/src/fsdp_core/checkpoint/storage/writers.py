@@ -1,4 +1,4 @@
-"""Who writes an unfinished save: how its files tell it, and whether that process is provably gone."""
+"""Writers of unfinished saves: how they are recorded in file names, and whether the process is provably gone."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ import xxhash
 __all__ = ["MARK", "Standing", "Writer", "new_writer", "writer_of", "writing"]
 
 Standing = Literal["gone", "lives", "unknown"]
-"""What can be known of a save's writer from here."""
+"""The status of a save's writer, as known to this process."""
 
 _TOKEN = r"[0-9a-f]{12}-[0-9a-f]{12}-[0-9a-f]{12}-[1-9]\d{0,8}-\d{1,20}-[A-Za-z0-9.-]{0,64}"
 MARK = rf"\.writer-{_TOKEN}"
-"""The names of the files, a regular expression, that lie in a checkpoint while a save overwrites it."""
+"""A regular expression for the names of the files that mark a checkpoint while a save overwrites it."""
 
 _NAMED = re.compile(rf"\.(?:writer|partial)-(?P<token>{_TOKEN})")
 _NOBODY = "0" * 12
 
-#: The saves and removals that go on in this process.
+#: The saves and removals that are running in this process.
 _active: set[str] = set()
 
-#: Where the system does not tell one start of it from another, nobody but this process knows of it.
+#: The system id if the system has no boot id: it is known to this process only.
 _of_this_process = secrets.token_hex(6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """Who makes a save. All of it stands in a name, which is there at one instant, so no half of it is ever read.
+    """The writer of a save. It is encoded in a file name, which is created atomically, so it is never read partially.
 
     Attributes:
         save_id: The save's id.
-        replaces: The id of the save that it is to replace; zeros where it replaces none.
-        system: What stands for one start of one machine's system, and for the processes that see each other there.
-        pid: The process's number there.
-        started: When it was started, as the system counts, for numbers are given again.
-        host: The host's name, for people.
+        replaces: The id of the save that it replaces; zeros if it replaces none.
+        system: Identifies one boot of one machine and one PID namespace.
+        pid: The process id.
+        started: The start time of the process, in the system's units, because process ids are reused.
+        host: The host name, for people.
     """
 
     save_id: str
@@ -58,14 +58,14 @@ class Writer:
 
     @property
     def mark(self) -> str:
-        """The name of the empty file that tells it in the folder that is written to."""
+        """The name of the empty file that records the writer in the folder that is written to."""
         return f".writer-{self._token}"
 
     @property
     def partial(self) -> str:
         """The name of the folder that is written to beside the path.
 
-        It does not hold the checkpoint's own name, nor anything else that a search for checkpoints goes by.
+        It contains neither the checkpoint's name nor anything else that searches for checkpoints look for.
         """
         return f".partial-{self._token}"
 
@@ -74,10 +74,10 @@ class Writer:
         return f"{self.save_id}-{self.replaces}-{self.system}-{self.pid}-{self.started}-{self.host}"
 
     def standing(self) -> Standing:
-        """Whether it still writes, as far as that can be known from here.
+        """Return whether it is still writing, as far as this process can know.
 
-        ``"gone"`` and ``"lives"`` are certain. Of another host, of another start of this one, and of a container that
-        does not see this one's processes nothing is known.
+        ``"gone"`` and ``"lives"`` are certain. ``"unknown"`` is returned for another host, another boot of this one,
+        and a container with another PID namespace.
         """
         here = new_writer(self.save_id)
         if (self.system, self.host) != (here.system, here.host):
@@ -91,7 +91,7 @@ class Writer:
         except ProcessLookupError:
             return "gone"
         except OSError:
-            pass  # it is another user's
+            pass  # another user's process
         try:
             started, ended = _process(self.pid)
         except OSError:
@@ -100,7 +100,7 @@ class Writer:
 
 
 def new_writer(save_id: str, replaces: str | None = None) -> Writer:
-    """This process as the writer of a save."""
+    """Return this process as the writer of a save."""
     try:
         started, system = _process(os.getpid())[0], _system()
     except OSError:
@@ -112,7 +112,7 @@ def new_writer(save_id: str, replaces: str | None = None) -> Writer:
 
 
 def writer_of(name: str) -> Writer | None:
-    """The writer that a file or a folder is named for, if it is named for one."""
+    """Return the writer that is encoded in the name of a file or folder, if there is one."""
     found = _NAMED.fullmatch(name)
     if found is None:
         return None
@@ -122,7 +122,7 @@ def writer_of(name: str) -> Writer | None:
 
 @contextmanager
 def writing(writer: Writer) -> Iterator[None]:
-    """A block in which this process makes a save; when it has ended, however it has, the writer is gone."""
+    """Mark a save as running in this process for the block; afterwards, its writer counts as gone."""
     _active.add(writer.save_id)
     try:
         yield
@@ -131,14 +131,14 @@ def writing(writer: Writer) -> Iterator[None]:
 
 
 def _system() -> str:
-    """One start of a Linux kernel, and the processes that see each other in it: a container may have its own."""
+    """Return an id for this boot of the Linux kernel and this PID namespace: a container may have its own."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
         start = stream.read().strip()
     return xxhash.xxh3_64_hexdigest(f"{start} {os.readlink('/proc/self/ns/pid')}".encode())[:12]
 
 
 def _process(pid: int) -> tuple[int, bool]:
-    """When a process was started, and whether it has ended and nobody has asked for its exit status yet."""
+    """Return the start time of a process, and whether it has ended but has not been waited for yet."""
     with open(f"/proc/{pid}/stat", "rb") as stream:
         fields = stream.read().rpartition(b")")[2].split()
     ended = fields[0] in (b"Z", b"X") and len(os.listdir(f"/proc/{pid}/task")) == 1

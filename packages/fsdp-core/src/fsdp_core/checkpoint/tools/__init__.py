@@ -1,1 +1,1 @@
-"""What is done to checkpoints outside of a run: described, listed, compared, converted."""
+"""Offline tools for checkpoints: description, listing, comparison, conversion."""

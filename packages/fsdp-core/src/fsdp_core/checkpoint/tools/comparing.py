@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, whatever strategy and world size saved each; read a block at a time."""
+"""Compares two checkpoints block by block, whatever strategy and world size saved them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from fsdp_core.state.dtype_names import ITEM_BYTES
 __all__ = ["MISSING", "Differences", "TensorDifference", "compare"]
 
 MISSING = "(missing)"
-"""What stands for plain data that one side does not have."""
+"""The placeholder for plain data that one side does not have."""
 
 _FACTS = ("strategy", "world_size", "versions", "created")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:
-    """How a tensor of one checkpoint differs from that of the same name in the other.
+    """The difference of two tensors of the same name.
 
     Attributes:
         key: Its key, such as ``model/wte.weight``.
-        shapes: Its shapes.
-        dtypes: Its dtypes, by name.
-        count: How many elements differ; ``None`` where the shapes do, so that nothing can be compared.
-        first: The index of the first that does, in row-major order.
-        values: What the two have there.
-        max_abs: The largest difference of two elements; infinite where one is finite and the other is not.
+        shapes: The two shapes.
+        dtypes: The names of the two dtypes.
+        count: The number of elements that differ; ``None`` if the shapes differ, so that elements can't be compared.
+        first: The index of the first element that differs, in row-major order.
+        values: The two values at that index.
+        max_abs: The largest absolute difference of two elements; infinite if one is finite and the other is not.
     """
 
     key: str
@@ -55,13 +55,13 @@ class Differences:
     """What differs between two checkpoints, A and B.
 
     Attributes:
-        facts: What their manifests say of who saved, where that differs: it makes no difference to the content.
-        only_a: Tensors that only A has, by key.
-        only_b: Tensors that only B has.
-        tied: Names that both have and that are tied otherwise in each, with the names that they are tied to in each.
-        tensors: Tensors that both have, and that differ.
-        plain: Plain data that differs: its path, and what A and B have there; :data:`MISSING` on a side without it.
-        compared: How many tensors both have.
+        facts: Differing facts in the manifests about the save itself, which don't affect the content.
+        only_a: The keys of tensors that only A has.
+        only_b: The keys of tensors that only B has.
+        tied: Names in both that are tied to different names, with those names in A and in B.
+        tensors: Tensors in both that differ.
+        plain: Differing plain data: the values in A and B by path; :data:`MISSING` on a side without it.
+        compared: The number of tensors in both.
     """
 
     facts: Mapping[str, tuple[Any, Any]]
@@ -83,27 +83,27 @@ def compare(
 ) -> Differences:
     """Compare two checkpoints: names, shapes, dtypes and values of all tensors, tied names, and the plain data.
 
-    Strategies and world sizes may differ: tensors are compared as wholes, a few MiB at a time. A NaN equals a NaN, and
-    -0.0 equals 0.0. Dicts, lists and tuples of the plain data are compared by what they hold. torch is imported only
-    when there is a tensor whose bytes differ.
+    Strategies and world sizes may differ: full tensors are compared, a few MiB at a time. A NaN equals a NaN, and
+    -0.0 equals 0.0. Dicts, lists and tuples in the plain data are compared by content. torch is imported only if the
+    bytes of a tensor differ.
 
     Args:
         a: A checkpoint: a local path or an fsspec URL.
-        b: Another.
-        rtol: Elements that differ by at most ``atol + rtol * abs(b)`` are taken for equal, floats in the plain data
-            too.
-        atol: As above.
-        on_progress: Called as the work goes on.
+        b: The other checkpoint.
+        rtol: The relative tolerance: elements, and floats in the plain data, are equal if they differ by at most
+            ``atol + rtol * abs(b)``.
+        atol: The absolute tolerance.
+        on_progress: Called with the progress.
 
     Returns:
-        What differs; false where the content is the same.
+        The differences; false if the content is the same.
 
     Raises:
-        CheckpointFormatError: One of them can't be read, or a file is missing or has another size than it should.
+        CheckpointFormatError: A checkpoint can't be read, or a file is missing or has the wrong size.
         CheckpointValueError: A tolerance is negative.
     """
     if not (rtol >= 0 and atol >= 0):
-        raise CheckpointValueError(f"no tolerance is negative: rtol={rtol}, atol={atol}; pass 0 or more")
+        raise CheckpointValueError(f"tolerances can't be negative: rtol={rtol}, atol={atol}; pass 0 or more")
     sides = [open_files(a), open_files(b)]
     for files in sides:
         refuse_damage(files.folder, find_damage(files, files.manifest.files, checksums=False))
@@ -142,8 +142,8 @@ class _Tensor:
 
     Attributes:
         shape: Its shape.
-        dtype_name: Its dtype by name.
-        read: Gives the bytes of a box. Boxes are asked for in row-major order; the last argument counts the elements
+        dtype_name: The name of its dtype.
+        read: Returns the bytes of a box. It is called in row-major order; the last argument is the number of elements
             before the box.
     """
 
@@ -191,7 +191,7 @@ def _small(files: StoredFiles, name: str) -> _Tensor:
 
 
 def _ties(manifest: Manifest) -> dict[str, tuple[str, ...]]:
-    """The names that each tied name is tied to."""
+    """Return the names that each tied name is tied to."""
     groups: dict[str, set[str]] = {}
     for alias, key in manifest.aliases.items():
         groups.setdefault(key, {key}).add(alias)
@@ -199,7 +199,7 @@ def _ties(manifest: Manifest) -> dict[str, tuple[str, ...]]:
 
 
 def _is_further_name(key: str, a: StoredFiles, b: StoredFiles) -> bool:
-    """Whether it stands for the same other name in both, under which it is compared."""
+    """Return whether it is an alias of the same name in both, under which it is compared."""
     return key in a.manifest.aliases and a.manifest.aliases[key] == b.manifest.aliases.get(key)
 
 

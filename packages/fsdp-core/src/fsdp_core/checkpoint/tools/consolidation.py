@@ -1,4 +1,4 @@
-"""A sharded model as files that others read: one safetensors file, or a folder as Hugging Face lays it out."""
+"""Consolidates a sharded model into one safetensors file, or a folder in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """What has been written.
+    """The result of a consolidation.
 
     Attributes:
-        files: The files, relative to the folder; of one file, its own name.
-        tensors: How many tensors are in them.
+        files: The files written, relative to the folder; for a single file, its own name.
+        tensors: The number of tensors in the files.
         nbytes: The size of these tensors in bytes.
-        aliases: Further names of tied parameters that are not in the files, each with the name that is.
+        aliases: Additional names of tied parameters that are not in the files, each with the name that is.
         left_out: Names in the model's state that are not in the files, each with the reason.
     """
 
@@ -58,31 +58,31 @@ def consolidate_safetensors(
 ) -> Consolidated:
     """Write a model of a checkpoint into one safetensors file, under the names of the module.
 
-    A few MiB are in memory at once, and torch is imported only for ``dtype``.
+    At most a few MiB are in memory at once, and torch is imported only for ``dtype``.
 
-    A safetensors file holds no two tensors that share memory, so a tied parameter is in it once, under the first of
-    its names. The file's metadata lists the others, ``{"lm_head.weight": "wte.weight"}``, as
+    Tensors in a safetensors file can't share memory, so a tied parameter is stored once, under the first of its names.
+    The file's metadata lists the other names, ``{"lm_head.weight": "wte.weight"}``, as
     ``safetensors.torch.save_model`` does; ``safetensors.torch.load_model`` fills them.
 
     Args:
         path: The checkpoint: a local path or an fsspec URL.
         out: The file to write: a local path or an fsspec URL.
-        key: The model's path in the state; may be left out where there is one model.
-        strip_prefix: Take the tensors whose names begin so, and leave that off; such as ``"model."``, for what a
-            LightningModule holds as ``self.model``.
+        key: The model's path in the state; optional if there is one model.
+        strip_prefix: Write only tensors whose names begin with this prefix, and remove it; such as ``"model."``, for
+            the model that a LightningModule holds as ``self.model``.
         dtype: Convert floating-point tensors to this dtype, such as ``"bfloat16"``.
         copy_tied: Whether to write a tied parameter under each of its names.
         overwrite: Whether to replace a file at ``out``, once the new one is complete.
-        verify: Whether to compare the files that are read with their checksums first.
-        on_progress: Called as the work goes on.
+        verify: Whether to verify the checksums of the required files first.
+        on_progress: Called with the progress.
 
     Returns:
-        What has been written.
+        The result.
 
     Raises:
-        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
-        CheckpointMismatchError: It holds no such model, or nothing in it begins with the prefix.
-        CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
+        CheckpointFormatError: There is no readable checkpoint, or it is damaged.
+        CheckpointMismatchError: It holds no such model, or no name begins with the prefix.
+        CheckpointExistsError: ``out`` holds something that must not be replaced; nothing was written.
         CheckpointError: The file can't be written.
     """
     files = open_files(path)
@@ -113,8 +113,8 @@ def consolidate_huggingface(
 ) -> Consolidated:
     """Write a model of a checkpoint into a folder that ``from_pretrained`` of Hugging Face's libraries reads.
 
-    It holds ``model.safetensors``, or several shards and ``model.safetensors.index.json``. Tied parameters are in it
-    once, as ``save_pretrained`` has it; ``from_pretrained`` ties them again by the model's configuration.
+    It holds ``model.safetensors``, or several shards and ``model.safetensors.index.json``. Tied parameters are stored
+    once, as by ``save_pretrained``; ``from_pretrained`` ties them again according to the model's configuration.
 
     Args:
         path: As in :func:`consolidate_safetensors`.
@@ -123,19 +123,19 @@ def consolidate_huggingface(
         strip_prefix: As there.
         dtype: As there.
         copy_tied: As there.
-        max_shard_size: How many bytes of tensors a file may hold; a tensor that is larger has a file of its own.
+        max_shard_size: The maximum number of bytes of tensors in a file; a larger tensor gets a file of its own.
         config: A local ``config.json`` to copy into the folder.
         overwrite: Whether to replace such a folder, once the new one is complete.
         verify: As there.
         on_progress: As there.
 
     Returns:
-        What has been written.
+        The result.
 
     Raises:
-        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
-        CheckpointMismatchError: It holds no such model, or nothing in it begins with the prefix.
-        CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
+        CheckpointFormatError: There is no readable checkpoint, or it is damaged.
+        CheckpointMismatchError: It holds no such model, or no name begins with the prefix.
+        CheckpointExistsError: ``out`` holds something that must not be replaced; nothing was written.
         CheckpointValueError: ``config`` is not a JSON file.
         CheckpointError: The folder can't be written.
     """
@@ -169,7 +169,7 @@ def consolidate_huggingface(
 
 
 class _Weights:
-    """The tensors of one model, by the names under which they are to be written."""
+    """The tensors of one model, by their names in the output."""
 
     def __init__(
         self, files: StoredFiles, key: str | None, strip_prefix: str, dtype: str | None, copy_tied: bool
@@ -190,7 +190,7 @@ class _Weights:
                 continue
             name, tensor = given.removeprefix(strip_prefix), tensor_of(node)
             if tensor is None:
-                self.left_out[given] = "is no tensor"
+                self.left_out[given] = "is not a tensor"
                 continue
             stored = files.manifest.aliases.get(tensor[1], tensor[1])
             if stored in first and not copy_tied:
@@ -211,7 +211,7 @@ class _Weights:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensors that are to be written."""
+        """The size of the tensors to write."""
         return sum(source.nbytes for source in self.sources.values())
 
     def _part(self, key: str | None) -> object:
@@ -220,7 +220,7 @@ class _Weights:
         shown = ", ".join(repr("/".join(keys)) for keys in models.values()) or "none"
         if key is None and len(models) != 1:
             raise CheckpointMismatchError(
-                f"{self.files.folder} holds {len(models)} models ({shown}): say which one, by key= (--key)"
+                f"{self.files.folder} holds {len(models)} models ({shown}): choose one with key= (--key)"
             )
         wanted = next(iter(models)) if key is None else key
         keys = next((keys for path, keys in models.items() if wanted in (path, "/".join(keys))), None)
@@ -237,16 +237,16 @@ class _Weights:
         return [name for name in manifest.files if name in named]
 
     def prepare(self, *, verify: bool) -> int:
-        """How many bytes are to be read for verifying, and to be written."""
+        """Return the number of bytes to verify and to write."""
         verified = sum(self.files.manifest.files[name].size for name in self._needed()) if verify else 0
         return self.nbytes + verified
 
     def verify(self, checksums: bool, on_bytes: Callable[[int], None]) -> None:
-        """Refuse to go on with files that are damaged."""
+        """Refuse damaged files."""
         refuse_damaged(self.files, self._needed(), checksums=checksums, on_bytes=on_bytes)
 
     def report(self, written: Sequence[str]) -> Consolidated:
-        """What has been written."""
+        """Return the result."""
         return Consolidated(
             files=tuple(written),
             tensors=len(self.sources),
@@ -279,7 +279,7 @@ def _check_config(config: str | os.PathLike[str]) -> None:
     except (OSError, ValueError) as error:
         raise CheckpointValueError(f"can't read the configuration {os.fspath(config)}: {error}") from error
     if not isinstance(found, dict):
-        raise CheckpointValueError(f"{os.fspath(config)} is no model's configuration: it holds no JSON object")
+        raise CheckpointValueError(f"{os.fspath(config)} is not a model configuration: it is not a JSON object")
 
 
 def _write_json(folder: Folder, name: str, content: object) -> None:

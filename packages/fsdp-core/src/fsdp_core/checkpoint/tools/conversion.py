@@ -1,4 +1,4 @@
-"""What every conversion of a checkpoint shares: refusing what is damaged, counting what is done, dtypes."""
+"""Shared parts of checkpoint conversions: refusal of damaged files, progress, dtypes."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from fsdp_core.errors import CheckpointValueError
 __all__ = ["FLOATING", "OnProgress", "check_dtype", "counter", "refuse_damaged"]
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of bytes that are done, and that there are in all."""
+"""Called with the number of bytes that are done, and the total."""
 
 FLOATING = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-"""The dtypes that there may be to convert, and to convert to."""
+"""The dtypes that can be converted, and converted to."""
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Refuse to convert to a dtype that there isn't.
+    """Refuse an unsupported dtype to convert to.
 
     Raises:
-        CheckpointValueError: It is none of :data:`FLOATING`.
+        CheckpointValueError: It is not one of :data:`FLOATING`.
     """
     if dtype is not None and dtype not in FLOATING:
-        raise CheckpointValueError(f"can't convert to {dtype!r}; there are {', '.join(FLOATING)}")
+        raise CheckpointValueError(f"can't convert to {dtype!r}; choose one of {', '.join(FLOATING)}")
 
 
 def refuse_damaged(
     files: StoredFiles, names: Iterable[str], *, checksums: bool, on_bytes: Callable[[int], None]
 ) -> None:
-    """Refuse to pass on what is damaged.
+    """Refuse damaged files.
 
     Args:
         files: The files of a checkpoint.
-        names: Those that are to be read.
-        checksums: Whether to compare every byte, or sizes and headers.
-        on_bytes: Called with a number of bytes whenever these have been compared, if every byte is.
+        names: The files to check.
+        checksums: Whether to compare every byte; otherwise, sizes and headers.
+        on_bytes: Called with the number of bytes that have just been compared, if every byte is.
 
     Raises:
         CheckpointFormatError: A file is damaged.
@@ -48,7 +48,7 @@ def refuse_damaged(
 
 
 def counter(total: int, on_progress: OnProgress | None) -> Callable[[int], None]:
-    """What counts bytes, and calls ``on_progress`` with their sum and the total."""
+    """Return a function that counts bytes, and calls ``on_progress`` with their sum and the total."""
     done = 0
 
     def count(number: int) -> None:

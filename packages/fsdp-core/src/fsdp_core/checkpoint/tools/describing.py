@@ -1,4 +1,4 @@
-"""What is in a checkpoint, told without reading a tensor and without importing torch."""
+"""Describes a checkpoint's content without reading tensors or importing torch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LONGEST = 200
 
 @begins_anew("path")
 def describe(path: StrPath) -> dict[str, Any]:
-    """Tell what is in a checkpoint: who saved it, its tensors, its files and its plain data, without reading a tensor.
+    """Describe a checkpoint without reading tensors: its origin, tensors, files and plain data.
 
     Args:
         path: A local path or an fsspec URL.
 
     Returns:
-        Plain data, as ``fsdp checkpoint inspect --json`` prints it; the documentation of the command has its keys.
+        Plain data, as printed by ``fsdp checkpoint inspect --json``, whose documentation lists the keys.
 
     Raises:
-        CheckpointFormatError: There is no checkpoint that can be read.
+        CheckpointFormatError: There is no readable checkpoint.
     """
     files = open_files(path)
     manifest = files.manifest
@@ -59,7 +59,7 @@ def describe(path: StrPath) -> dict[str, Any]:
 
 
 def part_of(key: str, kinds: Mapping[str, str]) -> str | None:
-    """The path of the model or optimizer that a tensor belongs to, if it belongs to one.
+    """Return the path of the model or optimizer that a tensor belongs to, if there is one.
 
     Example:
         >>> part_of("optimizer/0/weight/exp_avg", {"model": "model", "optimizer/0": "optimizer"})
@@ -88,7 +88,7 @@ def _parts(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _plain(state: Any, kinds: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """One entry for each value at the first two levels that is no model's or optimizer's, and for each param group."""
+    """Yield an entry for each value at the first two levels outside of models and optimizers, and each param group."""
     for name, node in children(state) or []:
         path = join_path(name)
         inner = children(node)

@@ -1,4 +1,4 @@
-"""What lies in a directory: checkpoints, whole or not, and what interrupted saves have left."""
+"""Lists the checkpoints in a directory: complete, damaged, and left by interrupted saves."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from fsdp_core.errors import CheckpointError, CheckpointFormatError
 __all__ = ["Found", "State", "find_checkpoints"]
 
 State = Literal["whole", "damaged", "unfinished"]
-"""``unfinished`` is what an interrupted save or removal has left, or one that goes on."""
+"""``unfinished``: an interrupted or running save or removal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint in a directory, or what is left of one.
+    """A checkpoint in a directory, or the remains of one.
 
     Attributes:
-        path: Where it lies.
-        state: Whether it is whole: all files of the manifest are there, of the sizes that it says. No byte is compared.
-        step: The Trainer's global step at which it was saved, if a Trainer has.
-        nbytes: The size of its files.
-        time: When it was saved; of what is unfinished, when something was written last.
-        told: What is wrong, or who writes.
+        path: Its path.
+        state: Whether it is whole: all files of the manifest exist with the right sizes. Contents are not compared.
+        step: The Trainer's global step at which it was saved, if a Trainer saved it.
+        nbytes: The size of its files in bytes.
+        time: When it was saved; for an unfinished one, when a file was last written.
+        told: The fault, or the writer.
     """
 
     path: str
@@ -46,25 +46,25 @@ class Found:
 
 
 def find_checkpoints(path: StrPath) -> list[Found]:
-    """Look for checkpoints of this format in a directory; those in directories of its own are not looked for.
+    """Find the checkpoints of this format in a directory, not in its subdirectories.
 
     Args:
         path: A local path or an fsspec URL of a directory.
 
     Returns:
-        What is there, the oldest first. Files, links, and folders of something else are left out.
+        The checkpoints, oldest first. Files, links and other folders are omitted.
 
     Raises:
-        CheckpointError: There is no such directory, or it can't be read.
+        CheckpointError: The directory does not exist or can't be read.
     """
     parent = open_folder(path)
     try:
         if not parent.fs.isdir(parent.root):
-            raise CheckpointError(f"{parent} is no directory. Check the path.")
+            raise CheckpointError(f"{parent} is not a directory. Check the path.")
         if holds_manifest(parent):
             raise CheckpointError(
-                f"{parent} is a checkpoint itself. Type `fsdp checkpoint inspect {parent}`, or list the directory that "
-                "it lies in."
+                f"{parent} is a checkpoint itself. Type `fsdp checkpoint inspect {parent}`, or list its parent "
+                "directory."
             )
         entries = [str(entry["name"]).rstrip("/") for entry in parent.fs.ls(parent.root, detail=True)]
     except OSError as error:
@@ -130,11 +130,11 @@ def _is_of_another(name: str, manifest: Manifest) -> bool:
 
 def _of_writers(writers: Collection[Writer]) -> str:
     if not writers:
-        return "nothing tells who was writing"
+        return "its writer is not recorded"
     told = {
         "gone": "by {}, which is gone: the next save to this directory removes it",
-        "lives": "by {}, which runs",
-        "unknown": "by {}, of which it can't be known here whether it runs",
+        "lives": "by {}, which is running",
+        "unknown": "by {}, which may or may not be running",
     }
     return "; ".join(told[writer.standing()].format(writer) for writer in writers)
 

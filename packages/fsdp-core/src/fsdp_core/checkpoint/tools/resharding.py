@@ -1,4 +1,4 @@
-"""The same checkpoint in another number of files."""
+"""Rewrites a checkpoint with another number of files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["reshard"]
 
 _SHOWN = 5
-_ALWAYS_FILES = 1024  # also where some hold nothing
-_MOST_FILES = 100_000  # what the five digits in their names are for
+_ALWAYS_FILES = 1024  # allowed even if some files hold no tensor
+_MOST_FILES = 100_000  # the limit of the five digits in their names
 
 
 @begins_anew("path")
@@ -44,27 +44,27 @@ def reshard(
 ) -> Manifest:
     """Write a checkpoint again, in ``files`` files for each of its sections.
 
-    Every tensor is cut into as many runs of rows as there are files, equal but for one row; one with fewer rows lies
-    in fewer files, those that hold the least. Nothing else changes: the plain data is copied byte by byte, and the
-    manifest names the strategy, the versions and the world size that saved. A few MiB are in memory at once, and torch
-    is not imported. Any world size loads any number of files; this is for readers that want a number of their own.
+    Every tensor is split into one run of rows per file, equal up to one row. A tensor with fewer rows is put into fewer
+    files, those that hold the least. Nothing else changes: the plain data is copied byte by byte, and the manifest
+    keeps the strategy, the versions and the world size that saved. At most a few MiB are in memory at once, and torch
+    is not imported. Any world size loads any number of files; this is for readers that need a certain number.
 
     Args:
         path: The checkpoint: a local path or an fsspec URL.
         out: The folder to write: a local path or an fsspec URL.
-        files: How many files there shall be of the model, and as many of the optimizers.
+        files: The number of files for the model, and for the optimizers.
         overwrite: Whether to replace a checkpoint at ``out``, once the new one is complete.
-        verify: Whether to compare all files with their checksums first.
-        on_progress: Called as the work goes on.
+        verify: Whether to verify the checksums of all files first.
+        on_progress: Called with the progress.
 
     Returns:
         The new manifest.
 
     Raises:
-        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
-        CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
-        CheckpointValueError: ``files`` is less than 1, or far more than the checkpoint has rows to fill.
-        CheckpointError: The checkpoint can't be written; what was at ``out`` is still there.
+        CheckpointFormatError: There is no readable checkpoint, or it is damaged.
+        CheckpointExistsError: ``out`` holds something that must not be replaced; nothing was written.
+        CheckpointValueError: ``files`` is less than 1, or far more than the checkpoint has rows.
+        CheckpointError: The checkpoint can't be written; the previous content of ``out`` is unchanged.
     """
     if files < 1:
         raise CheckpointValueError(f"a checkpoint can't be written in {files} files: pass 1 or more")
@@ -107,7 +107,7 @@ def _check_target(target: Folder, *, overwrite: bool) -> None:
     if kind == "missing":
         return
     if kind != "folder":
-        raise CheckpointExistsError(f"{target} is a {kind}, and a folder is to be written: choose another path")
+        raise CheckpointExistsError(f"{target} is a {kind}, and the output is a folder: choose another path")
     names = target.files()
     if foreign := [name for name in names if not is_ours(name)]:
         shown = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
@@ -116,7 +116,7 @@ def _check_target(target: Folder, *, overwrite: bool) -> None:
             "move that away"
         )
     if names and not overwrite:
-        raise CheckpointExistsError(f"{target} is there already: {OVERWRITE}")
+        raise CheckpointExistsError(f"{target} already exists: {OVERWRITE}")
 
 
 def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_bytes: Callable[[int], None]) -> Manifest:
@@ -162,10 +162,10 @@ def _sections(manifest: Manifest) -> list[Section]:
 
 
 def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTensor]:
-    """Decide which rows of which tensor go to which file."""
+    """Assign the rows of each tensor to files."""
     held = {section: [0] * count for section in _sections(manifest)}
     chunks: dict[str, list[StoredChunk]] = {}
-    # Those that fill all files alike come first, so that the others even out what remains.
+    # Tensors that fill all files equally come first, so that the others balance the rest.
     for key in sorted(manifest.tensors, key=lambda key: -_pieces(manifest.tensors[key].shape, count)):
         tensor, section = manifest.tensors[key], _section_of(key, manifest.kinds)
         pieces = _pieces(tensor.shape, count)

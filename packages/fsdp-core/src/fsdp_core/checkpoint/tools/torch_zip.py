@@ -1,4 +1,4 @@
-"""The file that ``torch.load`` reads, written tensor by tensor: never more in memory than a block of one of them."""
+"""Writes files for ``torch.load`` tensor by tensor, with at most one block of a tensor in memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fsdp_core.state.dtypes import DTYPES
 
 __all__ = ["ArrayToWrite", "TensorToWrite", "TorchZip"]
 
-_ALIGNMENT = 64  # of each tensor's first byte, as torch.save has it, for torch.load(mmap=True)
-_PROTOCOL = 2  # what torch.save writes, and torch.load(weights_only=True) reads
+_ALIGNMENT = 64  # of each tensor's first byte, as in torch.save, for torch.load(mmap=True)
+_PROTOCOL = 2  # the protocol that torch.save writes and torch.load(weights_only=True) reads
 _STORAGES = {
     "float64": torch.DoubleStorage,
     "float32": torch.FloatStorage,
@@ -38,11 +38,11 @@ _STORAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorToWrite:
-    """Stands for a tensor in what is given to a :class:`TorchZip`.
+    """Placeholder for a tensor in the value of a :class:`TorchZip`.
 
     Attributes:
-        name: Which tensor it is: of one name, one is written, and shared by all places when the file is loaded.
-        source: Where it is read.
+        name: Identifies the tensor: placeholders with the same name share one tensor in the file.
+        source: The source of its bytes.
     """
 
     name: str
@@ -50,20 +50,20 @@ class TensorToWrite:
 
 
 class ArrayToWrite(TensorToWrite):
-    """A small tensor, which may also be read as a numpy array."""
+    """Placeholder for a small tensor that can also be read as a numpy array."""
 
     def numpy(self) -> Any:
-        """Read it as a numpy array, which is part of the pickle and not a tensor of the file."""
+        """Read it as a numpy array, which becomes part of the pickle instead of a tensor of the file."""
         data = bytearray().join(self.source.blocks())
         flat = torch.frombuffer(data, dtype=DTYPES[self.source.dtype_name]) if data else torch.empty(0)
         return flat.to(DTYPES[self.source.dtype_name]).reshape(self.source.shape).numpy()
 
 
 class TorchZip:
-    """Writes what ``torch.save`` writes.
+    """Writes the file format of ``torch.save``.
 
     Args:
-        value: Whatever can be pickled, with a :class:`TensorToWrite` in each tensor's place.
+        value: A picklable value, with a :class:`TensorToWrite` in place of each tensor.
     """
 
     def __init__(self, value: Any) -> None:
@@ -75,20 +75,20 @@ class TorchZip:
 
     @property
     def nbytes(self) -> int:
-        """The size of its tensors."""
+        """The size of its tensors in bytes."""
         return sum(tensor.source.nbytes for tensor in self._tensors)
 
     @property
     def tensors(self) -> int:
-        """How many tensors it has."""
+        """The number of its tensors."""
         return len(self._tensors)
 
     def write(self, stream: BinaryIO, on_bytes: Callable[[int], None]) -> None:
         """Write the file.
 
         Args:
-            stream: A binary stream opened for writing, which need not be able to seek.
-            on_bytes: Called with a number of bytes whenever these have been written.
+            stream: A binary stream opened for writing; it need not be seekable.
+            on_bytes: Called with the number of bytes that have just been written.
         """
         with zipfile.ZipFile(cast("BinaryIO", _Counted(stream)), "w") as archive:
             _add(archive, "archive/data.pkl", [self._pickled])
@@ -99,7 +99,7 @@ class TorchZip:
 
 
 class _Pickler(Pickler):
-    """Puts the place of its bytes in a tensor's stead, as ``torch.save`` does."""
+    """Replaces a tensor with a reference to its bytes, as ``torch.save`` does."""
 
     def __init__(self, buffer: BinaryIO) -> None:
         super().__init__(buffer, _PROTOCOL)
@@ -116,7 +116,7 @@ class _Pickler(Pickler):
         number = self._numbers.setdefault(obj.name, len(self._numbers))
         source = self.tensors[obj.name].source
         count = math.prod(source.shape)
-        # How torch rebuilds a tensor of this dtype is asked of an empty one.
+        # An empty tensor shows how torch rebuilds a tensor of this dtype.
         rebuild, (storage, *_) = torch.empty(0, dtype=DTYPES[source.dtype_name]).__reduce_ex__(_PROTOCOL)[:2]
         typed = not isinstance(storage, torch.UntypedStorage)
         kind = _STORAGES[source.dtype_name] if typed else torch.UntypedStorage
@@ -133,7 +133,7 @@ class _Storage:
 
 
 class _Counted:
-    """A stream that zipfile takes for one that can't seek, so that each file in it has its sizes behind it."""
+    """A stream that zipfile treats as not seekable, so that the sizes of each file are written after it."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -158,7 +158,7 @@ def _add(
     archive: zipfile.ZipFile, name: str, blocks: Iterable[Any], on_bytes: Callable[[int], None] | None = None
 ) -> None:
     entry = zipfile.ZipInfo(name)
-    # A zip entry's bytes begin after 30 bytes, its name and its extra field, to which zipfile adds 20 for large files.
+    # A zip entry's data begins after 30 bytes, its name and its extra field, to which zipfile adds 20 for large files.
     begin = archive.fp.tell() + 30 + len(name) + 20 + 4  # type: ignore[union-attr]
     padding = -begin % _ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding

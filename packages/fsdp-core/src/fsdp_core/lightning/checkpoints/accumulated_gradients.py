@@ -1,4 +1,4 @@
-"""The gradients of an unfinished accumulation, for a checkpoint of Fabric's."""
+"""The gradients of an unfinished accumulation, for checkpoints of Fabric."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["AccumulatedGradients"]
 
 
 class AccumulatedGradients:
-    """What a model's backward passes have accumulated since its last step, on every rank.
+    """The gradients that a model has accumulated since its last optimizer step, on every rank.
 
-    Needed for a checkpoint that is written between the micro-batches of one step. Put it beside the model:
+    Needed for a checkpoint that is saved between the micro-batches of one step. Save it with the model:
     ``fabric.save(path, {"model": model, "gradients": AccumulatedGradients(model)})``, and load into such a dict before
-    the next backward pass. On as many ranks, each gets its own gradients back, bit for bit; on another number each gets
-    their mean, which the reduction before the step makes the same of.
+    the next backward pass. With the same world size, each rank gets its own gradients back, bit for bit; with another
+    one, each gets their mean, for which the reduction before the step has the same result.
 
     Args:
         model: What ``fabric.setup`` returned.
@@ -43,10 +43,10 @@ class AccumulatedGradients:
         self.module = self._sharded.written
 
     def state_dict(self) -> dict[str, Any]:
-        """The gradients of all ranks. All of them must call it."""
+        """Return the gradients of all ranks. All ranks must call it."""
         return described(self._sharded.accumulated_gradients(), self._sharded.runtime) or {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from gradients that were saved, instead of those that are there."""
+        """Replace the current gradients by saved ones."""
         if state:
             self._sharded.restore_gradients(of_this_rank(state, self._sharded.runtime), state["reduced"])

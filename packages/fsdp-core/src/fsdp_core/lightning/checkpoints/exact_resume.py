@@ -1,4 +1,4 @@
-"""Exact resume under the Trainer: each rank's random numbers, and gradients that wait for their step."""
+"""Exact resume under the Trainer: each rank's random state, and gradients accumulated for the next step."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fsdp_core.state.random_state import random_state, set_random_state, state_o
 
 __all__ = ["KEY", "ExactResume"]
 
-#: Where a Trainer's checkpoint holds what this module has put into it.
+#: The key of a Trainer's checkpoint that holds this module's state.
 KEY = "fsdp_core"
 
 
 class ExactResume:
-    """Lets a run that goes on from a checkpoint do what the run that wrote it did next.
+    """Lets a run that resumes from a checkpoint do what the run that saved it did next.
 
-    What a validation draws is given back, so that training draws the same numbers with and without it: Lightning leaves
-    out, on resuming, the validation that was to follow the batch after which a checkpoint was written.
+    The random state is restored after a validation, so that training draws the same numbers with and without it: on
+    resuming, Lightning skips the validation that would follow the batch after which a checkpoint was saved.
 
-    Random numbers of a checkpoint are set twice. First before the loaders are iterated, since an iterator draws the
-    seed of its workers and perhaps of its order. Then, when whatever the beginning of a fit draws is drawn, right
-    before the first thing that the other run did next too.
+    The random state of a checkpoint is set twice. First before the loaders are iterated, since an iterator draws the
+    seed of its workers and possibly of its order. Then after everything that the beginning of a fit draws, right before
+    the first thing that the saving run did next as well.
 
     Args:
         runtime: The ranks.
@@ -48,14 +48,14 @@ class ExactResume:
     # -- what is saved ---------------------------------------------------------------------------------------------
 
     def state(self, sharded: Sharded) -> dict[str, Any]:
-        """What to save beside model and optimizers. All ranks must call it."""
+        """Return what to save with the model and optimizers. All ranks must call it."""
         mine = random_state(self._runtime) if self._before_validation is None else self._before_validation
         state: dict[str, Any] = {"ranks": [{"random": one} for one in self._runtime.gather_objects(mine)]}
         gradients = described(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
         return state if gradients is None else {**state, "gradients": gradients}
 
     def take(self, state: Mapping[str, Any] | None) -> None:
-        """Take what :meth:`state` gave, to restore it when the time has come.
+        """Store what :meth:`state` returned, to restore it later.
 
         Args:
             state: ``None`` if the checkpoint holds none.
@@ -66,7 +66,7 @@ class ExactResume:
             self._gradients = state.get("gradients")
 
     def restore_gradients(self, sharded: Sharded, optimizers: Sequence[Optimizer]) -> None:
-        """Go on from gradients that wait. All ranks must call it, after Lightning has zeroed them as a fit begins."""
+        """Restore accumulated gradients. All ranks must call it, after Lightning has zeroed them as a fit begins."""
         gradients, self._gradients = self._gradients, None
         if gradients is not None:
             sharded.restore_gradients(of_this_rank(gradients, self._runtime), gradients["reduced"])
@@ -75,17 +75,17 @@ class ExactResume:
     # -- when gradients wait ---------------------------------------------------------------------------------------
 
     def on_backward(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note that a backward pass has given gradients to what these optimizers hold."""
+        """Record that a backward pass has accumulated gradients for these optimizers."""
         self._waiting = list(optimizers)
 
     def on_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has used its gradients."""
+        """Record that an optimizer has used its gradients."""
         self._waiting = [one for one in self._waiting if one is not optimizer]
 
     # -- when random numbers are set -------------------------------------------------------------------------------
 
     def follow(self, trainer: pl.Trainer) -> None:
-        """Be told when the Trainer's loops iterate their loaders and validate, until :meth:`leave`."""
+        """Hook into the Trainer's loops where they iterate their loaders and validate, until :meth:`leave`."""
         self.leave()
         self._waiting = []
         loop = trainer.fit_loop
@@ -95,32 +95,32 @@ class ExactResume:
         self._around(validation, "increment_progress_to_evaluation_end", self._validating)
 
     def leave(self) -> None:
-        """Let go of the Trainer's loops."""
+        """Remove the hooks from the Trainer's loops."""
         for loop, name in self._followed:
             loop.__dict__.pop(name, None)
         self._followed = []
 
     def before_iterators(self) -> None:
-        """Set the random numbers that the iterators of the training loaders draw from.
+        """Set the random state that the iterators of the training loaders draw from.
 
-        To be called whenever they may be made next; before the first batch perhaps several times.
+        To be called whenever they may be created next; possibly several times before the first batch.
         """
         if self._to_restore is not None:
             set_random_state(self._to_restore, self._runtime)
             self._at_iterators = True
 
     def before_first_batch(self, trainer: pl.Trainer) -> None:
-        """Set the random numbers that the first batch draws from, or what of the last epoch is left to be done.
+        """Set the random state that the first batch draws from, or what remains to be done of the last epoch.
 
-        To be called right after the last time that iterators may have been made, without anything else in between.
+        To be called right after iterators may have been created for the last time, with nothing else in between.
         """
         if self._to_restore is None:
             return
         self._note_iterators()
         loop = trainer.fit_loop
         epoch_is_over = loop.epoch_loop.batch_progress.is_last_batch
-        # Lightning goes through the end of an epoch once more if it was saved in the validation after the last batch,
-        # and iterates its loaders once more after that; otherwise the next epoch has the iterators that are there
+        # Lightning runs the end of an epoch again if it was saved in the validation after the last batch, and iterates
+        # its loaders again after that; otherwise the next epoch uses the existing iterators
         goes_through_its_end = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_last
         if epoch_is_over and not goes_through_its_end and self._after_iterators is not None:
             set_random_state(self._after_iterators, self._runtime)
@@ -138,7 +138,7 @@ class ExactResume:
         self._note_iterators()
 
     def _note_iterators(self) -> None:
-        """Note where iterators, if there are new ones, have left the random numbers."""
+        """Record the random state after iterators were created, if there are new ones."""
         if self._to_restore is not None and self._at_iterators:
             now = random_state(self._runtime)
             if not torch.equal(now["torch"], self._to_restore["torch"]):

@@ -79,7 +79,7 @@ def save_checkpoint(
     """
     async_saves = strategy.async_saves
     if async_saves is not None:
-        async_saves.wait()  # before memory is taken for this one
+        async_saves.wait()  # before memory is allocated for this one
     _warn_of_gradients(strategy, state)
     kinds, tied = dict[str, str](), dict[str, str]()
     converted: dict[str, Any] = {}
@@ -114,14 +114,14 @@ def save_checkpoint(
 
 
 def _warn_of_gradients(strategy: _Strategy, state: dict[str, Any]) -> None:
-    """Tell of gradients that wait for their step and are not among what is saved."""
+    """Warn of accumulated gradients that are not saved."""
     saved = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
     roots = [root for root in strategy.accumulating if any(sharded_in(o) is root for o in _modules(state))]
     forgotten = [root for root in roots if not any(root.written is one for one in saved)]
     if forgotten and strategy.runtime.rank == 0:
         warnings.warn(
             "this checkpoint is saved between the micro-batches of a step, without the gradients that they have "
-            "accumulated: a run that goes on from it does without them.\n"
+            "accumulated: a run that resumes from it lacks them.\n"
             "Save after optimizer.step(), or put fsdp_core.AccumulatedGradients(model) beside the model.",
             stacklevel=2,
         )
@@ -138,18 +138,18 @@ def load_checkpoint(
 
     Args:
         strategy: Its backend and models.
-        path: A sharded folder or a full file; which of the two is seen from what is there.
+        path: A sharded folder or a full file; which of the two is detected.
         state: The user's objects by key; a module or an optimizer alone, whose state is the whole checkpoint; or
             nothing, to get everything back.
-        strict: Whether every key must be there, and the names in modules agree.
+        strict: Whether every key must exist, and the FQNs in modules must match.
         weights_only: ``False`` lets a full file execute code.
 
     Returns:
-        What was not restored into ``state``. Tensors of models and optimizers are whole if everything was asked for,
+        What was not restored into ``state``. Tensors of models and optimizers are full if everything was requested,
         and otherwise :class:`~fsdp_core.checkpoint.SavedTensor` handles, whose ``full()`` reads them.
 
     Raises:
-        MissingKeyError: A key is not there.
+        MissingKeyError: A key does not exist.
         CheckpointMismatchError: A name, shape or dtype doesn't fit.
     """
     saved, _ = read_checkpoint(strategy.strategy_name, path, weights_only, strategy.runtime)
@@ -163,7 +163,7 @@ def load_checkpoint(
     if strict and missing:
         raise MissingKeyError(
             f"{path} holds no {missing[0]!r}; it holds {', '.join(map(repr, saved))}.\n"
-            "Ask for what is there, or load with strict=False."
+            "Load only keys that it holds, or load with strict=False."
         )
     order = [key for key in sorted(state, key=lambda k: not isinstance(state[k], nn.Module)) if key in saved]
 
@@ -175,7 +175,7 @@ def load_checkpoint(
     for key in order:
         if not _restore(strategy, state[key], saved[key], strict):
             state[key] = _whole(saved[key])
-    # a whole optimizer, which nobody has asked for, has no room on one rank
+    # the full state of an optimizer that was not requested may not fit on one rank
     return {key: _whole(value) if everything else value for key, value in saved.items() if key not in state}
 
 
@@ -195,7 +195,7 @@ def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_o
         if not check_only:
             if isinstance(obj, RandomState):
                 obj = of_ranks(obj, strategy.runtime)
-            # each rank reads its own of all ranks' gradients
+            # each rank reads only its own gradients
             obj.load_state_dict(value if isinstance(obj, AccumulatedGradients) else _whole(value))
     else:
         return False
@@ -208,8 +208,8 @@ def restore_unsharded(module: nn.Module, value: Mapping[str, Any], strict: bool,
     Args:
         module: The module.
         value: Its state by name.
-        strict: Whether names must agree exactly.
-        check_only: Whether to change nothing even if all fits.
+        strict: Whether FQNs must match exactly.
+        check_only: Whether only to check, without changing anything.
 
     Raises:
         CheckpointMismatchError: It does not fit, or the module has no memory yet.
@@ -230,7 +230,7 @@ def restore_unsharded(module: nn.Module, value: Mapping[str, Any], strict: bool,
 
 
 def _whole(value: Any) -> Any:
-    """Read what is still only a handle on a saved tensor."""
+    """Replace handles on saved tensors by the tensors."""
     if isinstance(value, dict):
         return {k: _whole(v) for k, v in value.items()}
     if isinstance(value, list):

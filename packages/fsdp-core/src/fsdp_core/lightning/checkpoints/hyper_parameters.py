@@ -1,4 +1,4 @@
-"""Hyper-parameters that no checkpoint could hold, and those that would make Lightning run what they name."""
+"""Refuses hyper-parameters that a checkpoint can't hold, and those that make Lightning run the code they name."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 __all__ = ["check_hyper_parameters", "refuse_named_classes"]
 
 _CLASS = "_class_path"
-_OLD_KEYS = ("hparams", "module_arguments")  # what they hold, Lightning adds to the hyper-parameters
-_LONGEST = 2**16  # of a text that is looked through for YAML
+_OLD_KEYS = ("hparams", "module_arguments")  # Lightning adds their contents to the hyper-parameters
+_LONGEST = 2**16  # of a string that is searched for YAML
 _SHOWN = 5
 
 
 def check_hyper_parameters(owner: Any, key: str) -> None:
-    """Refuse what ``owner.save_hyperparameters()`` took that is neither plain data nor a tensor.
+    """Refuse hyper-parameters of ``owner.save_hyperparameters()`` that are neither plain data nor tensors.
 
     Args:
         owner: A LightningModule or LightningDataModule.
-        key: What Lightning calls them in a checkpoint.
+        key: Their key in Lightning's checkpoints.
 
     Raises:
-        CheckpointValueError: There is such a thing; the message names all of them.
+        CheckpointValueError: There are such hyper-parameters; the message names all of them.
     """
     refused: dict[str, str] = {}
     for name, value in owner.hparams.items():
@@ -49,19 +49,19 @@ def check_hyper_parameters(owner: Any, key: str) -> None:
 
 
 def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Refuse a checkpoint whose hyper-parameters name code that is run to make an object of them.
+    """Refuse a checkpoint whose hyper-parameters name code that is run to instantiate them.
 
-    Lightning's command line notes in hyper-parameters that it has made a class. ``load_from_checkpoint`` gives those to
-    jsonargparse then, which imports and calls what they name: ``{"class_path": …, "init_args": …}``, at any depth and
-    in texts of YAML, and for some parameters any name. So each name of code must be that of a class of ``torch.nn`` or
-    ``torch.optim`` or of a dtype, and the module's own class one of Lightning's that is imported already.
+    Lightning's CLI records in hyper-parameters that it has instantiated a class. ``load_from_checkpoint`` then passes
+    them to jsonargparse, which imports and calls what they name: ``{"class_path": …, "init_args": …}``, at any depth
+    and in YAML strings, and for some parameters any name. So each name of code must be a class of ``torch.nn`` or
+    ``torch.optim`` or a dtype, and the module's own class must be one of Lightning's that is already imported.
 
     Args:
-        checkpoint: What a file of the same run would hold.
-        path: What to call it.
+        checkpoint: The contents, as in a full file of the same run.
+        path: Its path, for messages.
 
     Raises:
-        CheckpointFormatError: Something else is named.
+        CheckpointFormatError: Other code is named.
     """
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
         held = checkpoint.get(key)
@@ -74,13 +74,13 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
         except RecursionError as error:
             raise CheckpointFormatError(f"{path} has {key} that are nested too deeply") from error
         if _CLASS in held and not _is_imported_module(held[_CLASS]):
-            named.append(f"  '{key}/{_CLASS}': {str(held[_CLASS])[:80]!r}, which is no module's class imported by now")
+            named.append(f"  '{key}/{_CLASS}': {str(held[_CLASS])[:80]!r}, which is not an imported module class")
         if named:
             more = [f"  … and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
             title = f"{path} names code, and Lightning would import and call it to make a module of its {key}:"
             remedy = (
                 "Nothing was run. If you trust the checkpoint, pass weights_only=False to load_from_checkpoint; or "
-                f"make the module yourself, and give it fsdp_core.load_state_dict({str(path)!r})."
+                f"build the module yourself, and load into it fsdp_core.load_state_dict({str(path)!r})."
             )
             raise CheckpointFormatError("\n".join([title, *named[:_SHOWN], *more, remedy]))
 
@@ -99,9 +99,9 @@ def _names(value: Any, keys: tuple[str, ...], seen: dict[int, Any]) -> Iterator[
         elif (nested := _nest_in(value)) is not None:
             yield from _names(nested, keys, seen)
         return
-    if id(value) in seen:  # a text of YAML can say the same again and again
+    if id(value) in seen:  # aliases in YAML can repeat the same node many times
         return
-    seen[id(value)] = value  # and keep it, or another would get its id
+    seen[id(value)] = value  # kept alive, or another object could get its id
     for name, item in _entries(value):
         text = str(name.value if isinstance(name, yaml.ScalarNode) else name)
         inner = (*keys, text)
@@ -129,7 +129,7 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _nest_in(text: str) -> Any:
-    """The nest that a text is in YAML, as jsonargparse would read it, without making anything of it."""
+    """The YAML nodes of a string that is a nest, as jsonargparse would read it, without constructing objects."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
@@ -138,7 +138,7 @@ def _nest_in(text: str) -> Any:
 
 
 def _is_code(name: str) -> bool:
-    """Whether a name is one of code that could be imported, but for what does no harm. Nothing is imported."""
+    """Whether a name is that of importable code that is not known to be harmless. Nothing is imported."""
     root = name.partition(".")[0]
     try:
         if root not in sys.modules and find_spec(root) is None:

@@ -1,4 +1,4 @@
-"""Tensors that are only a rank's own part of a parameter, which a checkpoint must not take for whole ones."""
+"""Refuses to save tensors that are a rank's own shard of a parameter as if they were full tensors."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def refuse_local_shards(
 ) -> None:
     """Refuse plain data that holds flat shards. All ranks must call it.
 
-    A library that flattens parameters shows each rank's part of them as a plain 1-D tensor, in ``model.state_dict()``
-    and in the state of torch's optimizers. Rank 0's would be stored as if it were the whole. DTensors say what they
-    are, and pass.
+    A library that flattens parameters shows each rank's shards as plain 1-D tensors, in ``model.state_dict()`` and in
+    the state of torch's optimizers. Rank 0's would be stored as if they were full tensors. DTensors are recognizable as
+    shards, and are let through.
 
     Args:
         state: What is saved besides modules and optimizers.
         roots: The sharded modules.
-        optimizers: What may hold parameters of theirs.
+        optimizers: The optimizers that may hold their parameters.
         runtime: The ranks.
         remedy: What to write instead.
 
     Raises:
-        CheckpointValueError: It holds one, on any rank.
+        CheckpointValueError: The state holds a flat shard, on any rank.
     """
     shards: dict[Place, str] = {}
     any_flat = False
@@ -69,7 +69,7 @@ def refuse_local_shards(
 
 
 def _memory(tensors: Iterable[Tensor]) -> Iterator[Place]:
-    """Where each tensor's elements begin, without those that have none."""
+    """Where each tensor's elements begin; empty tensors are left out."""
     return (place_of(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.numel())
 
 

@@ -1,4 +1,4 @@
-"""What ``ModelCheckpoint`` has to be told about checkpoints that are still being written."""
+"""Makes ``ModelCheckpoint`` aware of checkpoints that are still being written."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["expect_what_is_pending", "link"]
 
 
 def expect_what_is_pending(callbacks: Iterable[pl.Callback]) -> None:
-    """Let callbacks choose names and make links as if what is pending were done already.
+    """Make callbacks choose names and create links as if pending saves were already done.
 
-    A name that a pending save takes is not free, and ``last`` may only become a link to a checkpoint that is complete.
-    Overrides ``_link_checkpoint``, which has no public name.
+    The name of a pending save is not free, and ``last`` may only become a link to a complete checkpoint. Overrides
+    ``_link_checkpoint``, which has no public name.
     """
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -41,7 +41,7 @@ def _file_exists(callback: ModelCheckpoint, filepath: str | Path, trainer: pl.Tr
 
 def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
     strategy: Any = trainer.strategy
-    if getattr(strategy, "fit_saves", None) is None:  # the callback has moved on to another Trainer
+    if getattr(strategy, "fit_saves", None) is None:  # the callback is used by another Trainer now
         ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
     elif os.path.abspath(filepath) != os.path.abspath(linkpath):
         job = partial(link, filepath, linkpath)
@@ -49,11 +49,11 @@ def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
 
 
 def link(filepath: str, linkpath: str) -> None:
-    """Put a link to a checkpoint instead of what is at a path; a copy, where the system lets nobody make links.
+    """Replace a path by a link to a checkpoint, or by a copy if the system does not permit links.
 
     Args:
         filepath: The checkpoint.
-        linkpath: Where the link goes: nothing, a link, a file or a checkpoint is there.
+        linkpath: The path of the link. It may not exist, or be a link, a file or a checkpoint.
     """
     made = f"{linkpath}.{uuid.uuid4().hex[:12]}.partial"
     try:

@@ -1,15 +1,15 @@
-"""Lets Lightning open a sharded folder wherever it opens a file, with no strategy of ours.
+"""Lets Lightning open a sharded folder wherever it opens a file, without one of our strategies.
 
-Checked on Lightning 2.6.6, which reads every checkpoint file by one function and writes it by another, each imported by
-name into the modules below. Both are wrapped in every place: a folder with a manifest of ours is read as what the file
-of the same run holds, and anything else goes to Lightning's own function as it came. Lightning's own sharded strategies
-read by other ways, made for their own layouts; they refuse our folder with what to write instead. A fit that goes on
-from within an epoch is told that its data begin anew. What makes a module of a checkpoint's hyper-parameters gets none
-that name code, unless the user said that the checkpoint may run some.
+Checked on Lightning 2.6.6, which reads every checkpoint file with one function and writes it with another, each
+imported by name into the modules below. Both are wrapped in every place: a folder with our manifest is read as the
+contents of a full file of the same run, and anything else is passed to Lightning's function unchanged. Lightning's own
+sharded strategies read their own layouts in other ways; they refuse our folder and say what to write instead. A fit
+that resumes in the middle of an epoch warns that its data starts over. A module is never built from hyper-parameters of
+a checkpoint that name code, unless the user permits the checkpoint to run code.
 
-``ckpt_path="last"`` takes the last of whatever lies there by that name, but for what an interrupted save has left.
+``ckpt_path="last"`` takes the last checkpoint of that name, except for what an interrupted save has left.
 
-A version of Lightning that has one of these no longer is left as it is there.
+A function that a version of Lightning does not have is skipped.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _PACKAGES = (
 
 
 def install_opening(strategies: ModuleType) -> None:
-    """Wrap what is imported of Lightning by now. Idempotent; never undone.
+    """Wrap the functions in the modules of Lightning that are imported by now. Idempotent; never undone.
 
     Args:
-        strategies: A module with Lightning's strategy classes, such as ``lightning.pytorch.strategies``. When it has
-            run, so have the modules that are to be wrapped, or they will import from wrapped ones.
+        strategies: A module with Lightning's strategy classes, such as ``lightning.pytorch.strategies``. Once it is
+            imported, so are the modules to wrap, or they will import from wrapped ones.
     """
     for package in _PACKAGES:
         for places, wrap in ((_MAKERS, _makes_modules), (_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
@@ -57,9 +57,9 @@ def install_opening(strategies: ModuleType) -> None:
 
 
 def install_search() -> None:
-    """Keep Lightning's search for the last checkpoint from half ones. Idempotent; never undone.
+    """Exclude incomplete checkpoints from Lightning's search for the last one. Idempotent; never undone.
 
-    To be called when Lightning has been imported to its end, for callbacks are imported after strategies.
+    To be called once Lightning is fully imported, since callbacks are imported after strategies.
     """
     for package in _PACKAGES:
         module = sys.modules.get(f"{package['pytorch']}.callbacks.model_checkpoint")
@@ -67,7 +67,7 @@ def install_search() -> None:
 
 
 def checkpoint_at(path: Any) -> Any:
-    """The checkpoint that a path stands for: its manifest's, which a search in an object store gives, stands for it."""
+    """The checkpoint that a path stands for: a manifest, which a search in an object store returns, for its folder."""
     if not isinstance(path, str | Path):
         return path
     from fsdp_core.checkpoint.format.manifest import MANIFEST
@@ -76,7 +76,7 @@ def checkpoint_at(path: Any) -> Any:
     return given.removesuffix(f"/{MANIFEST}") if given.endswith(f"/{MANIFEST}") else path
 
 
-@cache  # one wrapper for one function, whatever names it goes by
+@cache  # one wrapper per function, whatever its names
 def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
     def load_file_or_folder(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def _makes_modules(load: Callable[..., Any]) -> Callable[..., Any]:
 def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(save)
     def save_file(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        # fsspec would move the new file into the folder, without a word, and the old checkpoint would stay
+        # fsspec would silently move the new file into the folder, and keep the old checkpoint
         if not _is_sharded_folder(filepath):
             return save(checkpoint, filepath, *args, **kwargs)
         from fsdp_core.checkpoint.format.manifest import MANIFEST
@@ -125,7 +125,7 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
             return replace_by(Path(folder.root), lambda: save(checkpoint, filepath, *args, **kwargs))
         names = [MANIFEST, *filter(is_ours, folder.files())]
         try:
-            save(checkpoint, filepath, *args, **kwargs)  # an object store can hold a file beside what is in the folder
+            save(checkpoint, filepath, *args, **kwargs)  # an object store can hold a file and a folder of one name
         except IsADirectoryError as error:
             raise CheckpointExistsError(
                 f"{filepath} is a sharded checkpoint, a folder, where a file is to be saved.\n"
@@ -182,10 +182,10 @@ def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_found(path: str, fs: Any) -> str | None:
-    """What a search that has found a path is to give: nothing for what an interrupted save has left.
+    """The path that a search returns for one that it has found: ``None`` for what an interrupted save has left.
 
-    In an object store the path has lost its protocol, and a folder has no time at which it was changed; so Lightning's
-    search would find no checkpoint of ours there. The manifest has both, and is taken for the checkpoint.
+    In an object store the path has lost its protocol, and a folder has no modification time, so Lightning's search
+    would find no checkpoint of ours there. The manifest has both, and stands for the checkpoint.
     """
     from fsdp_core.checkpoint.format.manifest import MANIFEST
     from fsdp_core.checkpoint.storage.folder import open_folder
@@ -207,5 +207,5 @@ def _is_sharded_folder(path: Any) -> bool:
 
     try:
         return is_checkpoint(path)
-    except Exception:  # a path that can't be looked at: Lightning says of it what it says without us
+    except Exception:  # an inaccessible path: the error is left to Lightning
         return False

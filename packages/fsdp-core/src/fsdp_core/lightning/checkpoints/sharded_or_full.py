@@ -1,4 +1,4 @@
-"""Saving and reading a checkpoint of either kind: a sharded folder, or a full file. What both front ends do alike."""
+"""Saves and reads checkpoints of either kind, a sharded folder or a full file, for both front ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["SavingStrategy", "read_checkpoint", "write_file", "write_folder"]
 
 
 class SavingStrategy(Protocol):
-    """What saving and loading ask of a strategy, under both front ends."""
+    """What saving and loading need from a strategy, under both front ends."""
 
     backend: Backend
     runtime: Runtime
@@ -33,16 +33,16 @@ class SavingStrategy(Protocol):
 
     @property
     def sequential_save(self) -> bool:
-        """Whether ranks of a host write their part of a folder one after another."""
+        """Whether the ranks of a host write their shards one after another."""
         ...
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes a full file."""
+        """Writes full files."""
         ...
 
     def refuse_storage_options(self, storage_options: Any) -> None:
-        """Refuse options for a ``CheckpointIO`` where none writes."""
+        """Refuse options for a ``CheckpointIO`` if none writes."""
         ...
 
 
@@ -54,15 +54,15 @@ def write_file(
     storage_options: Any,
     async_saves: AsyncSaves | None,
 ) -> None:
-    """Write what was gathered as a full file. All ranks must call it.
+    """Write a gathered state as a full file. All ranks must call it.
 
     Args:
-        strategy: Whose ``CheckpointIO`` writes it.
+        strategy: The strategy, whose ``CheckpointIO`` writes it.
         path: The file.
-        whole: What was gathered, on rank 0.
+        whole: The gathered state, on rank 0.
         live: What it was gathered from.
         storage_options: For the ``CheckpointIO``.
-        async_saves: What writes in the background; ``None`` to write now.
+        async_saves: Writes in the background; ``None`` to write now.
     """
     write_full(
         path,
@@ -87,11 +87,11 @@ def write_folder(
     """Write each rank's part of a sharded folder. All ranks must call it.
 
     Args:
-        strategy: Whose checkpoint it is.
+        strategy: The strategy.
         path: The folder.
         state: What this rank holds.
         storage_options: Refused: no ``CheckpointIO`` writes folders.
-        async_saves: What writes in the background; ``None`` to write now.
+        async_saves: Writes in the background; ``None`` to write now.
         kinds: By path in the state, ``"model"`` or ``"optimizer"``.
         aliases: The further names of tied parameters, by path in the state.
     """
@@ -102,20 +102,20 @@ def write_folder(
 
 
 def read_checkpoint(strategy: str, path: str, weights_only: bool | None, runtime: Runtime) -> tuple[Any, bool]:
-    """Read a sharded folder or a full file; which of the two is seen from what is there. All ranks must call it.
+    """Read a sharded folder or a full file, whichever is found. All ranks must call it.
 
     Args:
-        strategy: The strategy's name, whose plugin says which of the two it takes.
+        strategy: The strategy's name, whose plugin declares which of the two it reads.
         path: A local path or an fsspec URL, the same on all ranks.
         weights_only: ``False`` lets a full file execute code.
-        runtime: The ranks. They divide the verification of a folder between them.
+        runtime: The ranks, which divide the verification of a folder among them.
 
     Returns:
-        What was saved (tensors of a folder are still in its files), and whether it is a folder.
+        The saved state (tensors of a folder are not read yet), and whether it is a folder.
 
     Raises:
         UnsupportedCapabilityError: The strategy does not declare it.
-        CheckpointFormatError: Some rank finds no checkpoint there that can be read, or a part of it that is damaged.
+        CheckpointFormatError: Some rank finds no readable checkpoint there, or a damaged part of it.
     """
     # a host that lacks the path must not look for a file there while the others read a folder together
     sharded = any(together(runtime, f"looking for {path}", lambda: checkpoints.is_folder(path)))

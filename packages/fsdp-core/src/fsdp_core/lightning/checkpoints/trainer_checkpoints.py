@@ -1,4 +1,4 @@
-"""What a Trainer saves and restores: Lightning's checkpoint dict, to a sharded folder or a full file and back."""
+"""Saves and restores Lightning's checkpoint dict, as a sharded folder or a full file."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def save_checkpoint(
     loaders: TrainingLoaders,
     resume: ExactResume,
 ) -> None:
-    """Save what Lightning has put together. All ranks must call it.
+    """Save Lightning's checkpoint dict. All ranks must call it.
 
     Args:
         strategy: Its backend, model and kind of checkpoint.
         path: A folder for sharded checkpoints, a file for full ones.
-        checkpoint: Lightning's dict, whose state of the module and the optimizers is the backend's.
+        checkpoint: Lightning's dict, with the backend's state of the module and the optimizers.
         storage_options: For the ``CheckpointIO`` that writes full checkpoints.
         loaders: The positions of the training loaders.
-        resume: What an exact resume needs besides.
+        resume: What exact resume needs in addition.
     """
     assert strategy.lightning_module is not None
     sharded = strategy.sharded
@@ -84,21 +84,21 @@ def save_checkpoint(
 def load_checkpoint(
     strategy: _Strategy, path: str, weights_only: bool | None, loaders: TrainingLoaders
 ) -> dict[str, Any]:
-    """Read what was saved, by this strategy or another, as the dict that Lightning takes apart.
+    """Read a checkpoint of this strategy or another as the dict that Lightning restores from.
 
     Args:
         strategy: Its runtime and what it declares.
-        path: A sharded folder or a full file; which of the two is seen from what is there.
+        path: A sharded folder or a full file; which of the two is detected.
         weights_only: ``False`` lets a full file execute code.
-        loaders: Take the positions of the training loaders.
+        loaders: Get the positions of the training loaders.
     """
     saved, sharded = read_checkpoint(strategy.strategy_name, path, weights_only, strategy.runtime)
     missing = [key for key in (("model", "trainer") if sharded else ("state_dict",)) if key not in saved]
     if missing:
         raise MissingKeyError(
             f"{path} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, and no {missing[0]!r}.\nLoad "
-            f"it with fabric.load(), if Fabric has saved it; of its folder, `fsdp checkpoint consolidate {path} FILE "
-            "--to lightning` makes a file that a Trainer opens."
+            f"it with fabric.load(), if Fabric saved it; `fsdp checkpoint consolidate {path} FILE --to lightning` "
+            "converts its folder to a file that a Trainer opens."
         )
     if sharded:
         rest = saved["trainer"]
@@ -109,14 +109,14 @@ def load_checkpoint(
 
 
 def load_optimizers(strategy: _Strategy, states: Sequence[Mapping[str, Any]], *, check_only: bool) -> None:
-    """Restore the optimizers, or only see whether they can be.
+    """Restore the optimizers, or only check whether they can be.
 
     Raises:
-        CheckpointMismatchError: There are more or fewer, or a state does not fit its optimizer.
+        CheckpointMismatchError: The number of optimizers differs, or a state does not fit its optimizer.
     """
     if len(states) != len(strategy.optimizers):
         raise CheckpointMismatchError(
-            f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers made "
+            f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers returned "
             f"{len(strategy.optimizers)}.\nReturn the optimizers that it was saved with."
         )
     for optimizer, state in zip(strategy.optimizers, states, strict=True):

@@ -1,1 +1,1 @@
-"""What users and Lightning do to a sharded module beside its steps: calls, exports, callbacks."""
+"""What users and Lightning do with a sharded module outside its steps: calls, exports, callbacks."""

@@ -1,4 +1,4 @@
-"""Lightning's callbacks over shards: averages and summaries look at them rightly, and what can't is refused."""
+"""Lightning's callbacks over shards: averages and summaries see them correctly, and those that can't are refused."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["check_finetuning", "check_pruning", "shard_averages", "show_written_
 def shard_averages(trainer: pl.Trainer, sharded: Sharded, *, full: bool) -> None:
     """Shard the copies of the module that weight-averaging callbacks keep, and let the callbacks save and load shards.
 
-    The callback takes and restores state by calling ``state_dict`` and ``load_state_dict`` of both modules, which a
-    library that shards may answer with a gathered copy, or not at all. On these instances the shards answer.
+    The callback saves and restores state with ``state_dict`` and ``load_state_dict`` of both modules, for which a
+    sharding library may return a gathered copy, or fail. On these instances they return and load shards.
 
     Args:
-        trainer: Whose callbacks to look at; nothing is done without an average.
-        sharded: The module itself.
-        full: Whether what is saved of an average is whole, on rank 0 alone, as of the module.
+        trainer: The Trainer with the callbacks; nothing is done without weight averaging.
+        sharded: The module.
+        full: Whether the saved state of an average is full, on rank 0 only, as that of the module.
     """
     for average in _averages(trainer):
         _retie(average.module, sharded.aliases())
@@ -46,7 +46,7 @@ def _averages(trainer: pl.Trainer) -> Iterator[Any]:
 
 
 def _retie(copy: nn.Module, tied: Mapping[str, str]) -> None:
-    """Tie what the copy's move to the device has untied, as a move to an XLA device does."""
+    """Tie again what moving the copy to the device has untied, as a move to an XLA device does."""
     held = dict(copy.named_parameters(remove_duplicate=False))
     for further, first in tied.items():
         if further in held and first in held and held[further] is not held[first]:
@@ -55,7 +55,7 @@ def _retie(copy: nn.Module, tied: Mapping[str, str]) -> None:
 
 
 def _take_shards(module: nn.Module, prefix: str, sharded: Sharded, *, full: bool = False) -> None:
-    """Let ``module``, which keeps what is sharded under ``prefix``, give and take sharded state."""
+    """Make ``module``, which holds the sharded module under ``prefix``, return and load sharded state."""
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         own = dict(module.named_buffers(recurse=False)) if prefix else {}
@@ -74,10 +74,10 @@ def _take_shards(module: nn.Module, prefix: str, sharded: Sharded, *, full: bool
 
 
 def show_written_shapes(trainer: pl.Trainer, sharded: Sharded) -> None:
-    """Let the summary callbacks of ``trainer`` look at the module as it was written.
+    """Show the summary callbacks of ``trainer`` the module as it was written.
 
-    It is sharded already when they do, and they would count shards. An ``example_input_array`` finds sizes only:
-    where the parameters have to be stood for, what goes through the module has no meaning.
+    It is already sharded when they run, and they would count shards. An ``example_input_array`` yields sizes only:
+    if parameters have to be replaced by placeholders, the values that pass through the module have no meaning.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
@@ -89,7 +89,7 @@ def _look_as_written(callback: ModelSummary, sharded: Sharded) -> None:
 
     @wraps(look)
     def on_fit_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.strategy.model is not sharded.root:  # the callback has moved on to another Trainer
+        if trainer.strategy.model is not sharded.root:  # the callback is used by another Trainer now
             return look(callback, trainer, pl_module)
         with sharded.as_written():
             return look(callback, trainer, pl_module)
@@ -101,16 +101,16 @@ def _look_as_written(callback: ModelSummary, sharded: Sharded) -> None:
 def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> None:
     """Refuse a callback that would find no parameters to unfreeze.
 
-    It looks for them in the modules that held them when they were written, and for what the optimizer holds among them.
-    A library may keep its shards elsewhere.
+    It searches the user's modules for parameters, and for those of the optimizer among them. A library may keep its
+    shards elsewhere.
 
     Args:
-        trainer: Whose callbacks to look at.
+        trainer: The Trainer with the callbacks.
         sharded: The module.
         strategy: The name that users type.
 
     Raises:
-        UnsupportedCapabilityError: There is such a callback, and the modules show none of their parameters.
+        UnsupportedCapabilityError: There is such a callback, and the modules lack some of their parameters.
     """
     asked = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
     if not asked:
@@ -131,10 +131,10 @@ def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> No
 
 
 def check_pruning(trainer: pl.Trainer, strategy: str) -> None:
-    """Refuse a callback that would prune each rank's shards by themselves, and replace them unseen by the optimizer.
+    """Refuse a callback that would prune each rank's shards separately, and replace them without the optimizer.
 
     Args:
-        trainer: Whose callbacks to look at.
+        trainer: The Trainer with the callbacks.
         strategy: The name that users type.
 
     Raises:
@@ -144,7 +144,7 @@ def check_pruning(trainer: pl.Trainer, strategy: str) -> None:
     if asked:
         raise UnsupportedCapabilityError(
             f"{type(asked[0]).__name__} can't be used with {strategy!r}: it chooses among elements of whole weights, "
-            "and puts masks and parameters of its own in their place, where each rank has a part of a weight.\n"
+            "and replaces them by masks and parameters of its own, but each rank has only a shard of a weight.\n"
             "Leave it out, and prune what was trained: load the checkpoint in one process with "
             "load_from_checkpoint(), and use torch.nn.utils.prune there. To prune while training, use strategy='ddp'."
         )

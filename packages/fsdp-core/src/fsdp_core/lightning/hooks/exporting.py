@@ -1,4 +1,4 @@
-"""Whole values of a sharded module, for what reads weights as one process has them."""
+"""Full tensors of a sharded module, for code that reads weights as in one process."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["full_state_dict", "refuse_values_of_parts", "whole_state", "written_
 
 @normal_tensors()
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Gather ``state_dict()`` of a module that a strategy has sharded, or of a part of one. All ranks must call it.
+    """Gather the ``state_dict()`` of a sharded module, or of a part of one. All ranks must call it.
 
-    It is gathered tensor by tensor, so that ranks other than 0 need memory for the largest one alone. A module that is
-    not sharded gives what it has, so that the same line runs under any strategy.
+    It is gathered tensor by tensor, so ranks other than 0 need memory for the largest tensor only. A module that is not
+    sharded returns its own state dict, so the same line runs under any strategy.
 
     Args:
-        module: A LightningModule, what ``fabric.setup`` has returned, or a module inside one of them.
+        module: A LightningModule, what ``fabric.setup`` returned, or a module inside one of them.
 
     Returns:
-        On rank 0 whole tensors in host memory, by the names of ``module.state_dict()`` before it was sharded, without
-        what ``torch.compile`` puts into them; tied parameters under each of theirs and one tensor. Elsewhere an empty
+        On rank 0, full tensors in host memory, by the FQNs that ``module.state_dict()`` had before sharding, without
+        the prefixes of ``torch.compile``; the names of a tied parameter share one tensor. On other ranks, an empty
         dictionary.
 
     Raises:
-        ShardingError: It was called inside a step, whose forward pass needs what is gathered as it is; or another rank
+        ShardingError: It was called inside a step, whose forward pass needs the gathered parameters; or another rank
             did not call it.
 
     Example:
@@ -58,7 +58,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     check_not_gathered(sharded.root, "full_state_dict()")
     if is_inside_forward(sharded.root):
         raise ShardingError(
-            "full_state_dict() was called inside a step, whose forward pass holds parameters gathered.\n"
+            "full_state_dict() was called inside a step, whose forward pass needs the gathered parameters.\n"
             "Call it in a hook before or after it, such as on_train_batch_end() or on_train_end()."
         )
     return whole_state(sharded, prefix)
@@ -69,7 +69,7 @@ def whole_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
 
     Args:
         sharded: The root.
-        prefix: What names of the part begin with, which is left out of them.
+        prefix: The prefix of the part's FQNs, which is removed from them.
 
     Returns:
         As :func:`full_state_dict`.
@@ -79,12 +79,12 @@ def whole_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
     """
     sharded.runtime.meet("a gathering of whole weights, of which all ranks hold parts,")
     first = sharded.aliases()
-    gathered: dict[str, Any] = {}  # of every rank, for all must gather the same
+    gathered: dict[str, Any] = {}  # on every rank, since all must gather the same
     for name, value in sharded.model_state().items():
         if name.startswith(prefix):
             original = first.get(name, name)
             if original not in gathered:
-                full = sharded.backend.full_tensor(value)  # of a tensor that each rank has, this one's own memory
+                full = sharded.backend.full_tensor(value)  # a replicated tensor is this rank's own
                 gathered[original] = full.clone() if isinstance(full, Tensor) else full
             gathered[name] = gathered[original]
     if sharded.runtime.rank:
@@ -93,19 +93,19 @@ def whole_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
 
 
 class _OnRankZero(dict[str, Any]):
-    """What other ranks than 0 have of whole weights: nothing. Who reads a name of it is told where they are.
+    """The full weights on ranks other than 0: empty. Reading a name raises an error that says where they are.
 
-    Names may be taken out and put in, as hooks do that run on every rank and count on rank 0 alone.
+    Names may be removed and set, as in hooks that run on every rank but matter on rank 0 only.
     """
 
     def __missing__(self, name: str) -> Any:
         raise MissingKeyError(
-            f"{name!r} was read of whole weights on a rank that has none: rank 0 holds them, and other ranks an empty "
+            f"{name!r} was read from full weights on a rank that has none: rank 0 holds them, and other ranks an empty "
             "dictionary.\nWrite `if trainer.is_global_zero:` (under Fabric `if fabric.is_global_zero:`) before it."
         )
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if value is not None:  # which pop() has given, where rank 0 renames
+        if value is not None:  # None comes from pop(), where rank 0 renames
             super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
@@ -119,20 +119,20 @@ class _OnRankZero(dict[str, Any]):
 
 
 def refuse_values_of_parts(on: bool) -> None:
-    """Let reading a value of what hooks have computed of shards raise where ranks have yet to reduce it, or not."""
+    """Set whether reading a value that hooks computed from shards raises until it is reduced over the ranks."""
     refuse_unreduced_values(_of_parts if on else None)
 
 
 def _of_parts() -> ShardingError:
     return ShardingError(
-        "a value was read of a DTensor that this rank has computed of its shards alone, such as a norm or a sum.\n"
-        "Write float(value.full_tensor()), on all ranks; or compute it of whole tensors, which "
-        'fsdp_core.full_state_dict(self), called on all ranks, gives to rank 0, and which state_dict_type="full" puts '
-        'into checkpoint["state_dict"] there.'
+        "a value was read from a DTensor that this rank computed from its shards alone, such as a norm or a sum.\n"
+        "Write float(value.full_tensor()), on all ranks; or compute it from full tensors, which "
+        'fsdp_core.full_state_dict(self), called on all ranks, returns on rank 0, and state_dict_type="full" puts into '
+        'checkpoint["state_dict"] there.'
     )
 
 
 def written_of(module: nn.Module) -> nn.Module:
-    """The user's module that one stands for which Fabric has returned."""
+    """The user's module inside the one that Fabric returned."""
     original = getattr(module, "_original_module", None)
     return original if isinstance(original, nn.Module) else module

@@ -16,14 +16,14 @@ __all__ = ["ShardedForward", "sharded_in"]
 
 
 class ShardedForward(nn.Module):
-    """Calls a sharded root, and is another object than it.
+    """Calls a sharded root, as a module of its own.
 
     Fabric sends a step method through the wrapper's forward, and so through the root's hooks, only if the strategy's
-    module is not the user's own. It holds no parameters itself, so names stay the user's. But torch's functions that
-    walk down a module, such as ``FullyShardedDataParallel.summon_full_params``, find the root as its child.
+    module is not the user's own. It holds no parameters itself, so FQNs stay the user's. But functions of torch that
+    traverse a module, such as ``FullyShardedDataParallel.summon_full_params``, find the root as its child.
 
     Args:
-        sharded: The root, and what is known of it.
+        sharded: The sharded root.
     """
 
     sharded: Sharded
@@ -50,7 +50,7 @@ class ShardedForward(nn.Module):
     def children(self) -> Iterator[nn.Module]:
         yield self.sharded.root
 
-    # what walks down by children() and changes parameters reaches them by the user's own module, and once
+    # what traverses children() and changes parameters reaches them through the user's own module, and only once
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         fn(self)
@@ -65,5 +65,5 @@ class ShardedForward(nn.Module):
 
 
 def sharded_in(module: nn.Module) -> Sharded | None:
-    """What is known of a module that Fabric hands to its strategy; ``None`` if it is not sharded."""
+    """The sharded root of a module that Fabric passes to its strategy; ``None`` if it is not sharded."""
     return module.sharded if isinstance(module, ShardedForward) else sharded_of(module)

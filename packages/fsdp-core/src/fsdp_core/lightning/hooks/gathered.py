@@ -1,4 +1,4 @@
-"""Whole parameters in a sharded module for a while, as one process has them."""
+"""A context in which a sharded module has full parameters, as in one process."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ __all__ = ["gathered"]
 
 @contextmanager
 def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[None]:
-    """A context in which a sharded module, or a part of one, has whole parameters, and any one rank can call it.
+    """A context in which a sharded module, or a part of one, has full parameters, and any single rank can call it.
 
-    All ranks must enter and leave it. Inside, each holds all of the module, in the dtype of its shards, and calls of it
-    reach no other rank: one may call it alone, read its parameters, or save its ``state_dict()``. A module that is not
-    sharded stays what it is, so that the same lines run under any strategy.
+    All ranks must enter and leave it. Inside, each holds the full module, in the dtype of its shards, and calling it
+    runs no collective: one rank may call it alone, read its parameters, or save its ``state_dict()``. A module that is
+    not sharded is left as it is, so that the same code runs under any strategy.
 
     Args:
-        module: A LightningModule, what ``fabric.setup`` has returned, or a module inside one of them.
-        modifier_rank: The rank whose parameters, and buffers that it has changed, all ranks have afterwards. ``None``
-            if no parameter is changed inside; buffers are each rank's own then.
+        module: A LightningModule, what ``fabric.setup`` returned, or a module inside one of them.
+        modifier_rank: The rank whose parameters and changed buffers all ranks get on leaving. ``None`` if no parameter
+            is changed inside; each rank then keeps its own buffers.
 
     Raises:
-        ShardingError: Inside a step, or in another of these contexts. On leaving it: values were changed and there is
-            no ``modifier_rank``, or a rank changed them otherwise than that one; a parameter was replaced, frozen or
-            unfrozen, or has got a gradient; another rank has raised an exception inside. The shards are then what they
-            were before.
+        ShardingError: On entering: inside a step, or inside another such context. On leaving: values were changed
+            without a ``modifier_rank``, or differently than on that rank; a parameter was replaced, frozen or unfrozen,
+            or got a gradient; another rank raised an exception inside. The shards are then unchanged.
 
     Example:
         In a LightningModule, on one rank alone::
@@ -91,7 +90,7 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         try:
             yield
             problems = _problems(places, part)
-        except Exception as error:  # other ranks are to know, who wait for this one
+        except Exception as error:  # reported to the other ranks, which wait for this one
             raised, problems = error, [f"{type(error).__name__} was raised: {error}"]
         values = {place.name: place.shown.detach() for place in places}
     changed = _agree_on_changes(sharded.runtime, values, buffers, before, problems, raised, modifier_rank)
@@ -103,13 +102,13 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
 def _check_at_rest(root: nn.Module) -> None:
     if is_inside_forward(root):
         raise ShardingError(
-            "gathered() was called inside a step, whose forward pass holds parameters gathered.\n"
+            "gathered() was called inside a step, whose forward pass needs the gathered parameters.\n"
             "Call it in a hook before or after it, such as on_train_batch_end() or on_validation_epoch_end()."
         )
     if root in gathered_modules:
         raise ShardingError(
-            "gathered() was called in another of these contexts, of the same model.\n"
-            "Leave that one before, or give it the module around both."
+            "gathered() was called inside another gathered() of the same model.\n"
+            "Leave that one first, or pass it the module that contains both."
         )
 
 
@@ -119,20 +118,20 @@ def _whole_parameters(sharded: Sharded, prefix: str, first: Mapping[str, str]) -
     state = sharded.model_state()
     names = dict.fromkeys(first.get(name, name) for name in sharded.names if name.startswith(prefix))
     wholes = each_whole({name: state[name] for name in names}, sharded.runtime)
-    # what is kept whole has its own memory
+    # a copy, for parameters that are not sharded are the module's own
     return {name: full.to(sharded.runtime.device, copy=True) for name, full in wholes}
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a whole parameter is shown.
+    """Where a full parameter replaces what a module held.
 
     Attributes:
         owner: The module.
         attribute: The parameter's name there.
-        name: The user's name for it in the root, the first one where it is tied.
-        held: What was there.
-        shown: What is there in its place.
+        name: Its FQN in the root, the first one if it is tied.
+        held: The parameter that was there.
+        shown: The full parameter that replaces it.
     """
 
     owner: nn.Module
@@ -171,13 +170,13 @@ def _take_back(places: list[_Place], children: Mapping[nn.Module, Mapping[str, n
 
 
 def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None:
-    """Let the rest of the module, which has no values meanwhile, raise where it is called."""
+    """Make the rest of the module, which has no values meanwhile, raise when it is called."""
     inside = set(part.modules())
 
     def refuse(module: nn.Module, args: Any) -> NoReturn:
         raise ShardingError(
-            f"{type(module).__name__} was called within fsdp_core.gathered(), which was given a part of the model "
-            "that it is not in.\nGive gathered() the module around both."
+            f"{type(module).__name__} was called within fsdp_core.gathered() of a part of the model that it is "
+            "not in.\nPass gathered() the module that contains both."
         )
 
     for module in user.modules():
@@ -186,7 +185,7 @@ def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None
 
 
 def _problems(places: list[_Place], part: nn.Module) -> list[str]:
-    """What the user has left of whole parameters that can't be taken over."""
+    """Changes to full parameters that can't be written back to shards."""
     problems = []
     inside = set(part.modules())
     for place in places:
@@ -217,7 +216,7 @@ def _agree_on_changes(
     raised: BaseException | None,
     modifier_rank: int | None,
 ) -> dict[str, Tensor]:
-    """Which parameters all ranks take over, by name; buffers are changed at once. All ranks must call it."""
+    """The parameters that all ranks take over, by name; buffers are copied right away. All ranks must call it."""
     after = {name: _digest(tensor) for name, tensor in {**values, **buffers}.items()}
     changed = {name: digest for name, digest in after.items() if digest != before[name]}
     everyones: list[tuple[dict[str, str], list[str]]] = runtime.gather_objects((changed, problems))

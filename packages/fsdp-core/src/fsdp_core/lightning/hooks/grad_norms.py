@@ -1,7 +1,7 @@
-"""Lightning's ``grad_norm`` over sharded modules, of which it would see the parts of one rank.
+"""Lightning's ``grad_norm`` over sharded modules, of which it would only see one rank's shards.
 
-Checked on Lightning 2.6.6: ``lightning.pytorch.utilities`` takes the function from its ``grads`` before there is a
-strategy, and nothing of Lightning's calls it.
+Checked on Lightning 2.6.6: ``lightning.pytorch.utilities`` imports the function from its ``grads`` before a strategy
+exists, and Lightning itself does not call it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["install_grad_norm"]
 
 
 def install_grad_norm() -> None:
-    """Wrap the function in what is imported of Lightning by now. Idempotent; never undone."""
+    """Wrap the function in the modules of Lightning that are imported by now. Idempotent; never undone."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         for place in ("utilities.grads", "utilities"):
             replace_function(sys.modules.get(f"{package}.{place}"), "grad_norm", _counts_all_ranks)
@@ -38,7 +38,7 @@ def _counts_all_ranks(grad_norm: Callable[..., Any]) -> Callable[..., Any]:
 
 def _sharded_around(module: Any) -> tuple[Any, str] | None:
     if "fsdp_core.lightning.strategy" not in sys.modules:
-        return None  # nothing is sharded where it was not imported
+        return None  # nothing is sharded if it was not imported
     from fsdp_core.sharding.sharded import sharded_around
 
     return sharded_around(module)
@@ -52,7 +52,7 @@ def _grad_norm(module: Any, sharded: Any, prefix: str, order: float, separator: 
 
     if is_inside_forward(sharded.root):
         raise ShardingError(
-            f"grad_norm({type(module).__name__}) was called inside of a step, where parameters are gathered and their "
+            f"grad_norm({type(module).__name__}) was called inside a step, where parameters are gathered and their "
             "gradients are with the shards.\n"
             "Call it in on_before_optimizer_step() with automatic optimization; with manual optimization, "
             "self.trainer.strategy.sharded.clip_norm(parameters, float('inf')) returns the norm of what an optimizer "

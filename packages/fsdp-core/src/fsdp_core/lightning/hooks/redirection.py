@@ -1,4 +1,4 @@
-"""Running what needs gathered parameters inside the forward pass of a root: step methods, and calls of a part of it."""
+"""Runs what needs gathered parameters inside the forward pass of a root: step methods, and calls of a part of it."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ __all__ = [
     "parts_of",
 ]
 
-#: How many forward passes of a root, and of the module that it stands for, are going on.
+#: The number of running forward passes of a root, and of the module that it stands for.
 _inside: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
-#: By a module that needs parameters of a root's: the root, and what the user calls it there.
+#: By module that needs parameters of a root: the root, and the module's FQN there.
 _parts: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
 
-#: By root that is followed: whether all ranks must make its calls.
+#: By root whose calls are followed: whether all ranks must make them.
 _followed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
-#: By module of whose call outside of a step is not known yet how it ends: the exception that was handled when it began.
+#: By module with a running call outside of a step: the exception that was being handled when the call began.
 _watched: WeakKeyDictionary[nn.Module, tuple[BaseException | None]] = WeakKeyDictionary()
 
-#: What a module had as ``forward`` of its own, which is no method of its class, before it had ours.
+#: Where a module's own ``forward``, which is not a method of its class, is kept while it has ours.
 _FORWARD = "_fsdp_core_forward"
 
 
 def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], Any]) -> Any:
-    """Make a call where ``root`` would call ``module.forward``.
+    """Run a call where ``root`` would call ``module.forward``.
 
-    Its arguments don't pass through the root's hooks. A sharding library casts what does to the dtype of computation,
-    which a batch must be spared: a target of 100001 is 99840 in bf16.
+    Its arguments don't pass through the root's hooks, in which a sharding library casts them to the compute dtype. A
+    batch must not be cast: a target of 100001 is 99840 in bf16.
 
     Args:
         root: The module to call, with no arguments.
-        module: The module inside it (it may be the root itself) instead of whose forward the call is made.
-        call: What to call.
+        module: The module inside it, or the root itself, whose forward the call replaces.
+        call: The call.
 
     Returns:
-        What that returned, as the root's hooks passed it on.
+        The result of the call, as the root's hooks passed it on.
 
     Example:
         >>> class Model(nn.Module):
@@ -81,7 +81,7 @@ def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], A
             module.__dict__.pop("forward", None)
 
     def step() -> Any:
-        put_back()  # the call may come to it
+        put_back()  # the call may itself call forward
         return call()
 
     module.forward = step
@@ -93,7 +93,7 @@ def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], A
 
 
 def is_inside_forward(module: nn.Module) -> bool:
-    """Whether a forward pass is going on of a root, or of the root that stands for a module."""
+    """Whether a forward pass is running of a root, or of the root that stands for a module."""
     return module in _inside
 
 
@@ -115,9 +115,9 @@ def called_as_written(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """A context in which tensors that are made outlive ``torch.inference_mode()``, if that is on: as in ``no_grad()``.
+    """A context that replaces ``torch.inference_mode()``, if that is on, by ``no_grad()``, so tensors can outlive it.
 
-    Shards, and what libraries gather and keep of them, are used in training later.
+    Shards, and tensors that libraries gather and keep, are used in training later.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -128,12 +128,12 @@ def normal_tensors() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What :func:`follow_calls` needs to know of a module from before it was sharded.
+    """What :func:`follow_calls` needs to know about a module before it is sharded.
 
     Attributes:
-        outside: By name, those with parameters that are not in a unit, the module itself among them.
+        outside: By name, the modules with parameters that are not in a unit, including the module itself.
         units: By name, the units.
-        written: All of its modules.
+        written: All modules.
     """
 
     outside: dict[str, nn.Module]
@@ -142,11 +142,11 @@ class Parts:
 
 
 def parts_of(module: nn.Module, units: Collection[nn.Module]) -> Parts:
-    """The parts of a module whose calls need what the root is to own, and its units.
+    """The parts of a module whose calls need parameters of the root, and its units.
 
     Args:
         module: A module that is not sharded yet.
-        units: The submodules that are to be units of their own.
+        units: The submodules that become units.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1)))
@@ -162,16 +162,16 @@ def parts_of(module: nn.Module, units: Collection[nn.Module]) -> Parts:
 
 
 def follow_calls(root: nn.Module, parts: Parts, *, meet: bool) -> None:
-    """Let a root, and parts of it, be called where no forward pass of it is going on: in hooks, and after training.
+    """Let a root, and parts of it, be called outside of its forward pass: in hooks, and after training.
 
-    What the root owns is gathered for the root's forward pass, so a call of a part that may need it becomes one; so
-    does that of a unit around which a library has put something. Roots and units that are the user's own modules are
-    watched. After the call, parameters are shards again, for hooks that look at them. Idempotent.
+    The root's own parameters are gathered for its forward pass, so a call of a part that may need them becomes one; so
+    does a call of a unit that a library has wrapped. Roots and units that are the user's own modules are watched. After
+    the call, parameters are resharded, for hooks that read them. Idempotent.
 
     Args:
         root: A sharded root.
-        parts: What :func:`parts_of` gave of the module that it stands for.
-        meet: Whether all ranks must make such a call: not where each has the whole model.
+        parts: What :func:`parts_of` returned for the module that it stands for.
+        meet: Whether all ranks must make such a call; not if each has the full model.
     """
     if root in _followed:
         return
@@ -237,7 +237,7 @@ def _leave(module: nn.Module) -> None:
 
 
 def _root_of(module: nn.Module) -> nn.Module | None:
-    """The root that a module is a part of; none of a copy."""
+    """The root that a module is a part of; ``None`` for a copy."""
     found = _parts.get(module)
     return None if found is None else found[0]()
 
@@ -248,7 +248,7 @@ def _sharded(root: nn.Module) -> Sharded:
     return sharded
 
 
-#: What torch says where a shard is used as if it were the parameter: a DTensor, or a rank's piece as a plain tensor.
+#: Torch's errors when a shard is used as if it were the parameter: a DTensor, or a rank's piece as a plain tensor.
 _OF_SHARDS = re.compile(
     "mixed torch.Tensor and DTensor|Contracting dimension sizes|must be a matrix|must be 2-D|size mismatch"
     "|same shape as normalized_shape|must match the size of tensor|out of bounds for dimension with size 0|setStorage"
@@ -256,7 +256,7 @@ _OF_SHARDS = re.compile(
 
 
 def explain_shards(exception: BaseException) -> None:
-    """Add to an error of torch's, from outside of a step, what to write if it is about a shard. Shown after it.
+    """Add a note to an error of torch, from outside of a step, that says what to write if it is about a shard.
 
     Example:
         >>> error = RuntimeError("'weight' must be 2-D")
@@ -269,13 +269,13 @@ def explain_shards(exception: BaseException) -> None:
         return
     exception.add_note(
         "fsdp-core: outside of a step, parameters are shards, and this may be about one.\n"
-        "Call the model, or a part of it that is no layer inside of a unit, which gathers what it needs; or write, on "
-        "all ranks,\n    with fsdp_core.gathered(module):\nin which its parameters are whole."
+        "Call the model, or a part of it that is not a layer inside a unit, which gathers what it needs; or write, on "
+        "all ranks,\n    with fsdp_core.gathered(module):\nin which it has full parameters."
     )
 
 
 def _let_forward_ask(module: nn.Module) -> None:
-    """Put a method instead of a module's ``forward``, of the same signature, that asks where it is called."""
+    """Replace a module's ``forward`` by a method of the same signature that checks where it is called."""
     own = module.__dict__.get("forward")
     if own is None:
         function = _asking(type(module).forward)
@@ -288,7 +288,7 @@ def _let_forward_ask(module: nn.Module) -> None:
         signature = inspect.signature(own)
         this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         function.__dict__["__signature__"] = signature.replace(parameters=[this, *signature.parameters.values()])
-        function.__name__ = "forward"  # by which a pickle finds it
+        function.__name__ = "forward"  # pickle finds it by this name
     module.__dict__["forward"] = function.__get__(module)
 
 
@@ -303,7 +303,7 @@ def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or in_backward():  # which recomputes what a forward pass has called
+    if torch.compiler.is_compiling() or in_backward():  # backward recomputes calls of a forward pass
         return forward(*args, **kwargs)
     root = _root_of(module)
     if root is None or root in _inside or module in gathered_modules:
@@ -330,7 +330,7 @@ def _begin(root: nn.Module, module: nn.Module) -> None:
 
 
 def _end(root: nn.Module, *, failed: bool) -> None:
-    """End it: its backward pass, if one follows, gathers again what it needs."""
+    """End a call outside of a step. A backward pass that follows gathers again what it needs."""
     sharded = _sharded(root)
     if failed:
         sharded.abandon_forward()

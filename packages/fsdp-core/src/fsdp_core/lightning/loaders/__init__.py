@@ -1,1 +1,1 @@
-"""Where data loaders are in their epochs, in checkpoints."""
+"""The positions of data loaders in their epochs, in checkpoints."""

@@ -26,7 +26,7 @@ from fsdp_core.runtime import Runtime
 
 __all__ = ["follow_in_fabric", "is_left_out", "is_loader", "load_loader", "loader_state"]
 
-#: Of which it was said that they are left out.
+#: Loaders that were already reported as left out.
 _told: WeakSet[object] = WeakSet()
 
 
@@ -49,13 +49,13 @@ class FabricEpochs:
         self._set(self.current)
 
     def resume(self, epoch: int) -> None:
-        """Let the next epoch be this one."""
+        """Make this the next epoch."""
         self._shift = epoch - self._next
         self._set(epoch)
 
 
 def follow_in_fabric(loader: object) -> None:
-    """Keep track of a loader that Fabric has set up, if it can tell its state."""
+    """Track a loader that Fabric has set up, if it has a state."""
     if not isinstance(loader, DataLoader) or not hasattr(loader, "state_dict"):
         return
     followed(loader)
@@ -71,29 +71,29 @@ def _epochs_of(loader: Any) -> FabricEpochs | None:
 
 
 def is_loader(obj: object) -> bool:
-    """Whether an object under Fabric is a data loader: its state is each rank's own."""
+    """Whether an object under Fabric is a data loader, whose state each rank has its own of."""
     return isinstance(obj, DataLoader) or (
         has_state(obj) and isinstance(obj, Iterable) and not isinstance(obj, nn.Module)
     )
 
 
 def is_left_out(key: str, obj: object, runtime: Runtime) -> bool:
-    """Whether an object is a data loader that can't tell its position, of which a checkpoint holds nothing.
+    """Whether an object is a data loader without a position, which checkpoints leave out.
 
-    That is warned of once for each loader.
+    A warning is given once for each loader.
 
     Args:
         key: The user's name for it.
-        obj: What the user has put into the state.
+        obj: An object in the user's state.
         runtime: The ranks; rank 0 warns.
     """
     if not isinstance(obj, DataLoader) or has_state(obj):
         return False
     if runtime.rank == 0 and obj not in _told:
         warnings.warn(
-            f"{key!r} is left out of checkpoints: a {type(obj).__name__} can't tell under Fabric how far it is, so "
-            "a run that goes on begins its epoch anew.\nUse torchdata's StatefulDataLoader; or save the number of "
-            "batches, and pass over as many.",
+            f"{key!r} is left out of checkpoints: under Fabric a {type(obj).__name__} does not know its position, so "
+            "a run that resumes starts its epoch over.\nUse torchdata's StatefulDataLoader; or save the number of "
+            "batches, and skip as many.",
             stacklevel=2,
         )
         _told.add(obj)
@@ -104,7 +104,7 @@ def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
     """The position of a loader under Fabric. All ranks must call it.
 
     Args:
-        key: The user's name for it, for an error.
+        key: The user's name for it, for error messages.
         loader: The loader, which is not left out.
         runtime: The ranks.
     """
@@ -120,18 +120,18 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
 
     Args:
         loader: The loader.
-        saved: What :func:`loader_state` gave, or the state of a loader in one process.
+        saved: What :func:`loader_state` returned, or the state of a loader in one process.
         runtime: The ranks.
-        check_only: Whether only to raise what would be raised.
+        check_only: Whether only to check, without changing anything.
 
     Raises:
-        CheckpointMismatchError: It can't be divided over this number of ranks, or is of another dataset; or the loader
-            can't take a position.
+        CheckpointMismatchError: The position can't be divided over this number of ranks, or is of another dataset; or
+            the loader can't restore a position.
     """
     if not has_state(loader):
         raise CheckpointMismatchError(
-            f"the checkpoint holds how far a loader was, which a {type(loader).__name__} can't take under Fabric.\nUse "
-            "torchdata's StatefulDataLoader; or leave the loader out of what is loaded, and begin its epoch anew."
+            f"the checkpoint holds a loader's position, which a {type(loader).__name__} can't restore under Fabric.\n"
+            "Use torchdata's StatefulDataLoader; or leave the loader out of what is loaded, and start its epoch over."
         )
     if not (isinstance(saved, Mapping) and saved.keys() == {"world_size", "loaders"}):
         saved = {"world_size": 1, "loaders": [{"loader": described(loader), "ranks": [saved]}]}
@@ -148,5 +148,5 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
         epochs.resume(one["epoch"] + finished)
     if position is not None and finished:
         position.restart()
-    elif state is not None:  # it is None at the end of an epoch of other ranks; what begins is a whole one
+    elif state is not None:  # None at the end of an epoch with another world size: a full epoch begins
         loader.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a data loader: each rank's own state, or one position for any number of ranks.
+"""What a checkpoint holds for a data loader: each rank's own state, or one position for any number of ranks.
 
 ::
 
@@ -23,7 +23,7 @@ __all__ = ["described", "entry", "followed", "has_state", "is_at_end", "is_finis
 
 
 def followed(loader: object) -> LoaderPosition | None:
-    """Keep track of the position of a loader that Lightning has prepared, where its order is known.
+    """Track the position of a loader that Lightning has prepared, if its order is known.
 
     Args:
         loader: Changed in place; see :func:`fsdp_core.lightning.loaders.position.follow`.
@@ -32,7 +32,7 @@ def followed(loader: object) -> LoaderPosition | None:
         return None
     order = sampler_of(loader)
     if type(order) is DistributedSamplerWrapper and _is_plain_shuffle(wrapped_sampler(order)):
-        # Each rank would shuffle by a seed of its own, drawn anew in each process.
+        # Each rank would shuffle with its own seed, which each process draws again.
         order = DistributedSampler(
             loader.dataset, order.num_replicas, order.rank, seed=order.seed, drop_last=order.drop_last
         )
@@ -40,7 +40,7 @@ def followed(loader: object) -> LoaderPosition | None:
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:
-    """Whether it is what torchdata's loader makes of ``shuffle=True``, which Lightning doesn't know."""
+    """Whether it is the sampler of torchdata's loader for ``shuffle=True``, which Lightning doesn't know."""
     kind = type(sampler)
     return (
         kind.__name__ == "RandomSampler"
@@ -51,7 +51,7 @@ def _is_plain_shuffle(sampler: Any) -> bool:
 
 
 def has_state(obj: object) -> bool:
-    """Whether it can tell its state and take it."""
+    """Whether an object can return and load its state."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
@@ -62,7 +62,7 @@ def described(loader: Any) -> str:
 
 
 def entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
-    """What is saved of a loader.
+    """What is saved for a loader.
 
     Args:
         name: The loader, as :func:`described`.
@@ -74,7 +74,7 @@ def entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
 
 
 def states_in(saved: Mapping[str, Any]) -> Sequence[Any]:
-    """The states in what :func:`entry` gave."""
+    """The states in what :func:`entry` returned."""
     states: Sequence[Any] = saved["ranks"] if "ranks" in saved else [saved["all"]]
     return states
 
@@ -83,9 +83,9 @@ def own_state(saved: Mapping[str, Any], world_size: int, runtime: Runtime) -> An
     """This rank's state of a loader.
 
     Args:
-        saved: What :func:`entry` gave.
-        world_size: On how many ranks.
-        runtime: The ranks now.
+        saved: What :func:`entry` returned.
+        world_size: The number of ranks that saved it.
+        runtime: The current ranks.
 
     Raises:
         CheckpointMismatchError: There is none for this number of ranks.
@@ -103,14 +103,14 @@ def own_state(saved: Mapping[str, Any], world_size: int, runtime: Runtime) -> An
 
 
 def is_finished(state: Any) -> bool:
-    """Whether an epoch's batches have been given to the last, so that the next iteration is of another epoch."""
+    """Whether all batches of an epoch have been returned, so that the next iteration is of another epoch."""
     if not isinstance(state, Mapping):
         return False
     return bool(state[POSITION]["finished"] if POSITION in state else state.get("_iterator_finished"))
 
 
 def is_at_end(state: Any) -> bool:
-    """Whether there is nothing left of an epoch, though it may not have been noticed yet."""
+    """Whether nothing is left of an epoch, even if its iterator is not exhausted yet."""
     if isinstance(state, Mapping) and POSITION in state:
         return bool(state[POSITION]["seen"] == state[POSITION]["samples"])
     return is_finished(state)

@@ -1,7 +1,7 @@
-"""Where a data loader over a map-style dataset is in its epoch: the same on all ranks, and divisible over any number.
+"""The position of a data loader over a map-style dataset: the same on all ranks, and divisible over any number.
 
 The order of an epoch's samples follows from a seed and the epoch's number, and the ranks take turns in it. So one
-number, how many samples all ranks together have seen, says what is left, whoever goes on.
+number, how many samples all ranks together have seen, determines what is left, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from fsdp_core.torch_private import batches_given, is_exhausted, iterates_as_tor
 
 __all__ = ["POSITION", "LoaderPosition", "ResumableSampler", "follow", "position_of", "sampler_of"]
 
-#: The key by which a position is known among the states of other loaders.
+#: The key that distinguishes a position from the states of other loaders.
 POSITION = "position"
 
 
 class ResumableSampler(DistributedSampler[Any]):
-    """Gives each rank the samples that torch's ``DistributedSampler`` gives it, and can begin within an epoch.
+    """Gives each rank the samples of torch's ``DistributedSampler``, and can resume in the middle of an epoch.
 
     Args:
         dataset: The dataset; only its length is used.
         num_replicas: The number of ranks that take turns.
         rank: Which of them this is.
         shuffle: Whether the order is random.
-        seed: What a random order follows from, together with the epoch.
-        drop_last: Whether to leave out samples for which the turns don't come out even, rather than to repeat some.
+        seed: The seed of a random order, together with the epoch.
+        drop_last: Whether to drop samples that can't be divided evenly over the ranks, rather than repeat some.
 
     Example:
-        Two ranks have seen four of eight samples, and three go on with the rest:
+        Two ranks have seen four of eight samples, and three resume with the rest:
 
         >>> samplers = [ResumableSampler(range(8), 3, rank, shuffle=False) for rank in range(3)]
         >>> for sampler in samplers:
@@ -66,19 +66,19 @@ class ResumableSampler(DistributedSampler[Any]):
 
     @property
     def began(self) -> tuple[int, int]:
-        """The epoch of the last iteration that gave a sample, and how many samples had been seen before it."""
+        """The epoch of the last iteration that yielded a sample, and how many samples had been seen before it."""
         return self._began
 
     @property
     def begins(self) -> tuple[int, int]:
-        """The same of an iteration that has given none yet, or of one whose first samples wait to be used."""
+        """The same for an iteration that has yielded none yet, or whose first samples are not used yet."""
         for epoch, start in (self._resume or (-1, 0), self._began):
             if epoch == self.epoch:
                 return epoch, start
         return self.epoch, 0
 
     def resume(self, epoch: int, start: int) -> None:
-        """Let the next iteration, if it is of this epoch, begin after ``start`` samples of all ranks."""
+        """Make the next iteration, if it is of this epoch, begin after ``start`` samples of all ranks."""
         self._resume, self._began = (epoch, start), (-1, 0)
 
     def per_rank(self, start: int) -> int:
@@ -87,7 +87,7 @@ class ResumableSampler(DistributedSampler[Any]):
         return left // self.num_replicas if self.drop_last else math.ceil(left / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        # A generator: a loader may make iterators that it never draws from, and these must not use up the beginning.
+        # A generator: a loader may create iterators that it never draws from; these must not consume the resume point.
         start = self._resume[1] if self._resume is not None and self._resume[0] == self.epoch else 0
         self._resume, self._began = None, (self.epoch, start)
         if self.shuffle:
@@ -102,9 +102,9 @@ class ResumableSampler(DistributedSampler[Any]):
 
 
 class LoaderPosition:
-    """The position of a loader, in samples of all ranks. Made by :func:`follow`.
+    """The position of a loader, in samples of all ranks. Created by :func:`follow`.
 
-    It is that of the loader's last iterator, for as long as somebody holds that.
+    It is that of the loader's last iterator, as long as that is alive.
 
     Args:
         loader: The loader, which draws from ``sampler``.
@@ -132,7 +132,7 @@ class LoaderPosition:
 
         Args:
             seen: How many samples all ranks have seen.
-            limit: How many batches of an epoch are used at most.
+            limit: The largest number of batches of an epoch that are used.
         """
         batches = self._batches(0)
         if limit >= batches:
@@ -148,7 +148,7 @@ class LoaderPosition:
         """What :meth:`load_state_dict` takes, on any number of ranks.
 
         Args:
-            unused: How many of the batches that were given count as not given.
+            unused: How many of the returned batches count as not returned.
         """
         sampler, iterator = self._sampler, self._iterator() if self._iterator is not None else None
         given = 0 if iterator is None else batches_given(iterator)
@@ -170,30 +170,30 @@ class LoaderPosition:
         """Raise if this state can't be loaded.
 
         Raises:
-            CheckpointMismatchError: It is of another dataset, or no such state.
+            CheckpointMismatchError: It is of another dataset, or is not a position.
         """
         if POSITION not in state:
             raise CheckpointMismatchError(
-                "the checkpoint holds the position of a data loader in a form from which the samples that were seen "
-                "can't be told: another kind of loader or strategy has saved it.\n"
+                "the checkpoint holds the position of a data loader in a form that does not tell which samples were "
+                "seen: another kind of loader or strategy saved it.\n"
                 "Resume from a checkpoint that was saved at the end of an epoch."
             )
         samples, size = state[POSITION]["samples"], self._sampler.size
         if samples != size:
             raise CheckpointMismatchError(
                 f"the checkpoint was saved within an epoch over {samples} samples, and the dataset now has {size}, so "
-                "what is left of that epoch can't be told.\n"
+                "what is left of that epoch is unknown.\n"
                 "Resume with the same dataset, or from a checkpoint that was saved at the end of an epoch."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration give what was not seen yet, if the sampler's epoch is the one that was interrupted.
+        """Make the next iteration yield what was not seen yet, if the sampler is at the interrupted epoch.
 
         Args:
             state: Of a loader over the same dataset, on any number of ranks and with batches of any size.
 
         Raises:
-            CheckpointMismatchError: It is of another dataset, or no such state.
+            CheckpointMismatchError: It is of another dataset, or is not a position.
         """
         if POSITION in state and state[POSITION]["epoch"] != self._sampler.epoch:
             return
@@ -204,16 +204,16 @@ class LoaderPosition:
         self._iterator, self.restored = None, saved["seen"]
         loader: Any = self._loader()
         if hasattr(type(loader), "load_state_dict"):
-            type(loader).load_state_dict(loader, {})  # torchdata's drops an iterator that it made ahead
+            type(loader).load_state_dict(loader, {})  # torchdata's drops an iterator that it created ahead
 
     def restart(self) -> None:
-        """Forget what was restored: the next iteration is a whole one."""
+        """Forget the restored position: the next iteration is a full one."""
         self._sampler.resume(-1, 0)
         self._iterator = self.restored = None
 
 
 def position_of(loader: object) -> LoaderPosition | None:
-    """The position of a loader that :func:`follow` has followed."""
+    """The position of a loader that :func:`follow` tracks."""
     position = getattr(getattr(loader, "state_dict", None), "__self__", None)
     return position if isinstance(position, LoaderPosition) else None
 
@@ -224,15 +224,15 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
-    """Keep track of a loader's position: give it a ``state_dict`` and a ``load_state_dict`` that hold it.
+    """Track a loader's position: give it a ``state_dict`` and a ``load_state_dict`` that hold it.
 
     Args:
-        loader: The loader. Its sampler is replaced by one that gives the samples that ``order`` says.
-        order: The ``DistributedSampler`` that tells which rank gets which samples.
+        loader: The loader. Its sampler is replaced by one that yields the samples of ``order``.
+        order: The ``DistributedSampler`` that determines which rank gets which samples.
 
     Returns:
-        The position; ``None`` if it doesn't follow from the batches that were given: for a sampler or a batch sampler
-        of the user's own, an iterable dataset, a dataset or a loader with a state of its own.
+        The position; ``None`` if it doesn't follow from the number of returned batches: for the user's own sampler or
+        batch sampler, an iterable dataset, or a dataset or loader with its own state.
     """
     known = position_of(loader)
     if known is not None:
@@ -249,7 +249,7 @@ def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
         dataset, order.num_replicas, order.rank, shuffle=order.shuffle, seed=order.seed, drop_last=order.drop_last
     )
     sampler.set_epoch(order.epoch)
-    # torch forbids to set it on a loader, since a batch sampler would keep the old one; here both change
+    # torch forbids setting it on a loader, since a batch sampler would keep the old one; here both change
     object.__setattr__(loader, "sampler", sampler)
     if loader.batch_sampler is not None:
         loader.batch_sampler.sampler = sampler  # type: ignore[attr-defined]

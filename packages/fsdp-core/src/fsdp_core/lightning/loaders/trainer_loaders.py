@@ -1,4 +1,4 @@
-"""Where a Trainer's training loaders are, in its checkpoints."""
+"""The positions of a Trainer's training loaders, in its checkpoints."""
 
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ class TrainingLoaders:
     # -- in the course of a fit ------------------------------------------------------------------------------------
 
     def prepare(self, loader: object, trainer: pl.Trainer) -> None:
-        """Take a loader that Lightning has prepared for training, before it is iterated over."""
+        """Track a loader that Lightning has prepared for training, before it is iterated over."""
         followed(loader)
-        # Lightning tells it only when the first iterator has been made, whose order is then that of epoch 0.
+        # Lightning sets it only after the first iterator is created, whose order would be that of epoch 0.
         self._epoch = _epochs_done(trainer) + self._last_batch_was_done
         set_sampler_epoch(loader, self._epoch)
         self._last = None
 
     def progress_restored(self, trainer: pl.Trainer) -> None:
-        """Know that Lightning has restored the progress of its loops."""
+        """Handle that Lightning has restored the progress of its loops."""
         if self._epoch_is_over:
             begin_an_epoch(trainer.fit_loop)
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Make right what Lightning has left, before the first batch of a fit is taken."""
+        """Correct what Lightning has restored, before the first batch of a fit is fetched."""
         loop = trainer.fit_loop
         combined, fetcher = combined_loader(loop), fetcher_of(loop)
         if combined is None or fetcher is None:
             return
         epoch, late = _epochs_done(trainer), has_states_to_load(loop)
-        if late or epoch != self._epoch:  # they were made early, for trainer.estimated_stepping_batches
+        if late or epoch != self._epoch:  # they were created early, for trainer.estimated_stepping_batches
             for loader in combined.flattened:
                 set_sampler_epoch(loader, epoch)
             load_loader_states(loop)
@@ -82,13 +82,13 @@ class TrainingLoaders:
             self._epoch = epoch
         if loop.restarting:
             if loop.epoch_loop.batch_progress.is_last_batch and not self._last_batch_was_done:
-                # Lightning goes through the end of the epoch, and then makes new iterators.
+                # Lightning runs the end of the epoch, and then creates new iterators.
                 load_loader_states(loop, self._restored)
-            _count_batches_anew(loop, combined)
+            _recount_batches(loop, combined)
         if self._interrupted and not self._restored:
             rank_zero_warn(
                 "The checkpoint was saved within an epoch and does not hold the position of the data loader, so that "
-                "epoch's samples begin anew. Resume from a checkpoint that was saved at the end of an epoch; or give "
+                "epoch's samples start over. Resume from a checkpoint that was saved at the end of an epoch; or give "
                 "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
             )
         self._epoch_is_over = self._last_batch_was_done = self._interrupted = False
@@ -102,7 +102,7 @@ class TrainingLoaders:
         self._before_fetch = copy.deepcopy(states) if states else states
 
     def finish(self, trainer: pl.Trainer) -> None:
-        """Note the positions while the loaders have them; a checkpoint may be saved after the fit."""
+        """Record the positions while the loaders have them; a checkpoint may be saved after the fit."""
         fetcher = fetcher_of(trainer.fit_loop)
         if trainer.state.fn == TrainerFn.FITTING and fetcher is not None and fetcher.iterator is not None:
             self._last = self._states(trainer)
@@ -118,10 +118,10 @@ class TrainingLoaders:
     # -- in a checkpoint -------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer, runtime: Runtime) -> dict[str, Any]:
-        """Put the positions of all ranks instead of this one's. All ranks must call it.
+        """Replace this rank's positions by those of all ranks. All ranks must call it.
 
         Args:
-            checkpoint: What Lightning has put together. It is not changed.
+            checkpoint: Lightning's checkpoint dict. It is not changed.
             trainer: The Trainer.
             runtime: The ranks.
         """
@@ -158,8 +158,8 @@ class TrainingLoaders:
         at_end = all(known) and (bool(known) or _KEY not in checkpoint)
         loop = _with_true_epochs(loop, at_end or _KEY not in checkpoint)
         batches = loop["epoch_loop.batch_progress"]
-        self._epoch_is_over, self._interrupted = _epoch_is_over(loop), _is_amid_an_epoch(loop)
-        # if so, Lightning will count the epoch as done, after it has made the loaders
+        self._epoch_is_over, self._interrupted = _epoch_is_over(loop), _is_mid_epoch(loop)
+        # if so, Lightning will count the epoch as done, after it has created the loaders
         self._last_batch_was_done = (
             not self._epoch_is_over
             and batches["is_last_batch"]
@@ -167,7 +167,7 @@ class TrainingLoaders:
         )
         states: list[Any] = []
         if self._interrupted or (at_end and saved["world_size"] == runtime.world_size):
-            # where an epoch begins, states of other ranks, or of loaders that were left before their end, are of no use
+            # where an epoch begins, states of another world size, or of loaders that were not exhausted, are of no use
             states = [own_state(one, saved["world_size"], runtime) for one in saved["loaders"]]
         if at_end:
             always_load_loader_states(trainer.fit_loop)
@@ -176,22 +176,22 @@ class TrainingLoaders:
 
 
 def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
-    """Tell that a strategy which reads no positions of ours begins the epoch's samples anew.
+    """Warn that a strategy which does not read our positions starts the epoch's samples over.
 
-    Lightning says so itself of loaders without a state.
+    Lightning itself warns of loaders without a state.
 
     Args:
-        checkpoint: What one of our strategies has saved of a Trainer.
+        checkpoint: A Trainer's checkpoint, saved by one of our strategies.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop")
     if (
         loop is not None
         and checkpoint.get(_KEY, {}).get("loaders")
-        and _is_amid_an_epoch(_with_true_epochs(loop, at_end=False))
+        and _is_mid_epoch(_with_true_epochs(loop, at_end=False))
     ):
         rank_zero_warn(
             "The checkpoint was saved within an epoch, and this strategy does not restore the positions that it holds "
-            "of the data loaders, so that epoch's samples begin anew.\n"
+            "of the data loaders, so that epoch's samples start over.\n"
             "Resume with strategy='fsdp2', or another name that `fsdp list` shows, or from the end of an epoch."
         )
 
@@ -201,12 +201,12 @@ def _epoch_is_over(loop: Mapping[str, Any]) -> bool:
     return bool(epochs["ready"] == epochs["started"] == epochs["processed"])
 
 
-def _is_amid_an_epoch(loop: Mapping[str, Any]) -> bool:
+def _is_mid_epoch(loop: Mapping[str, Any]) -> bool:
     return not _epoch_is_over(loop) and not loop["epoch_loop.batch_progress"]["is_last_batch"]
 
 
 def _states(loop: Any) -> list[Any]:
-    """The states of the loaders that have one, without the batch that training has not done with yet."""
+    """The states of the loaders that have one, without the batch that training has not finished yet."""
     batches = loop.epoch_loop.batch_progress.current
     unused = batches.ready - batches.processed
     combined, states = combined_loader(loop), []
@@ -218,7 +218,7 @@ def _states(loop: Any) -> list[Any]:
 
 
 def _epochs_done(trainer: pl.Trainer) -> int:
-    """The epoch that Lightning tells samplers; ``trainer.current_epoch`` is behind it while one ends."""
+    """The epoch that Lightning sets on samplers; ``trainer.current_epoch`` is behind it while one ends."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     return int(progress.processed)
 
@@ -228,7 +228,7 @@ def _with_loop(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[s
 
 
 def _with_true_epochs(loop: Mapping[str, Any], at_end: bool) -> dict[str, Any]:
-    """The progress of a fit, with the epochs that are really done, from which Lightning finds out what is left.
+    """The progress of a fit with the true count of finished epochs, from which Lightning derives what is left.
 
     Args:
         loop: What Lightning saves.
@@ -237,7 +237,7 @@ def _with_true_epochs(loop: Mapping[str, Any], at_end: bool) -> dict[str, Any]:
     epochs = {which: dict(counts) for which, counts in loop["epoch_progress"].items()}
     batches, now = loop["epoch_loop.batch_progress"], epochs["total"]
     if now["ready"] == now["started"] + 1:
-        # Saved as an epoch began, but the count of batches is the last one's.
+        # Saved as an epoch began, but the count of batches is that of the previous one.
         for counts in epochs.values():
             counts["ready"] -= 1
     elif now["ready"] == now["processed"] and batches["current"]["ready"] and not (batches["is_last_batch"] or at_end):
@@ -248,11 +248,11 @@ def _with_true_epochs(loop: Mapping[str, Any], at_end: bool) -> dict[str, Any]:
     return {**loop, "epoch_progress": epochs}
 
 
-def _count_batches_anew(loop: Any, combined: Any) -> None:
-    """Let Lightning's count of an epoch's batches, which are each rank's own, be that of this number of ranks."""
+def _recount_batches(loop: Any, combined: Any) -> None:
+    """Convert Lightning's count of an epoch's batches, which is per rank, to this number of ranks."""
     progress, batches = loop.epoch_loop.batch_progress, loop.max_batches
     batch_was_done = loop.epoch_loop.restarted_on_train_batch_end
-    counted = done = progress.current.completed + batch_was_done  # what Lightning will go on from
+    counted = done = progress.current.completed + batch_was_done  # where Lightning will continue
     position = position_of(deciding_loader(combined))
     if progress.is_last_batch and batches == math.inf:
         if batch_was_done:  # without a length Lightning would go on counting

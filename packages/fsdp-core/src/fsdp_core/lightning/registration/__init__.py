@@ -1,1 +1,1 @@
-"""The strategy names in Lightning."""
+"""Registers the strategy names with Lightning."""

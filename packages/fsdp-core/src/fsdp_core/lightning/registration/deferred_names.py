@@ -1,4 +1,4 @@
-"""A registry that is filled when somebody looks into it, so that importing Lightning loads no plugin."""
+"""A registry that is filled when it is first read, so that importing Lightning loads no plugin."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _READING = (
 def fill_when_read(
     registry: Any, find: Callable[[], object], fill: Callable[[], None], never: frozenset[str] = frozenset()
 ) -> None:
-    """Have ``find`` and ``fill`` called right before ``registry`` is read for the first time.
+    """Call ``find`` and ``fill`` right before ``registry`` is read for the first time.
 
-    Until then the registry is of a subclass of its class; from then on it is what it was. Registering reads nothing:
-    Lightning goes on to register names of its own after its strategies module has run.
+    Until then the registry is an instance of a subclass of its class; then its class is restored. Registering does not
+    count as reading: Lightning registers further names after its strategies module has run.
 
     Args:
-        registry: A dict of a class of its own.
-        find: Finds out what to enter, which may take long: other threads that read meanwhile do so too.
-        fill: Enters it.
-        never: Names that are not entered, which Lightning may ask for while it is imported.
+        registry: An instance of a subclass of ``dict``.
+        find: Finds the entries, which may take long: other threads that read meanwhile do so too.
+        fill: Registers them.
+        never: Names that are never registered, which Lightning may look up while it is imported.
 
     Example:
         >>> class Registry(dict):

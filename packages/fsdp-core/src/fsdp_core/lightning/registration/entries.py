@@ -1,4 +1,4 @@
-"""Enters our strategy names in Lightning's registries: the place that knows those registries.
+"""Registers our strategy names in Lightning's registries: the only module that knows those registries.
 
 Checked on Lightning 2.6.6. A registry is a dict from name to factory, filled when Lightning's strategies module runs;
 Trainer and Fabric take a snapshot of the names and call the factory when they are built.
@@ -14,8 +14,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from fsdp_core.autoload import warn, warn_of_fault
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
-from fsdp_core.fault_warnings import warn, warn_of_fault
 from fsdp_core.lightning.checkpoints.patched_io import install_search
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
 from fsdp_core.plugins import registry
@@ -31,9 +31,9 @@ class _Home:
 
     Attributes:
         attribute: The registry's name in the strategies module.
-        front_end: Whose strategies it holds.
+        front_end: The front end whose strategies it holds.
         instead: For a stand-alone package, whose classes our adapters can't subclass too: the line that users write
-            and the one to write in its place.
+            and the one to write instead.
     """
 
     attribute: str
@@ -56,16 +56,16 @@ _HOMES = {
     ),
 }
 
-# "auto" never reaches a registry; Lightning enters "single_tpu" only after its strategies module has run.
+# "auto" never reaches a registry; Lightning registers "single_tpu" only after its strategies module has run.
 _RESERVED = frozenset({"auto", "single_tpu"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LazyStrategy:
-    """What a registry holds under one of our names: imports and builds the strategy when Lightning calls it.
+    """A registry's entry for one of our names: imports and builds the strategy when Lightning calls it.
 
     The names that can't be used (ambiguous, broken, not installed, not for this front end) have one too, so that the
-    user reads our error and not Lightning's that the name is invalid.
+    user gets our error instead of Lightning's that the name is invalid.
     """
 
     name: str
@@ -89,7 +89,7 @@ def _of_another_package(what: str, instead: tuple[str, str]) -> StrategyUnavaila
 
 
 def _refuse_elsewhere(strategy: object, module: str) -> None:
-    """Raise for a strategy object of ours that a connector got which is of another front end or another package."""
+    """Raise if a connector got one of our strategy objects for another front end or another package."""
     ranks, home = sys.modules.get("fsdp_core.lightning.strategy"), _HOMES.get(module)
     if ranks is None or home is None or not isinstance(strategy, ranks.RanksOfStrategy):
         return
@@ -101,7 +101,7 @@ def _refuse_elsewhere(strategy: object, module: str) -> None:
     name = strategy.strategy_name
     right = getattr(registry.describe(name), home.front_end)
     if right is None:
-        registry.resolve(name, home.front_end)  # raises, and says where it works
+        registry.resolve(name, home.front_end)  # raises with the front ends that it works with
     raise UnsupportedCapabilityError(
         f"{written} can't be given to {registry.FRONT_ENDS[home.front_end]}, which has a class of its own.\n"
         f"Write `from {' import '.join(right.split(':'))}`, or strategy={name!r}."
@@ -109,13 +109,13 @@ def _refuse_elsewhere(strategy: object, module: str) -> None:
 
 
 def enter(module: ModuleType) -> None:
-    """Have every name that we know entered in the registry of one of Lightning's strategies modules. Idempotent.
+    """Register every known strategy name in the registry of one of Lightning's strategies modules. Idempotent.
 
-    That is when the registry is first looked into, at the latest when a Trainer or Fabric is built: importing Lightning
-    loads no plugin, and so takes as long as without any.
+    That happens when the registry is first read, at the latest when a Trainer or Fabric is created: importing Lightning
+    loads no plugin, and takes no longer than without any.
 
-    Lightning's own names stay Lightning's, but for Fabric's ``"xla_fsdp"`` when fsdp-xla is installed; a plugin that
-    claims another of them is passed over with a warning.
+    Lightning's own names stay Lightning's, except Fabric's ``"xla_fsdp"`` when fsdp-xla is installed; a plugin that
+    claims another of them is skipped with a warning.
 
     Args:
         module: ``lightning.pytorch.strategies``, ``lightning.fabric.strategies`` or a stand-alone package's.
@@ -123,7 +123,7 @@ def enter(module: ModuleType) -> None:
     names = getattr(module, _HOMES[module.__name__].attribute)
 
     def find() -> None:
-        with suppress(Exception):  # fill() meets it again
+        with suppress(Exception):  # fill() gets it again
             registry.known_names()
 
     def fill() -> None:
@@ -175,17 +175,17 @@ def _warn_of_claims(name: str, module: ModuleType) -> None:
 
 
 class StrategyNames(list[str]):
-    """A registry's names, as ``available_strategies()`` lists them; a misspelt one of ours gets our error.
+    """A registry's names, as ``available_strategies()`` lists them; a misspelt one of ours raises our error.
 
-    Lightning's connectors test the user's string against this list, and say of an unknown one only that it is invalid.
-    There is no public way to have a say in that. So the test raises :class:`~fsdp_core.UnknownStrategyError`, a
-    ``ValueError`` like Lightning's own, if a connector asks, Lightning does not know the name either, and the name
-    looks like one of ours. So does an object of ours that is for another front end or another package than theirs.
-    Anybody else's test gets the plain answer. Checked on Lightning 2.6.6.
+    Lightning's connectors test the user's string against this list, and only report an unknown one as invalid. There is
+    no public way to change that. So the test raises :class:`~fsdp_core.UnknownStrategyError`, a ``ValueError`` like
+    Lightning's own, if it is a connector's, Lightning does not know the name either, and the name looks like one of
+    ours. It also raises for one of our objects that is for another front end or another package. All other tests get
+    the plain result. Checked on Lightning 2.6.6.
 
     Args:
         names: The names.
-        module: Which of Lightning's modules they are of.
+        module: The name of the Lightning module that they belong to.
     """
 
     def __init__(self, names: Iterable[str] = (), module: str = "") -> None:

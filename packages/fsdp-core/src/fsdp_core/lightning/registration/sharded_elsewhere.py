@@ -1,8 +1,8 @@
-"""Refuses, in Lightning's own strategies, modules that a strategy of ours has sharded earlier in the process.
+"""Refuses, in Lightning's own strategies, modules that one of our strategies sharded earlier in the process.
 
-Checked on Lightning 2.6.6: a Trainer hands a module to its strategy by ``connect``, Fabric by ``module_to_device`` and
-``setup_module``. They are wrapped, for a module outlives its Trainer, and what DDP does with shards ends in an error of
-torch's that names neither.
+Checked on Lightning 2.6.6: a Trainer passes a module to its strategy through ``connect``, Fabric through
+``module_to_device`` and ``setup_module``. They are wrapped because a module outlives its Trainer, and DDP over shards
+ends in an error of torch that names neither.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["install_refusal"]
 
 
 def install_refusal(strategies: ModuleType) -> None:
-    """Wrap the strategies of a module of Lightning's, such as ``lightning.pytorch.strategies``. Idempotent."""
+    """Wrap the strategies of one of Lightning's modules, such as ``lightning.pytorch.strategies``. Idempotent."""
     for strategy in filter(inspect.isclass, vars(strategies).copy().values()):
         for name in ("connect", "module_to_device", "setup_module"):
             if strategy.__module__.startswith(("lightning", "pytorch_lightning")):
@@ -32,14 +32,14 @@ def install_refusal(strategies: ModuleType) -> None:
 def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(take)
     def take_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ranks = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded where it was not imported
+        ranks = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded if it was not imported
         if ranks is not None and not isinstance(self, ranks.RanksOfStrategy):
             module: Any = inspect.signature(take).bind(self, *args, **kwargs).args[1]
             sharded = [one for part in module.modules() if (one := ranks.sharded_of(part)) is not None]
             if sharded:
                 from fsdp_core.lightning.private import forget_module
 
-                forget_module(self)  # or its teardown would move shards, and end in torch's error all the same
+                forget_module(self)  # otherwise its teardown would move shards, and end in torch's error anyway
                 raise _refusal(type(self).__name__, sharded[0].strategy_name, sharded[0].class_name)
         return take(self, *args, **kwargs)
 
@@ -49,7 +49,7 @@ def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
 def _refusal(strategy: str, ours: str, module: str) -> ShardingError:
     return ShardingError(
         f"{module} was sharded by {ours!r} before, in this process: each rank holds parts of its parameters, which "
-        f"Lightning's {strategy} would take for the whole.\n"
-        f"Go on with strategy={ours!r}; or save a checkpoint, build the module anew, and load the checkpoint into "
+        f"Lightning's {strategy} would take for full parameters.\n"
+        f"Go on with strategy={ours!r}; or save a checkpoint, build the module again, and load the checkpoint into "
         "that, with ckpt_path=, load_from_checkpoint() or Fabric.load()."
     )

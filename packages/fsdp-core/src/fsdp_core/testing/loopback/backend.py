@@ -1,4 +1,4 @@
-"""Sharding by hand: whole parameters for a forward and backward pass, a run of each at rest. Knows no Lightning."""
+"""Sharding by hand: whole parameters during forward and backward passes, a range of each otherwise. No Lightning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LoopbackBackend"]
 
 
 class LoopbackBackend(Backend):
-    """Keeps a run of each parameter's elements on each rank."""
+    """Keeps a range of each parameter's elements on each rank."""
 
     accelerators = ("cpu",)
     #: How a parameter is cut, and what is done with the shards; tests give others.

@@ -1,4 +1,4 @@
-"""A parameter cut into equal runs of elements, one for each rank."""
+"""A parameter cut into equal ranges of elements, one for each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Place = tuple[nn.Module, str]
 
 
 class FlatShard:
-    """What this rank keeps of one parameter: flattened, padded to a multiple of the ranks, and cut.
+    """This rank's shard of one parameter: flattened, padded to a multiple of the world size, and cut.
 
     Args:
         names: The parameter's name and, if it is tied, its further ones.
@@ -27,9 +27,9 @@ class FlatShard:
         runtime: The ranks.
 
     Attributes:
-        held: This rank's run, padding included: what an optimizer holds.
-        gathered: The whole parameter, while it is in its places.
-        own: The gradient that this rank has computed and no other has seen yet, whole.
+        held: This rank's range, padding included: the parameter that an optimizer holds.
+        gathered: The whole parameter, while it is gathered.
+        own: This rank's own whole gradient, not reduced yet.
     """
 
     def __init__(self, names: list[str], parameter: nn.Parameter, places: list[Place], runtime: Runtime) -> None:

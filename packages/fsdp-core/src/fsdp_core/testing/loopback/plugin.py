@@ -1,4 +1,4 @@
-"""What the name ``loopback`` stands for, as plain data; imports neither torch nor Lightning."""
+"""The description of the strategy ``loopback``, as plain data; imports neither torch nor Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A root whose parameters are runs of elements, and whole while a forward and backward pass need them."""
+"""A root whose parameters are ranges of elements, gathered while a forward and backward pass need them."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class RegroupsLater(Lit):
 
 #: Into what the checkpoint is loaded, and what the refusal says.
 MISFITS: dict[type[Lit], list[str]] = {
-    Renamed: ["2 are missing in it:\n    extra.weight", "7 are in it alone:\n    net.blocks.2.gain", "nothing was"],
+    Renamed: ["2 are missing in it:\n    extra.weight", "7 are only in it:\n    net.blocks.2.gain", "nothing was"],
     Resized: [
         "2 differ:\n    net.frozen.weight: its shape is (6, 6) in the checkpoint, and (7, 6) here",
         "nothing was loaded",

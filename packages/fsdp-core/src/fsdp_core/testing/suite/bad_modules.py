@@ -245,7 +245,7 @@ class BadModulesSuite(Clauses):
         (told,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path), options)
         ((name, value),) = options.items()
         now = value if isinstance(value, bool) else describe_policy(value)
-        assert_says(told, f"{name} ", f", now {now!r}", "Use the same options", "build the module anew")
+        assert_says(told, f"{name} ", f", now {now!r}", "Use the same options", "build the module again")
 
     def test_two_dtypes_in_a_unit(self, ranks: Ranks, tmp_path: Path) -> None:
         """Refused, or each parameter keeps its own dtype."""

@@ -343,11 +343,11 @@ class CheckpointsSuite(Clauses):
                 assert not was_refused(said["norm"]) and not was_refused(said["a file"])
                 assert was_refused(said["a name"]) == (rank > 0)
                 if rank:
-                    assert_says(said["a name"], "'net.inp.weight' was read of whole weights", "is_global_zero")
+                    assert_says(said["a name"], "'net.inp.weight' was read from full weights", "is_global_zero")
             else:
                 assert got["names"] == list(want)
                 assert not was_refused(said["a name"])
-                assert_says(said["norm"], "shards alone" if "DTensor" in said["norm"] else ".norm was asked of")
+                assert_says(said["norm"], "shards alone" if "DTensor" in said["norm"] else ".norm is not supported by")
                 assert_says(said["norm"], "full_state_dict(self)", 'state_dict_type="full"')
                 assert_says(said["a file"], "full_state_dict(")
             assert_says(said["in a step"], "inside a step", "on_train_batch_end()")

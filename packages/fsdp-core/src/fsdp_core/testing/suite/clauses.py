@@ -1,4 +1,4 @@
-"""What the suite's classes have in common: clauses that a backend's package inherits and points at a strategy."""
+"""The base of the suite's classes: clauses that a backend's package inherits for its strategy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def requires(*needs: Capability | str) -> pytest.MarkDecorator:
-    """Say what a clause, or one set of its parameters, shows to work: it runs only where a strategy claims all of it.
+    """Mark what a clause, or one of its parameter sets, requires: it runs only for strategies that declare all of it.
 
     Args:
         *needs: Capabilities, or names of options that not every strategy has.
@@ -46,7 +46,7 @@ def requires(*needs: Capability | str) -> pytest.MarkDecorator:
 
 
 def on_ranks(*kinds: RankKind) -> pytest.MarkDecorator:
-    """Say that a clause, or one set of its parameters, is about such ranks alone: elsewhere it has no meaning.
+    """Mark a clause, or one of its parameter sets, as applying only to certain kinds of ranks.
 
     Args:
         *kinds: What the ranks may be.
@@ -55,22 +55,22 @@ def on_ranks(*kinds: RankKind) -> pytest.MarkDecorator:
 
 
 def each_ranks(ranks: Ranks, results: list[Any]) -> list[Any]:
-    """What each of Lightning's ranks has returned; there is one where one controller speaks for all devices."""
+    """The results of Lightning's ranks; just one result if one controller drives all devices."""
     return results[:1] if ranks.kind == "one controller" else results
 
 
 def shares_of(ranks: Ranks, world_size: int) -> int:
-    """Into how many shares data are divided over so many ranks; see :meth:`fsdp_core.testing.Here.shares`."""
+    """The number of shares that data are divided into, by world size; see :meth:`fsdp_core.testing.Here.shares`."""
     return 1 if ranks.kind == "one controller" else world_size
 
 
 def undeclared(capability: Capability) -> pytest.MarkDecorator:
-    """Say that a clause shows what happens where a strategy does not declare a capability; it runs only there."""
+    """Mark a clause that runs only for strategies that do not declare a capability."""
     return pytest.mark.fsdp_undeclared(capability)
 
 
 def needs_of(options: Mapping[str, Any]) -> list[Capability | str]:
-    """What options of a strategy need: the capability that each asks for, or else the option itself.
+    """The requirements of options: the capability that each requests, or else the option itself.
 
     Example:
         >>> needs_of({"cpu_offload": True, "sync_each_batch": True})
@@ -114,19 +114,19 @@ KINDS = pytest.mark.parametrize(
 
 
 class Clauses:
-    """Tests that hold for every sharded strategy. A subclass names the strategy, and may add tests of its own.
+    """Tests that every sharded strategy must pass. A subclass names the strategy, and may add its own tests.
 
     Attributes:
         strategy: The name that users type.
-        expected_failures: By clause, ``"test_name"`` or ``"test_name[parameters]"``, why it fails. It must fail then.
-        asks: By capability, the options that ask for it, where these are not the options of core's names.
+        expected_failures: The reason by clause, ``"test_name"`` or ``"test_name[parameters]"``. The clause must fail.
+        asks: By capability, the options that request it, if their names differ from core's.
         rank_pool: What the clauses run on; see :class:`~fsdp_core.testing.Ranks`. Called without arguments, once
             for all classes that choose the same.
-        preset_of: The name of which ``strategy`` only fixes options, if it does: its class may name itself so.
+        preset_of: If ``strategy`` only fixes options of another strategy, that strategy's name; messages may use it.
 
     Raises:
-        TypeError: A subclass defines a name that a clause, or what clauses call, goes by, so that these would not run
-            as they are written; or two classes of clauses that it inherits from have one of the same name.
+        TypeError: A subclass redefines a clause, or something that clauses use, which would not run as written then; or
+            two of its bases define a clause of the same name.
 
     Example:
         >>> class Suite(Clauses):
@@ -178,7 +178,7 @@ class Clauses:
 
     @classmethod
     def changed(cls) -> list[str]:
-        """The names of what is not as it was defined any more: replaced, or marked afterwards."""
+        """The names of definitions that were changed: replaced, or marked afterwards."""
         return [
             f"{base.__name__}.{name}"
             for base in cls.__mro__
@@ -193,7 +193,7 @@ class Clauses:
 
     @classmethod
     def own_name(cls, front_end: FrontEnd) -> str:
-        """The name by which the class behind the strategy goes in messages: the strategy's, or that of which it is."""
+        """The name of the strategy's class in messages: the strategy's own, or that of which it is a preset."""
         own: str = cls.strategy_class(front_end)().strategy_name
         assert own in (cls.strategy, cls.preset_of)
         return own

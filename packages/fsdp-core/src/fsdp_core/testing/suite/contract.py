@@ -1,4 +1,4 @@
-"""What a strategy is made of has the methods of core's contracts, with signatures that core's calls fit."""
+"""A strategy's classes have the methods of core's contracts, with signatures that match core's calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def misfits(made: type, contract: type) -> list[str]:
-    """What a class overrides of a contract in a way that core's calls don't fit.
+    """The overrides of a contract's methods whose signatures don't match core's calls.
 
     Args:
         made: The class.
@@ -71,7 +71,7 @@ def misfits(made: type, contract: type) -> list[str]:
 def accelerators_disagree(
     named: Collection[str], devices: Collection[str], chosen: Mapping[str, str] | None = None
 ) -> str:
-    """What a plugin and its backend say differently of where they run; empty if they agree.
+    """How a plugin's and its backend's accelerators disagree; empty if they agree.
 
     Args:
         named: The plugin's accelerators, by Lightning's names. An accelerator that is not Lightning's own may have any

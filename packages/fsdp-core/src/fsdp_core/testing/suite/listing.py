@@ -1,4 +1,4 @@
-"""What a plugin says of its strategy agrees with the classes that it names, and costs nothing to ask."""
+"""A plugin's description of its strategy matches the classes that it names, and is cheap to load."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class LoaderPositionsSuite(Clauses):
         texts = [text for rank in telling for text in rank.warnings]
         assert any("does not hold the position of the data loader" in text for text in texts)
         fit("auto", str(tmp_path), 1, Run(save=("batch end", 1, 1), path=path))
-        for world_size, words in ((1, "can't be told"), (2, "over 2 ranks")):
+        for world_size, words in ((1, "does not tell which samples"), (2, "over 2 ranks")):
             run = (world_size, refused, self.strategy, str(tmp_path), world_size, Run(resume=path))
             assert_says(ranks.run(*run)[0], words, "end of an epoch")
 
@@ -279,7 +279,7 @@ class LoaderPositionsSuite(Clauses):
         plain = Run(data="plain", path=str(tmp_path / "saved"), resume=str(tmp_path / "saved"))
         said = each_ranks(ranks, ranks.run(2, fabric_leaves_out, self.strategy, 2, plain))
         (warning,) = [one for rank in said for one in rank]
-        assert_says(warning, "'loader' is left out of checkpoints: a DataLoader", "StatefulDataLoader")
+        assert_says(warning, "'loader' is left out of checkpoints: under Fabric a DataLoader", "StatefulDataLoader")
         ranks.run(2, fabric_epochs, self.strategy, 2, replace(plain, data="stateful", resume=None), [0])
         for message in ranks.run(2, fabric_refused, self.strategy, 2, plain):
-            assert_says(message, "how far a loader was, which a DataLoader can't take", "StatefulDataLoader")
+            assert_says(message, "a loader's position, which a DataLoader can't restore", "StatefulDataLoader")

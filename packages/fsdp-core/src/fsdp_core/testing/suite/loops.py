@@ -368,7 +368,7 @@ class LoopsSuite(Clauses):
         assert len(plain.seen) == norms, f"the hooks of one device saw {len(plain.seen)} norms, of {norms}"
         for outcome in ranks.run(2, _hooks_look, self.strategy, str(tmp_path), 2, automatic, alone):
             if isinstance(outcome, str) and "DTensor" in outcome:
-                assert_says(outcome, "this rank has computed of its shards alone", "Write float(value.full_tensor())")
+                assert_says(outcome, "this rank computed from its shards alone", "Write float(value.full_tensor())")
             elif isinstance(outcome, str):
                 assert_says(outcome, "piece", "Write self.clip_gradients(optimizer")
             else:

@@ -124,7 +124,7 @@ class NormsSuite(Clauses):
         """They are refused, and what is advised is right."""
         want = _plain_norms(2.0, "")["grad_2.0_norm_total"]
         for told, norm in ranks.run(2, _norms_by_hand, self.strategy, str(tmp_path)):
-            assert_says(told, "grad_norm(", "inside of a step", "on_before_optimizer_step()", "sharded.clip_norm(")
+            assert_says(told, "grad_norm(", "inside a step", "on_before_optimizer_step()", "sharded.clip_norm(")
             assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
 
     @requires(Capability.CLIP_BY_NORM)

@@ -357,7 +357,7 @@ class OutsideStepsSuite(Clauses):
             assert_says(told["trained"], "has got a gradient", "torch.autograd.grad()")
             assert_says(told["replaced"], "'inp.weight' was replaced")
             assert_says(told["frozen"], "'inp.weight' was frozen")
-            assert_says(told["nested"], "in another of these contexts")
+            assert_says(told["nested"], "inside another gathered()")
             if "written otherwise" in told:
                 assert_says(told["raised"], "ValueError", "of rank 0")
                 assert_says(told["written otherwise"], "rank 1 changed 'inp.weight'", "modifier_rank=1")

@@ -370,13 +370,15 @@ class ShardedModulesSuite(Clauses):
         """What comes after sharding would be trained by each rank for itself."""
         for told, steps in ranks.run(2, _grow, self.strategy, str(tmp_path)):
             for message in told.values():
-                assert_says(message, "'late.weight' came into the model after it was sharded", "configure_model()")
+                assert_says(message, "'late.weight' was added to the model after it was sharded", "configure_model()")
             assert steps == 2, f"{steps} steps were trained before the refusal, of 2"
 
     def test_late_parameters_are_refused_under_fabric(self, ranks: Ranks) -> None:
         for told in ranks.run(2, _grow_under_fabric, self.strategy):
             for message in told:
-                assert_says(message, "'late.weight' came into the model after it was sharded", "before fabric.setup()")
+                assert_says(
+                    message, "'late.weight' was added to the model after it was sharded", "before fabric.setup()"
+                )
 
     def test_finetuning_callback(self, ranks: Ranks, tmp_path: Path) -> None:
         """Lightning's own callback trains what it unfreezes, or is refused."""
@@ -395,5 +397,5 @@ class ShardedModulesSuite(Clauses):
         for told in ranks.run(2, _hand_on, self.strategy, str(tmp_path)):
             for message in told:
                 assert_says(
-                    message, f"was sharded by {self.own_name('trainer')!r}", "DDPStrategy", "build the module anew"
+                    message, f"was sharded by {self.own_name('trainer')!r}", "DDPStrategy", "build the module again"
                 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.announcing import size_in_words
+from fsdp_core.lightning.strategy import size_in_words
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
@@ -384,7 +384,7 @@ class ShardsSuite(Clauses):
     @precisions("bf16-mixed", "bf16-true")
     def test_a_sharded_module_keeps_its_precision(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
         for message in ranks.run(2, _other_terms, self.strategy, str(tmp_path), precision):
-            assert_says(message, "32-true", precision, "build the module anew")
+            assert_says(message, "32-true", precision, "build the module again")
 
     @requires(Capability.META_INIT)
     @precisions("32-true", "bf16-true")

@@ -74,9 +74,9 @@ class StrategySuite(
 
 
 class PresetSuite(ListingSuite, ContractSuite, CapabilitiesSuite, LeftoversSuite, PresetClauses):
-    """What is left to show of a name that only fixes options of another, whose class runs the whole suite.
+    """The tests for a name that only fixes options of another strategy, for which the whole suite runs.
 
-    That it is listed and made of what the contracts ask for, trains as the oracle does, saves and goes on, declares
+    They check that it is listed and implements the contracts, trains as the oracle does, saves and resumes, declares
     what it can do, and leaves nothing behind.
 
     Example:

@@ -1,1 +1,1 @@
-"""A folder of every rank's parts and the one file that a plain Trainer writes of the same: there and back."""
+"""Full checkpoints: the single file that a plain Trainer writes, also made from a sharded folder."""

@@ -1,4 +1,4 @@
-"""A Trainer's or Fabric's folder as the one file that a plain Trainer writes, without having it in memory."""
+"""Converts a Trainer's or Fabric's folder to a plain Trainer's file, without holding it in memory."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ def consolidate_lightning(
     verify: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Consolidated:
-    """Write a checkpoint folder into one ``.ckpt`` file, as a plain Trainer would have written it.
+    """Convert a checkpoint folder to one ``.ckpt`` file, as a plain Trainer would have written it.
 
     ``LightningModule.load_from_checkpoint`` and ``Trainer.fit(ckpt_path=…)`` open it with any strategy: it holds the
-    weights, the optimizers' state, numbered as torch numbers it, hyper-parameters, loops and callbacks. A few MiB of
-    tensors are in memory at once. The names of a tied parameter share one tensor in it.
+    weights, the optimizers' state (numbered as in torch), hyper-parameters, loops and callbacks. A few MiB of tensors
+    are in memory at a time. The names of a tied parameter share one tensor.
 
-    Of a folder that Fabric has saved, one model is under ``"state_dict"``, its optimizers are under
-    ``"optimizer_states"``, and everything else is where the user has put it. It has no loops: a Trainer goes on with
-    weights and optimizers, and counts from 0.
+    Of a folder saved by Fabric, one model goes under ``"state_dict"``, its optimizers go under ``"optimizer_states"``,
+    and everything else keeps the user's keys. There are no loops: a Trainer resumes the weights and optimizers, and
+    counts from 0.
 
     Args:
-        path: The checkpoint, as a Trainer or Fabric has saved it: a local path or an fsspec URL.
+        path: The checkpoint folder of a Trainer or Fabric: a local path or an fsspec URL.
         out: The file to write: a local path or an fsspec URL.
-        key: The model's path in what Fabric has saved; may be left out where there is one model.
+        key: The model's path in a checkpoint of Fabric; optional if there is one model.
         optimizer_keys: The paths of its optimizers there, in the order in which ``configure_optimizers`` returns them;
-            may be left out where there is one optimizer, and one model.
+            optional if there is one optimizer and one model.
         dtype: Convert the model's floating-point tensors to this dtype; the optimizers' stay as they are.
         overwrite: Whether to replace a file at ``out``, once the new one is complete.
-        verify: Whether to compare the files that are read with their checksums first.
-        on_progress: Called as the work goes on.
+        verify: Whether to verify the checksums of the files first.
+        on_progress: Called as the work progresses.
 
     Returns:
-        What has been written.
+        What was written.
 
     Raises:
-        CheckpointFormatError: There is no checkpoint that can be read, or it is damaged.
-        CheckpointMismatchError: It holds no such model or optimizers, or it can't be known which to take.
-        CheckpointExistsError: Something is at ``out`` that must not be replaced; nothing was written.
-        CheckpointValueError: There is no such dtype.
+        CheckpointFormatError: There is no readable checkpoint, or it is damaged.
+        CheckpointMismatchError: It holds no such model or optimizers, or the choice is ambiguous.
+        CheckpointExistsError: ``out`` exists and must not be replaced; nothing was written.
+        CheckpointValueError: The dtype does not exist.
         CheckpointError: The file can't be written.
     """
     check_dtype(dtype)
@@ -81,13 +81,13 @@ def consolidate_lightning(
         if isinstance(error, CheckpointMismatchError):
             raise
         raise CheckpointFormatError(
-            f"{files.folder} has optimizers laid out otherwise than a strategy saves them: {error!r}. Save it again."
+            f"{files.folder} has optimizers in a layout that no strategy saves: {error!r}. Save it again."
         ) from error
     assert whole is not None
     if chosen is None and (key not in (None, "model") or optimizer_keys):
         raise CheckpointMismatchError(
-            f"{files.folder} was saved by a Trainer: its model is 'model', and it has all optimizers in their order.\n"
-            "Leave out key= and optimizer_keys= (--key, --optimizer-key), which are for what Fabric has saved."
+            f"{files.folder} was saved by a Trainer: its model is 'model', and it holds all optimizers in order.\n"
+            "Leave out key= and optimizer_keys= (--key, --optimizer-key), which are for checkpoints of Fabric."
         )
     archive = TorchZip(whole)
     manifest = files.manifest
@@ -108,17 +108,17 @@ def consolidate_lightning(
 def _choose(
     files: StoredFiles, nest: Mapping[str, Any], key: str | None, optimizer_keys: Sequence[str]
 ) -> tuple[str, tuple[str, ...]]:
-    """Which model of Fabric's to write, and which of the optimizers, by their keys in the state.
+    """Choose which model and optimizers of Fabric to write, by their keys in the state.
 
     Raises:
-        MissingKeyError: There is none by a name that was given.
-        CheckpointMismatchError: It can't be known which, or an optimizer is another model's.
+        MissingKeyError: A given key does not exist.
+        CheckpointMismatchError: The choice is ambiguous, or an optimizer belongs to another model.
     """
     models, optimizers = _keys(files, "model"), _keys(files, "optimizer")
     if not models:
         raise CheckpointMismatchError(
-            f"{files.folder} holds no model, but {', '.join(map(repr, nest)) or 'nothing'}.\nA Lightning file is "
-            'one of a model: save that with fabric.save(path, {"model": model, ...}), as fabric.setup() returned it.'
+            f"{files.folder} holds no model, but {', '.join(map(repr, nest)) or 'nothing'}.\nA Lightning file "
+            'holds a model: save it with fabric.save(path, {"model": model, ...}), as fabric.setup() returned it.'
         )
     if key is None and len(models) > 1:
         raise CheckpointMismatchError(
@@ -131,14 +131,14 @@ def _choose(
     ):
         if given not in known:
             raise MissingKeyError(
-                f"no {kind} under {given!r} in {files.folder}. There: {_shown(known)}; pass one as {option}"
+                f"no {kind} under {given!r} in {files.folder}. It holds {_shown(known)}; pass one as {option}"
             )
     for optimizer in optimizer_keys:
         foreign = _trained(nest, optimizer) - nest[model].keys()
         if foreign:
             raise CheckpointMismatchError(
-                f"the optimizer {optimizer!r} in {files.folder} trains {min(foreign)!r}, which the model {model!r} has "
-                f"not: it is another's.\nThe optimizers there are {_shown(optimizers)}: pass those of {model!r} as "
+                f"the optimizer {optimizer!r} in {files.folder} trains {min(foreign)!r}, which is not in the model "
+                f"{model!r}.\nThe optimizers there are {_shown(optimizers)}: pass those of {model!r} as "
                 "optimizer_keys= (--optimizer-key, once for each)."
             )
     if optimizer_keys:
@@ -163,7 +163,7 @@ def _trained(nest: Mapping[str, Any], optimizer: str) -> set[str]:
 
 
 def _keys(files: StoredFiles, kind: str) -> list[str]:
-    """The keys that Fabric's user has given models, or optimizers."""
+    """The user's keys of models, or of optimizers, in a checkpoint of Fabric."""
     return ["/".join(split_path(path)) for path, found in files.manifest.kinds.items() if found == kind]
 
 
@@ -176,7 +176,7 @@ def _others(files: StoredFiles, model: str, optimizers: Sequence[str]) -> list[s
 
 
 def _lightning_version() -> str:
-    """The version whose layout is written: the installed one's, or else the first that has had it."""
+    """The Lightning version whose layout is written: the installed one, or else the first with this layout."""
     for package in ("lightning", "pytorch-lightning"):
         try:
             return metadata.version(package)
@@ -186,7 +186,7 @@ def _lightning_version() -> str:
 
 
 def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
-    """The state, with a place in a file where each tensor was."""
+    """The state, with each tensor replaced by its location in a file."""
     reader, manifest = TensorBytes(files), files.manifest
     models = tuple(f"{path}/" for path, kind in manifest.kinds.items() if kind == "model")
 
@@ -197,7 +197,7 @@ def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
             converted = key.startswith(models) and manifest.tensors[key].dtype_name in FLOATING
             return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if converted else None))
         if tag == "$tensor" and isinstance(name, str) and name in small:
-            small.discard(name)  # once, or a small file could ask for any amount of memory
+            small.discard(name)  # only once, or a small file could request any amount of memory
             return ArrayToWrite(name=f"${name}", source=reader.small_source(name))
         where = files.folder.path(manifest.state_file)
         raise CheckpointFormatError(f"{where} points to a tensor {name!r} that isn't there, or points to it twice")

@@ -26,9 +26,9 @@ __all__ = ["gathered", "read_full_file", "replace_by", "write_full", "write_on_r
 
 
 def gathered(value: Any, backend: Backend) -> Any:
-    """Replace every sharded tensor in a nest of dicts, lists and tuples by its whole, on rank 0's CPU.
+    """Replace every sharded tensor in a nest of dicts, lists and tuples by its full tensor, on rank 0's CPU.
 
-    All ranks must call it, with the same sharded tensors under the same keys; rank 0 may have more beside them. Tensors
+    All ranks must call it, with the same sharded tensors under the same keys; rank 0 may have further ones. Tensors
     that share memory stay shared.
     """
     if isinstance(value, dict):
@@ -50,18 +50,18 @@ def write_full(
     runtime: Runtime,
     async_saves: AsyncSaves | None,
 ) -> None:
-    """Write what was gathered as a file, or let it be written in the background. All ranks must call it.
+    """Write a gathered state to a file, now or in the background. All ranks must call it.
 
     Args:
         path: The file.
-        whole: What was gathered, on rank 0.
-        live: What it was gathered from. A copy is made of what shares memory with it, if it is written later.
-        write: Writes it.
+        whole: The gathered state, on rank 0.
+        live: What it was gathered from. Tensors that share memory with it are copied if they are written later.
+        write: Writes the file.
         runtime: The ranks.
-        async_saves: What writes in the background; ``None`` to write now.
+        async_saves: Writes in the background; ``None`` to write now.
 
     Raises:
-        CheckpointError: It can't be written; or, if that is done later, can't be copied.
+        CheckpointError: The file can't be written; or, in the background, the state can't be copied.
     """
     if async_saves is None:
         write_on_rank_zero(path, lambda: write(whole), runtime)
@@ -77,7 +77,7 @@ def write_full(
 
 
 def _host_memory(value: Any) -> set[int]:
-    """Where the tensors of a nest are that lie in host memory."""
+    """The addresses of the storages of a nest's tensors that are in host memory."""
     if isinstance(value, dict):
         return set[int]().union(*map(_host_memory, value.values()))
     if isinstance(value, list | tuple):
@@ -89,7 +89,7 @@ def _host_memory(value: Any) -> set[int]:
 
 
 def _copied(value: Any, live: set[int], memo: dict[int, Any]) -> Any:
-    """A nest that shares nothing with the objects and the memory of a training; what has been gathered stays."""
+    """Copy a nest so that it shares no objects or memory with training; gathered tensors are not copied."""
     if isinstance(value, dict):
         return {k: _copied(v, live, memo) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -100,9 +100,9 @@ def _copied(value: Any, live: set[int], memo: dict[int, Any]) -> Any:
 
 
 def write_on_rank_zero(path: str | Path, write: Callable[[], None], runtime: Runtime) -> None:
-    """Let rank 0 write a file, and every rank know how it went.
+    """Write a file on rank 0, and raise on all ranks if that fails.
 
-    A sharded checkpoint in the file's place is set aside first, and removed only when the file is there.
+    A sharded checkpoint at the path is moved aside first, and removed only once the file is written.
 
     Raises:
         CheckpointExistsError: The path is a folder that holds no checkpoint.
@@ -122,7 +122,7 @@ def write_on_rank_zero(path: str | Path, write: Callable[[], None], runtime: Run
 
 
 def replace_by(path: Path, write: Callable[[], None]) -> None:
-    """Let ``write`` write a file to a path where a sharded checkpoint may be, which goes when the file is there.
+    """Call ``write`` to write a file to a path. A sharded checkpoint there is removed once the file is written.
 
     Raises:
         CheckpointExistsError: The path is a folder that holds no checkpoint.
@@ -149,11 +149,11 @@ def replace_by(path: Path, write: Callable[[], None]) -> None:
 
 
 def read_full_file(path: str, weights_only: bool | None) -> Any:
-    """Read a full checkpoint without executing code from it; a local one is mapped into memory.
+    """Read a full checkpoint without executing code from it; a local file is memory-mapped.
 
     Args:
         path: The file: a local path or an fsspec URL.
-        weights_only: ``False`` lets the file execute code, which only its user can decide.
+        weights_only: ``False`` lets the file execute code, which only the user can decide.
 
     Raises:
         CheckpointFormatError: There is no such file, or it can't be read without executing code.
@@ -164,7 +164,7 @@ def read_full_file(path: str, weights_only: bool | None) -> Any:
     with place.fs.open(place.root, "rb") as stream:
         if not zipfile.is_zipfile(stream):
             raise CheckpointFormatError(
-                f"{path} is a file, but none that torch.save has written: a sharded checkpoint is a folder, a full one "
+                f"{path} is a file, but was not written by torch.save: a sharded checkpoint is a folder, a full one "
                 "such a file.\nCheck the path; load and save a file of torch before 1.6 again with a newer torch."
             )
         stream.seek(0)

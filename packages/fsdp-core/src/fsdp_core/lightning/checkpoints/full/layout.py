@@ -1,4 +1,4 @@
-"""How a checkpoint is laid out in one file: as a plain Trainer and a plain optimizer have it."""
+"""The layout of a full checkpoint: that of a plain Trainer and of plain optimizers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["as_trainers_file", "from_fabric", "numbered"]
 
 
 def numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """Turn an optimizer state by name into the form of a plain torch optimizer's ``state_dict()``.
+    """Convert an optimizer state by FQN to the form of a plain torch optimizer's ``state_dict()``.
 
-    Names are kept in each group as ``param_names``, as torch does for optimizers built from named parameters.
+    FQNs are kept in each group as ``param_names``, as torch does for optimizers built from named parameters.
 
     Example:
         >>> numbered({"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]})
@@ -31,7 +31,7 @@ def numbered(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_trainers_file(nest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What was loaded of a Trainer's folder, under the keys of a Trainer's file; ``None`` of another's folder."""
+    """The contents of a Trainer's folder, under the keys of a Trainer's file; ``None`` for other folders."""
     rest = nest.get("trainer")
     if "model" not in nest or not isinstance(rest, Mapping) or "pytorch-lightning_version" not in rest:
         return None
@@ -42,17 +42,17 @@ def as_trainers_file(nest: Mapping[str, Any]) -> dict[str, Any] | None:
 def from_fabric(
     nest: Mapping[str, Any], model: str, optimizers: Sequence[str], *, others: Sequence[str], version: str
 ) -> dict[str, Any]:
-    """What was loaded of a folder that Fabric has saved, under the keys of a Trainer's file.
+    """The contents of a folder saved by Fabric, under the keys of a Trainer's file.
 
     Args:
         nest: The user's state.
         model: The key of a model in it.
         optimizers: The keys of its optimizers, in the order in which ``configure_optimizers`` returns them.
         others: The keys of what is left out: other models and optimizers.
-        version: Of the Lightning whose layout it is.
+        version: The Lightning version of the layout.
 
     Raises:
-        CheckpointMismatchError: The user has something else under a key of Lightning's.
+        CheckpointMismatchError: The user's state uses a key of Lightning's for something else.
     """
     ours = {
         "pytorch-lightning_version": version,
@@ -64,7 +64,7 @@ def from_fabric(
     taken = sorted(rest.keys() & ours.keys())
     if taken:
         raise CheckpointMismatchError(
-            f"what Fabric has saved holds {taken[0]!r}, under which a Lightning file holds something else.\n"
+            f"the checkpoint of Fabric holds {taken[0]!r}, a key that a Lightning file uses for something else.\n"
             "Save it under another key, or write the model alone by --to safetensors."
         )
     return {"epoch": 0, "global_step": 0, **rest, **ours}

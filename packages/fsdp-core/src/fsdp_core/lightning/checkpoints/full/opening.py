@@ -1,4 +1,4 @@
-"""A sharded folder as the one dict that a plain file of the same run holds, for who asks for a file."""
+"""Reads a sharded folder as the dict that a full file of the same run holds, for callers that expect a file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any]
 
 @begins_anew("path")
 def read_whole(path: StrPath, map_location: MapLocation = None) -> dict[str, Any]:
-    """Read a sharded folder, all of it, in one process.
+    """Read a whole sharded folder in one process.
 
-    Tensors are read one by one, so no more is in memory than what is returned.
+    Tensors are read one by one, so no more is in memory than the result.
 
     Args:
         path: A checkpoint of this format: a local path or an fsspec URL.
-        map_location: Where to put the tensors, as ``torch.load`` takes it; they are on the CPU in the folder.
+        map_location: Where to put the tensors, as in ``torch.load``; in the folder they are on the CPU.
 
     Returns:
-        What ``torch.load`` gives of the same run's file. Of a Trainer: ``state_dict``, ``optimizer_states`` (numbered,
-        as a plain optimizer loads them), ``loops``, ``hyper_parameters`` and so on. Of Fabric: the user's own keys.
-        Names of a tied parameter share one tensor.
+        What ``torch.load`` returns for a full file of the same run. From a Trainer: ``state_dict``,
+        ``optimizer_states`` (numbered, as a plain optimizer loads them), ``loops``, ``hyper_parameters`` and so on.
+        From Fabric: the user's own keys. Names of a tied parameter share one tensor.
 
     Raises:
         CheckpointFormatError: There is no complete checkpoint that this version can read.
@@ -54,7 +54,7 @@ class _Reader:
         self._read: dict[str, Tensor] = {}
 
     def read(self, value: Any) -> Any:
-        """The same nest with tensors for handles."""
+        """Return the same nest with tensors instead of handles."""
         if isinstance(value, dict):
             read = {k: self.read(v) for k, v in value.items()}
             if type(value) is dict:
