@@ -1,4 +1,4 @@
-"""Runs scripts in processes forked from one that has imported torch, and what else Lightning imports, but not Lightning.
+"""Forks scripts from a process that has imported torch, and what else Lightning imports, but not Lightning.
 
 So Lightning, fsdp-core and plugins are imported by each script anew, in the order that it asks for, in a tenth of the
 time. A script ends as by itself: what it has registered with :mod:`atexit` is called, and threads are waited for.
@@ -125,7 +125,7 @@ def become(job: dict[str, Any]) -> None:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(descriptor, stream)
         os.close(descriptor)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     os.environ.clear()
     os.environ.update(job["environment"])
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
