@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,13 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
 from forked_scripts import ForkedScripts
-
-# what noxfile.py has installed for these tests alone, and out of the way of the interpreters that they start
-sys.path += filter(None, [os.environ.get("FSDP_TESTS_APART")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +143,13 @@ def failure(call):
 
 
 """
+
+
+@pytest.fixture
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library, which noxfile.py has installed out of others' way: where Lightning finds it, it takes seconds."""
+    monkeypatch.setattr(sys, "path", [*sys.path, *filter(None, [os.environ.get("FSDP_TESTS_APART")])])
+    return importlib.import_module("transformers")
 
 
 @pytest.fixture(scope="session")
