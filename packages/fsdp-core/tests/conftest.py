@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
-# what noxfile.py has installed for these tests alone, and out of the way of the interpreters that they start
-sys.path += filter(None, [os.environ.get("FSDP_TESTS_APART")])
+from forked_scripts import ForkedScripts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Site:
     """A folder that new interpreters search before their own site-packages."""
 
     path: Path
+    scripts: ForkedScripts
 
     def distribution(
         self, name: str, *, version: str = "1.0", modules: Mapping[str, str] | None = None, plugins: str = ""
@@ -63,31 +65,58 @@ class Site:
 
     def run(self, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command that sees these distributions; ``check`` for success."""
-        inherited = {key: value for key, value in os.environ.items() if key != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
         done = subprocess.run(
             command,
-            env={
-                **inherited,
-                "PYTHONPATH": str(self.path),
-                "PYTHONIOENCODING": "utf-8",
-                "OMP_NUM_THREADS": "1",
-                **environment,
-            },
+            env=self._environment(environment),
             cwd=self.path,
             capture_output=True,
             text=True,
             encoding="utf-8",
-            timeout=150,
+            timeout=_SECONDS,
             check=False,
         )
         assert not check or done.returncode == 0, done.stderr + done.stdout
         return done
 
+    def fork(
+        self, *words: str, check: bool = True, warn: Sequence[str] = (), **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Python with a command line, where it has imported torch, and nothing of Lightning or of ours.
+
+        Args:
+            *words: A script, or ``-m`` and a module; and its arguments.
+            check: For success.
+            warn: What would follow ``-W``.
+            **environment: Further variables.
+        """
+        if sys.platform != "linux":
+            return self.run(sys.executable, *(f"-W{option}" for option in warn), *words, check=check, **environment)
+        done = self.scripts.run(
+            words, folder=self.path, environment=self._environment(environment), warn=warn, timeout=_SECONDS
+        )
+        assert not check or done.returncode == 0, done.stderr + done.stdout
+        return done
+
+    def _environment(self, further: Mapping[str, str]) -> dict[str, str]:
+        inherited = {key: value for key, value in os.environ.items() if key != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+        own = {"PYTHONPATH": str(self.path), "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
+        return {**inherited, **own, **further}
+
     def python(self, code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a script. It may use ``failure(callable)``, the error that the call raises, as text."""
+        """Run a script in a new interpreter.
+
+        It may use ``failure(callable)``, the error that the call raises, as text.
+        """
+        return self.run(sys.executable, *arguments, self._script(code), **environment)
+
+    def forked(self, code: str, *, warn: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+        """The same by :meth:`fork`, for a script that is not about the import of torch itself."""
+        return self.fork(self._script(code), warn=warn, **environment)
+
+    def _script(self, code: str) -> str:
         script = self.path / "script.py"
         script.write_text(_PRELUDE + dedent(code), encoding="utf-8")
-        return self.run(sys.executable, *arguments, str(script), **environment)
+        return str(script)
 
     def fsdp(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run the command ``fsdp``; the last line of its stderr says which heavy packages it imported."""
@@ -102,6 +131,8 @@ class Site:
         return self.run(sys.executable, "-c", code, *arguments, check=check)
 
 
+_SECONDS = 150  # for one start
+
 _PRELUDE = """\
 def failure(call):
     try:
@@ -115,9 +146,24 @@ def failure(call):
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library, which noxfile.py has installed out of others' way: where Lightning finds it, it takes seconds."""
+    monkeypatch.setattr(sys, "path", [*sys.path, *filter(None, [os.environ.get("FSDP_TESTS_APART")])])
+    return importlib.import_module("transformers")
+
+
+@pytest.fixture(scope="session")
+def forked_scripts() -> Iterator[ForkedScripts]:
+    """Forks scripts from one process, which lives through the session."""
+    scripts = ForkedScripts()
+    yield scripts
+    scripts.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path, forked_scripts: ForkedScripts) -> Site:
     """A site in which none of this project's own plugins is installed, whatever the tests' environment holds."""
-    site = Site(path=tmp_path)
+    site = Site(path=tmp_path, scripts=forked_scripts)
     # importlib.metadata takes the first of two distributions of one name; these have no entry points.
     for name in ("fsdp-cuda-native", "fsdp-fsdp2", "fsdp-xla"):
         site.distribution(name, version="0")

@@ -63,7 +63,7 @@ def test_a_script_that_imports_lightning_alone_can_say_the_name(tiny_site: Site)
 
 @pytest.mark.parametrize("by_hand", ["before Lightning", "after Lightning"])
 def test_the_environment_variable_turns_it_off_and_an_import_does_it_by_hand(tiny_site: Site, by_hand: str) -> None:
-    tiny_site.python(
+    tiny_site.forked(
         f"""
         import sys
         import torch
@@ -94,7 +94,7 @@ def test_importing_torch_loads_no_plugin(tiny_site: Site) -> None:
 
 
 def test_the_finder_leaves_no_trace_in_the_modules(tiny_site: Site) -> None:
-    tiny_site.python("""
+    tiny_site.forked("""
         import copy, importlib, importlib.machinery, importlib.resources, importlib.util, inspect, pickle, sys
         import torch
         from fsdp_core import autoload
@@ -156,7 +156,7 @@ def test_an_error_in_lightnings_own_module_comes_through(site: Site) -> None:
 
 @pytest.mark.parametrize("action", ["always", "error"])
 def test_a_fault_of_ours_is_one_warning_and_lightning_works(site: Site, action: str) -> None:
-    done = site.python(
+    done = site.forked(
         """
         import torch
         import fsdp_core.plugins.registry
@@ -168,8 +168,7 @@ def test_a_fault_of_ours_is_one_warning_and_lightning_works(site: Site, action: 
         import lightning.fabric.strategies
         assert "ddp" in lightning.fabric.strategies.STRATEGY_REGISTRY
         """,
-        "-W",
-        f"{action}::RuntimeWarning",
+        warn=[f"{action}::RuntimeWarning"],
     )
     message = (
         "fsdp-core could not enter its strategy names in lightning.fabric.strategies: OSError: the disk is on fire\n"
@@ -200,7 +199,7 @@ def test_install_never_raises(site: Site) -> None:
 def test_plugins_that_fail_do_not_stop_torch_or_lightning(tiny_site: Site) -> None:
     tiny_site.plugin("exiting-plugin", "raise SystemExit('no licence')")
     tiny_site.plugin("wrong-plugin", "def")
-    tiny_site.python(
+    tiny_site.forked(
         """
         from lightning.pytorch import Trainer
         Trainer(strategy="tiny", accelerator="cpu", logger=False)
@@ -211,6 +210,5 @@ def test_plugins_that_fail_do_not_stop_torch_or_lightning(tiny_site: Site) -> No
             "Fix it, or type: pip install --upgrade --force-reinstall exiting-plugin"
         ), message
         """,
-        "-W",
-        "error::RuntimeWarning",
+        warn=["error::RuntimeWarning"],
     )

@@ -234,7 +234,7 @@ def test_training_goes_on_beside_all_of_them(site: Site) -> None:
             hook = "" if "hookimpl" in source else HOOK.replace('"bad"', f'"bad_{number}"')
             site.plugin(f"bad-{number}", f"{source}\n{hook}")
     site.plugin("slow-plugin", "import time; time.sleep(1.5)" + HOOK.replace('"bad"', '"slow"'))
-    done = site.python(
+    done = site.forked(
         """
         import atexit, os, sys, time
         import torch

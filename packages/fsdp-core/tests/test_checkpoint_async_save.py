@@ -136,16 +136,33 @@ class TestStaging:
         assert torch.equal(load(tmp_path / "two")["model"]["w"].full(), first["model"]["w"])
 
 
+class Awaited(threading.Event):
+    """Notes how it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.waits = threading.Event(), list[tuple[bool, float | None]]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append((self.is_set(), timeout))
+        self.reached.set()
+        return super().wait(timeout)
+
+
 class TestHeadStart:
     def test_who_goes_on_is_left_alone_at_first_and_who_waits_is_not_kept_waiting(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("fsdp_core.checkpoint.async_save._HEAD_START", 300)  # more than a test may take
         saves, begun = AsyncSaves(ProcessGroupRuntime()), threading.Event()
+        saves._awaited = awaited = Awaited()
         for _ in range(2):
             begun.clear()
+            awaited.reached.clear()
             saves.run("beginning", lambda _: begun.set())
-            assert not begun.wait(0.2)
+            assert awaited.reached.wait(60)
+            assert awaited.waits.pop() == (False, 300)  # so it stays there until somebody waits
+            assert not begun.is_set()
             saves.wait()
             assert begun.is_set()
         saves.run("beginning", lambda _: begun.clear())

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from urllib.parse import parse_qs
 from uuid import uuid4
@@ -14,6 +15,7 @@ import boto3
 import fsspec
 import pytest
 import torch
+from botocore.loaders import JSONFileLoader
 from fsspec.implementations.memory import MemoryFile
 from torch import Tensor
 from werkzeug.serving import make_server
@@ -108,6 +110,8 @@ def store() -> Iterator[Store]:
         for name, value in settings.items():
             patch.setenv(name, value)
         patch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART_BYTES})
+        # each filesystem of a save has a session of its own, which would parse botocore's large files anew
+        patch.setattr(JSONFileLoader, "load_file", cache(JSONFileLoader.load_file))
         opened = Store(url=settings["AWS_ENDPOINT_URL"], client=boto3.client("s3"))
         yield opened
     server.shutdown()

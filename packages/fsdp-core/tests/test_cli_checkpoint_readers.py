@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from cli_checkpoints import in_pieces, run, save_alone
 from fsdp_core.checkpoint import load_state_dict
@@ -153,19 +151,22 @@ def test_what_is_imported_from_it_is_the_same_checkpoint(files: tuple[Path, Path
 
 # -- transformers ------------------------------------------------------------------------------------------------------
 
-AUTO: Any = AutoModelForCausalLM  # most of it has no types
-CONFIGS: dict[str, Callable[[bool], Any]] = {
-    "gpt2": lambda tied: GPT2Config(
-        n_layer=2, n_head=2, n_embd=8, vocab_size=20, n_positions=16, tie_word_embeddings=tied
-    ),
-    "llama": lambda tied: LlamaConfig(
-        num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=12, vocab_size=20,
-        max_position_embeddings=16, tie_word_embeddings=tied,
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 20, "n_positions": 16}),
+    "llama": (
+        "LlamaConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 20,
+         "max_position_embeddings": 16},
     ),
 }  # fmt: skip
 
 
-def logits(model: PreTrainedModel) -> Tensor:
+def config_of(transformers: Any, name: str, tied: bool) -> Any:
+    kind, sizes = CONFIGS[name]
+    return getattr(transformers, kind)(**sizes, tie_word_embeddings=tied)
+
+
+def logits(model: Any) -> Tensor:
     with torch.no_grad():
         found: Tensor = model.eval()(torch.arange(6).reshape(1, 6)).logits
     return found
@@ -174,9 +175,11 @@ def logits(model: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize("shard_size", ["5GB", "1kB"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_from_pretrained_gives_the_same_logits(tmp_path: Path, name: str, tied: bool, shard_size: str) -> None:
+def test_from_pretrained_gives_the_same_logits(
+    transformers: Any, tmp_path: Path, name: str, tied: bool, shard_size: str
+) -> None:
     torch.manual_seed(2)
-    model = AUTO.from_config(CONFIGS[name](tied))
+    model = transformers.AutoModelForCausalLM.from_config(config_of(transformers, name, tied))
     weights = {
         f"model.{key}": in_pieces(tensor, 0, 1) if tensor.ndim and tensor.shape[0] > 1 else tensor
         for key, tensor in model.state_dict().items()
@@ -190,7 +193,7 @@ def test_from_pretrained_gives_the_same_logits(tmp_path: Path, name: str, tied: 
         "--config", tmp_path / "config.json", "--max-shard-size", shard_size,
     )  # fmt: skip
     assert (tmp_path / "hf" / "model.safetensors").is_file() == (shard_size == "5GB")
-    read, told = AUTO.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    read, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert {kind: found for kind, found in told.items() if found} == {}
     assert logits(read).equal(logits(model))
     assert (read.get_input_embeddings().weight is read.get_output_embeddings().weight) == tied
@@ -202,28 +205,28 @@ def test_from_pretrained_gives_the_same_logits(tmp_path: Path, name: str, tied: 
         assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
 
 
-def test_from_pretrained_reads_what_was_converted(tmp_path: Path) -> None:
-    model = AUTO.from_config(CONFIGS["gpt2"](True))
+def test_from_pretrained_reads_what_was_converted(transformers: Any, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config_of(transformers, "gpt2", True))
     save_alone(tmp_path / "a", {"model": dict(model.named_parameters())}, {"model": "model"})
     model.config.save_pretrained(tmp_path)
     run(
         "consolidate", tmp_path / "a", tmp_path / "hf", "--to", "huggingface", "--dtype", "bfloat16",
         "--config", tmp_path / "config.json",
     )  # fmt: skip
-    read = AUTO.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
     assert logits(read).equal(logits(model.to(torch.bfloat16)))
 
 
-def test_the_tied_name_can_be_written_too(tmp_path: Path) -> None:
-    model = AUTO.from_config(CONFIGS["gpt2"](True))
+def test_the_tied_name_can_be_written_too(transformers: Any, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config_of(transformers, "gpt2", True))
     save_alone(tmp_path / "a", {"model": model.state_dict()}, {"model": "model"},
                aliases={"model/lm_head.weight": "model/transformer.wte.weight"})  # fmt: skip
-    untied = CONFIGS["gpt2"](False)
+    untied = config_of(transformers, "gpt2", False)
     untied.save_pretrained(tmp_path)
     run(
         "consolidate", tmp_path / "a", tmp_path / "hf", "--to", "huggingface", "--copy-tied",
         "--config", tmp_path / "config.json",
     )  # fmt: skip
-    read = AUTO.from_pretrained(tmp_path / "hf")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert logits(read).equal(logits(model))
     assert len(load_state_dict(tmp_path / "a")) == len(model.state_dict())

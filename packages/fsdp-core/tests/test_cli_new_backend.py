@@ -138,9 +138,7 @@ def test_its_tests_say_what_to_write_next(site: Site, written: Path) -> None:
     install(site, written)
     test_file = written / "tests" / "test_conformance.py"
     chosen = "test_listing or test_the_options or (test_fabric_equals_plain and 1-adamw_groups)"
-    done = site.run(
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test_file), "-k", chosen, check=False
-    )
+    done = site.fork("-m", "pytest", "-q", "-p", "no:cacheprovider", str(test_file), "-k", chosen, check=False)
     assert "3 passed" in done.stdout, done.stdout
     assert "1 failed" in done.stdout, done.stdout
     assert NEXT in done.stdout
@@ -149,7 +147,7 @@ def test_its_tests_say_what_to_write_next(site: Site, written: Path) -> None:
 def test_what_fails_first_is_what_to_write_next(site: Site, written: Path) -> None:
     install(site, written)
     test_file = written / "tests" / "test_conformance.py"
-    done = site.run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(test_file), check=False)
+    done = site.fork("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(test_file), check=False)
     assert NEXT in done.stdout
 
 
@@ -170,9 +168,7 @@ def test_what_is_written_takes_effect(site: Site, written: Path) -> None:
     file.write_text(begin + WHOLE + "\n\nclass " + rest.split("\n\n\nclass ", 1)[1], encoding="utf-8")
     test_file = written / "tests" / "test_conformance.py"
     chosen = "(test_fabric_equals_plain and 2-sgd) or (test_optimizers_hold_a_share and 2)"
-    done = site.run(
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test_file), "-k", chosen, check=False
-    )
+    done = site.fork("-m", "pytest", "-q", "-p", "no:cacheprovider", str(test_file), "-k", chosen, check=False)
     assert "1 passed" in done.stdout, done.stdout
     assert "1 failed" in done.stdout, done.stdout
     assert "the ranks hold" in done.stdout
@@ -221,7 +217,7 @@ def test_lightnings_names_are_all_known(site: Site) -> None:
     print(*StrategyRegistry)
     print(*STRATEGY_REGISTRY)
     """
-    done = site.python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = site.forked(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     for front_end, names in zip(("trainer", "fabric"), done.stdout.splitlines(), strict=True):
         known = {name for name, front_ends in LIGHTNINGS_OWN.items() if front_end in front_ends}
         assert known == {*names.split(), "auto"}, front_end

@@ -69,11 +69,14 @@ def tiny(site: Site) -> Site:
     return site
 
 
-def pytest_on(site: Site, source: str, *arguments: str, name: str = "test_tiny.py") -> Any:
-    """Run pytest on a file of tests."""
+def pytest_on(site: Site, source: str, *arguments: str, name: str = "test_tiny.py", light: bool = False) -> Any:
+    """Run pytest on a file of tests; ``light`` for one that has imported nothing."""
     (site.path / name).write_text("from suite_of_tests import *\n\n" + dedent(source))
     quiet = ("-q", "-p", "no:cacheprovider", "-rA")
-    return site.run(sys.executable, "-m", "pytest", *quiet, *arguments, name, check=False, PYTHONDONTWRITEBYTECODE="1")
+    words = ("-m", "pytest", *quiet, *arguments, name)
+    if light:
+        return site.run(sys.executable, *words, check=False, PYTHONDONTWRITEBYTECODE="1")
+    return site.fork(*words, check=False, PYTHONDONTWRITEBYTECODE="1")
 
 
 def clauses() -> Iterator[tuple[str, list[Any]]]:
@@ -281,8 +284,8 @@ def test_classes_that_are_refused(tiny: Site) -> None:
     for name, (source, _) in files.items():
         suite = (tiny.path / "suite_of_tests.py").read_text()
         (tiny.path / name).write_text(f"{suite}\n\n{source}")
-    run = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors")
-    said = tiny.run(*run, *files, check=False).stdout
+    run = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors")
+    said = tiny.fork(*run, *files, check=False).stdout
     for name, (_, words) in files.items():
         part = said.split(f"ERROR collecting {name}")[1].split("ERROR collecting")[0]
         for word in words:
@@ -298,8 +301,8 @@ def test_the_plugin_is_light_and_says_what_a_report_may_be_called(tiny: Site) ->
             assert "fsdp_core.testing.pytest_plugin" in sys.modules
             assert not {"torch", "lightning", "numpy", "psutil"} & set(sys.modules)
     """
-    assert pytest_on(tiny, source).returncode == 0
-    done = pytest_on(tiny, source, "--fsdp-report=found.txt")
+    assert pytest_on(tiny, source, light=True).returncode == 0
+    done = pytest_on(tiny, source, "--fsdp-report=found.txt", light=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--fsdp-report=found.txt is of no known kind" in done.stderr
 
@@ -387,7 +390,7 @@ def test_options_that_ask_for_what_is_not_declared(site: Site) -> None:
         'name="able", summary="s", trainer="no:T", accelerators=("cpu",), capabilities=("cpu_offload",)',
         tiny_impl=IMPLEMENTATION,
     )
-    site.python("""
+    site.forked("""
         from tiny_impl import ForFabric, ForTrainer
         from lightning.pytorch import Trainer
         import fsdp_core

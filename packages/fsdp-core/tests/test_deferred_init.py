@@ -99,6 +99,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(values[name], want), name
 
 
+@pytest.mark.usefixtures("transformers")
 @pytest.mark.parametrize("build", [Research, llama, gpt2])
 def test_values_are_those_of_a_model_built_with_memory(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

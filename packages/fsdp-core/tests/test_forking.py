@@ -99,15 +99,18 @@ def fail_on_one() -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", [RankPool, Spawned])
-def test_ranks_that_have_failed_take_no_further_call(kind: type[RankPool]) -> None:
+@pytest.mark.parametrize(("kind", "again"), [(RankPool, 3), (Spawned, 1)])  # to spawn one takes seconds
+def test_ranks_that_have_failed_take_no_further_call(kind: type[RankPool], again: int) -> None:
     """One that waited for another is somewhere in the middle of it."""
     with kind() as pool:
         before = pool.run(3, pids)
         assert pool.run(2, pids) == before[:2]
         with pytest.raises(RankError, match="on one rank alone"):
             pool.run(2, fail_on_one, timeout=30)
-        assert not set(pool.run(3, pids)) & set(before)
+        if FORKS:
+            for pid in before:
+                wait_until_ended(pid)
+        assert not set(pool.run(again, pids)) & set(before)
 
 
 def ended(pid: int) -> bool:
@@ -279,41 +282,63 @@ def wait_for_nobody(folder: str) -> None:
     time.sleep(600)
 
 
+#: How many processes each kind has for two ranks.
+CALLED = {"RankPool": 2, "OneProcess": 1}
+
 CALLER = """
-import sys
+import sys, threading
 import test_forking
+from fsdp_core.testing import forking
+
+def call(kind):
+    with getattr(test_forking, kind)() as pool:
+        pool.run(2, test_forking.wait_for_nobody, f"{sys.argv[1]}/{kind}", timeout=600)
+
 if __name__ == "__main__":
-    with getattr(test_forking, sys.argv[1])() as pool:
-        pool.run(2, test_forking.wait_for_nobody, sys.argv[2], timeout=600)
+    forking._forks_without_threads()  # asked once
+    for kind in test_forking.CALLED:
+        threading.Thread(target=call, args=(kind,)).start()
 """
 
 
-@pytest.mark.skipif(not FORKS, reason="reads /proc")
-@pytest.mark.parametrize("kind", ["RankPool", "OneProcess"])
-def test_ranks_end_with_a_process_that_is_killed_amid_a_call(kind: str, tmp_path: Path) -> None:
-    """As a pytest that hangs is, by CI or by a shell's ``timeout``: a rank that waits for another reads no pipe."""
-    (tmp_path / "caller.py").write_text(CALLER)
+@pytest.fixture(scope="module")
+def left_by_a_killed_caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[int]]]:
+    """The processes of a caller that was killed amid a call of each kind; one start is enough for both."""
+    folder = tmp_path_factory.mktemp("caller")
+    (folder / "caller.py").write_text(CALLER)
+    files = {
+        "RankPool": [folder / "RankPool" / str(rank) for rank in range(2)],
+        "OneProcess": [folder / "OneProcess/0"],
+    }
+    for kind in files:
+        (folder / kind).mkdir()
     caller = subprocess.Popen(
-        [sys.executable, "caller.py", kind, str(tmp_path)],
-        cwd=tmp_path,
+        [sys.executable, "caller.py", str(folder)],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
     )
-    files = [tmp_path / str(rank) for rank in range(1 if kind == "OneProcess" else 2)]
     deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files):
+    while not all(file.exists() and file.read_text() for of_kind in files.values() for file in of_kind):
         assert time.monotonic() < deadline
         assert caller.poll() is None
         time.sleep(0.01)
     caller.kill()
     caller.wait()
-    pids = [int(file.read_text()) for file in files]
-    try:
-        for pid in pids:
-            wait_until_ended(pid)
-    finally:
-        for pid in pids:
-            if not ended(pid):
-                os.kill(pid, signal.SIGKILL)
+    left = {kind: [int(file.read_text()) for file in of_kind] for kind, of_kind in files.items()}
+    yield left
+    for pid in (pid for pids in left.values() for pid in pids):
+        if not ended(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not FORKS, reason="reads /proc")
+@pytest.mark.parametrize("kind", CALLED)
+def test_ranks_end_with_a_process_that_is_killed_amid_a_call(
+    kind: str, left_by_a_killed_caller: dict[str, list[int]]
+) -> None:
+    """As a pytest that hangs is, by CI or by a shell's ``timeout``: a rank that waits for another reads no pipe."""
+    for pid in left_by_a_killed_caller[kind]:
+        wait_until_ended(pid)
 
 
 SCRIPT = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,7 +47,7 @@ def test_both_files_know_the_same_modules() -> None:
 def test_lightnings_own_names_stay_lightnings(site: Site) -> None:
     claims = ("ddp", "fsdp", "single_tpu", "auto", "xla_fsdp")
     site.provide("greedy-plugin", *(f'name="{name}", {BOTH}, {CPU}' for name in claims), tiny_impl=IMPLEMENTATION)
-    done = site.python(
+    done = site.forked(
         """
         import torch
         import lightning.fabric.strategies as fabric
@@ -88,10 +87,10 @@ def test_fabrics_xla_fsdp_is_taken_over_when_fsdp_xla_is_installed(site: Site) -
         print(type(fabric.STRATEGY_REGISTRY.get("xla_fsdp")).__name__)
         assert alone.STRATEGY_REGISTRY["xla_fsdp"]["strategy"] is alone.XLAFSDPStrategy
     """
-    assert site.python(code).stdout == "ForTrainer\nForFabric\n"
+    assert site.forked(code).stdout == "ForTrainer\nForFabric\n"
     # Lightning's own would be a silent fallback when two packages claim the name.
     site.provide("other-plugin", f'name="xla_fsdp", {BOTH}, {CPU}')
-    site.python(
+    site.forked(
         SAY
         + """
     for call in (trainer, fabric):
@@ -111,7 +110,7 @@ def test_names_that_cannot_be_used_say_why(site: Site) -> None:
         probes="def no():\n    return 'there is no TPU'",
     )
     site.plugin("bad-plugin", "import my_dep")
-    site.python(
+    site.forked(
         SAY
         + """
     for call in (trainer, fabric):
@@ -134,14 +133,13 @@ def test_names_that_cannot_be_used_say_why(site: Site) -> None:
     registry = lightning.fabric.strategies.STRATEGY_REGISTRY
     assert registry["xla_fsdp"]["strategy"] is lightning.fabric.strategies.XLAFSDPStrategy
     """,
-        "-W",
-        "error::RuntimeWarning",
+        warn=["error::RuntimeWarning"],
     )
 
 
 def test_a_misspelt_name_gets_our_error_and_no_other_string_does(site: Site) -> None:
     site.provide("tiny-plugin", f'name="tiny", {BOTH}, {CPU}', f'name="fsdp7", {BOTH}, {CPU}', tiny_impl=IMPLEMENTATION)
-    site.python(
+    site.forked(
         SAY
         + """
     for call in (trainer, fabric):
@@ -176,7 +174,7 @@ def test_a_misspelt_name_gets_our_error_and_no_other_string_does(site: Site) -> 
 
 def test_the_stand_alone_packages_get_an_error_that_names_the_import(site: Site) -> None:
     site.provide("tiny-plugin", f'name="tiny", {BOTH}, {CPU}', tiny_impl=IMPLEMENTATION)
-    site.python("""
+    site.forked("""
         import sys
         from pytorch_lightning import Trainer
         from lightning_fabric import Fabric
@@ -211,7 +209,7 @@ def test_an_object_elsewhere_is_told_from_a_wrong_name(site: Site) -> None:
         from fsdp_core.testing.loopback.trainer import LoopbackTrainerStrategy as ForTrainer
     """
     site.provide("tiny-plugin", f'name="loopback", {BOTH}, {CPU}', tiny_impl=impl)
-    site.python("""
+    site.forked("""
         import lightning, lightning_fabric, pytorch_lightning
         from tiny_impl import ForFabric, ForTrainer
 
@@ -238,7 +236,7 @@ def test_an_object_elsewhere_is_told_from_a_wrong_name(site: Site) -> None:
 
 def test_lightnings_command_line_takes_the_name(site: Site) -> None:
     site.provide("tiny-plugin", f'name="tiny", {BOTH}, {CPU}', tiny_impl=IMPLEMENTATION)
-    site.python("""
+    site.forked("""
         from lightning.pytorch.cli import LightningCLI
         from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -257,6 +255,6 @@ def test_fabric_run_takes_the_name(site: Site) -> None:
     (site.path / "train.py").write_text(
         "from lightning.fabric import Fabric\nprint('strategy:', type(Fabric()._strategy).__qualname__)\n"
     )
-    main = "from lightning.fabric.cli import _main; _main()"
-    done = site.run(sys.executable, "-c", main, "run", "--strategy=tiny", "--accelerator=cpu", "train.py")
+    (site.path / "launch.py").write_text("from lightning.fabric.cli import _main\n_main()\n")
+    done = site.fork("launch.py", "run", "--strategy=tiny", "--accelerator=cpu", "train.py")
     assert "strategy: ForFabric" in done.stdout

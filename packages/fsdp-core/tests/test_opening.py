@@ -478,7 +478,7 @@ def test_another_lightning_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_a_script_needs_no_import_of_ours(site: Site, tmp_path: Path, trained: Any, fabric: str, pytorch: str) -> None:
     save_as_trainer(tmp_path / "run.ckpt", *trained)
-    site.python(
+    site.forked(
         f"""
         import sys
         from {pytorch} import LightningModule, Trainer
