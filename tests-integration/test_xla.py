@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,9 +16,9 @@ from typing import NamedTuple
 import pytest
 from click.testing import CliRunner
 
+from forked_scripts import run_forked
 from fsdp_core.cli import fsdp
 from fsdp_core.testing import oracle
-from fsdp_core.testing.forking import start_script
 from fsdp_core.testing.processes import fresh_environment
 
 SCRIPT = Path(__file__).parent / "any_strategy.py"
@@ -41,27 +40,18 @@ class Run(NamedTuple):
             folder.mkdir(parents=True)
         words = [self.strategy, str(self.ranks), *map(str, folders), "--steps", str(first), str(last)]
         words += ["--load", *map(str, loads)] if loads else []
-        status, told = (self.start_on_xla if self.strategy.startswith("xla") else self.start)(words, folders[0])
-        assert status == 0, f"{self}:\n{told[-9000:]}"
+        if self.strategy.startswith("xla"):
+            self.start_on_xla(words, folders[0])
+        else:
+            run_forked(SCRIPT, *words, folder=folders[0], ranks=self.ranks)
         return [json.loads((folder / "losses.json").read_text()) for folder in folders]
 
-    def start_on_xla(self, words: list[str], folder: Path) -> tuple[int, str]:
+    def start_on_xla(self, words: list[str], folder: Path) -> None:
         environment = {n: v for n, v in fresh_environment().items() if n not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
         environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.ranks)}
         command = [xla_python(), str(SCRIPT), *words]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
-        return done.returncode, done.stdout + done.stderr
-
-    def start(self, words: list[str], folder: Path) -> tuple[int, str]:
-        output = folder / "output.txt"
-        environment = {**fresh_environment(), "OMP_NUM_THREADS": "1"}
-        process = start_script(SCRIPT, *words, folder=folder, output=output, environment=environment, ranks=self.ranks)
-        process.join(timeout=200)
-        if process.exitcode is None:
-            os.killpg(process.pid, signal.SIGKILL)  # the script and the ranks that it started
-            process.join()
-        assert process.exitcode is not None
-        return process.exitcode, output.read_text()
+        assert done.returncode == 0, f"{self}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
 def xla_python() -> str:
