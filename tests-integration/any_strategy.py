@@ -1,8 +1,9 @@
 """Trains the suite's net under Fabric with the strategy of a name, on from a folder and into one; see test_xla.py.
 
-Usage: any_strategy.py STRATEGY RANKS FOLDER --steps FIRST LAST [--load FOLDER]
+Usage: any_strategy.py STRATEGY RANKS FOLDER... --steps FIRST LAST [--load FOLDER...]
 
-Writes, into FOLDER: ``loaded``, what was loaded, saved again at once; ``trained``, after the steps; ``losses.json``.
+Writes, into each FOLDER: ``loaded``, what was loaded, saved again at once; ``trained``, after the steps; and
+``losses.json``. If there are several, it goes on from one after the other, each time with a net of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from lightning.fabric import Fabric
 from torch.nn.functional import mse_loss
 
 from fsdp_core.testing import oracle
+
+
+def train_each(fabric: Fabric, folders: list[Path], first: int, last: int, loads: list[Path]) -> None:
+    for folder, load in zip(folders, loads or [None], strict=True):
+        train(fabric, folder, first, last, load)
 
 
 def train(fabric: Fabric, folder: Path, first: int, last: int, load: Path | None) -> None:
@@ -48,9 +54,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("strategy")
     parser.add_argument("ranks", type=int)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--steps", type=int, nargs=2, required=True)
-    parser.add_argument("--load", type=Path)
+    parser.add_argument("--load", type=Path, nargs="+", default=[])
     given = parser.parse_args()
     fabric = Fabric(strategy=given.strategy, devices=given.ranks, accelerator="cpu")
-    fabric.launch(partial(train, folder=given.folder, first=given.steps[0], last=given.steps[1], load=given.load))
+    first, last = given.steps
+    fabric.launch(partial(train_each, folders=given.folders, first=first, last=last, loads=given.load))

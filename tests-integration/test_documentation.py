@@ -6,8 +6,11 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,22 +58,38 @@ def test_the_scripts_are_found() -> None:
     assert len(MESSAGES) > 10
 
 
+Ran = Callable[[str], tuple[str, Path]]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Runs a page's script, each once: what it wrote, and the folder that it ran in."""
+
+    @cache
+    def run(name: str) -> tuple[str, Path]:
+        folder = tmp_path_factory.mktemp("script")
+        finished = run_script(SCRIPTS[name], folder)
+        assert finished.returncode == 0, finished.stdout
+        return finished.stdout, folder
+
+    return run
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_run_as_they_stand(name: str, tmp_path: Path) -> None:
-    finished = run_script(SCRIPTS[name], tmp_path)
-    assert finished.returncode == 0, finished.stdout
-    assert "weights_only" not in finished.stdout  # which Lightning logs of each save on each rank
-    assert finished.stdout.count(" is sharded over 2 ranks (gloo), in ") == 1
+def test_scripts_run_as_they_stand(name: str, ran: Ran) -> None:
+    told, folder = ran(name)
+    assert "weights_only" not in told  # which Lightning logs of each save on each rank
+    assert told.count(" is sharded over 2 ranks (gloo), in ") == 1
     if name == "docs/quickstart.md #1":
         (line,) = re.findall(r"^fsdp2: .+$", PAGES["docs/quickstart.md"], flags=re.MULTILINE)
-        assert line in finished.stdout
-    (saved,) = tmp_path.glob("*.ckpt")
+        assert line in told
+    (saved,) = folder.glob("*.ckpt")
     assert (saved / "manifest.json").is_file()
 
 
-def test_the_quickstart_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+def test_the_quickstart_goes_on_with_another_number_of_processes(ran: Ran, tmp_path: Path) -> None:
     script = SCRIPTS["docs/quickstart.md #1"]
-    assert run_script(script, tmp_path).returncode == 0
+    shutil.copytree(ran("docs/quickstart.md #1")[1], tmp_path, dirs_exist_ok=True)
     resume = re.findall(r"```python\n(.*?)```", PAGES["docs/quickstart.md"], flags=re.DOTALL)[1]
     definitions, main = script.split("    trainer = ")[0], resume.replace("\n", "\n    ")
     finished = run_script(f"{definitions}    {main}\n    print('epochs:', trainer.current_epoch)\n", tmp_path)
@@ -85,16 +104,21 @@ def test_the_quickstart_runs_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run1.ckpt/manifest.json").read_text(encoding="utf-8"))["world_size"] == 2
 
 
-@pytest.mark.parametrize("message", MESSAGES)
-def test_quoted_messages_are_in_the_sources(message: str) -> None:
-    literals = [
+@cache
+def literals() -> list[str]:
+    """The strings of all sources."""
+    return [
         node.value
         for path in ROOT.glob("packages/*/src/**/*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_quoted_messages_are_in_the_sources(message: str) -> None:
     for part in filter(None, (part.strip() for part in message.split("…"))):
-        assert any(part in literal for literal in literals), f"no message says {part!r}"
+        assert any(part in literal for literal in literals()), f"no message says {part!r}"
 
 
 def test_every_error_is_explained() -> None:

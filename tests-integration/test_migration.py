@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +12,10 @@ from lightning.fabric.strategies import XLAFSDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from forked_scripts import run_forked
 from fsdp_core.checkpoint import verify
-from fsdp_core.testing.forking import start_script
-from fsdp_core.testing.processes import fresh_environment
 from fsdp_cuda_native import DDPFullyShardedNativeStrategy, DDPFullyShardedStrategy
-from test_documentation import ROOT, run_script
+from test_documentation import ROOT
 
 PAGE = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
@@ -58,20 +55,11 @@ strategies.FSDPStrategy, FullyShardedDataParallel.__init__ = FSDPStrategy, on_cp
 Ran = Callable[[str], tuple[list[float], Path]]
 
 
-def run_forked(script: str, folder: Path) -> str:
-    """Run a script to its good end; what it wrote. How a user starts one is test_documentation.py's to show."""
-    path, output = folder / "script.py", folder / "output.txt"
+def run(script: str, folder: Path, status: int = 0) -> str:
+    """Run a script to its end; what it wrote. How a user starts one is test_documentation.py's to show."""
+    path = folder / "script.py"
     path.write_text(script, encoding="utf-8")
-    environment = {**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    process = start_script(path, folder=folder, output=output, environment=environment)
-    process.join(timeout=150)
-    if process.exitcode is None:
-        os.killpg(process.pid, signal.SIGKILL)  # the script and the ranks that it started
-        process.join()
-        pytest.fail(f"still running after 150 s:\n{output.read_text()}")
-    told = output.read_text()
-    assert process.exitcode == 0, told
-    return told
+    return run_forked(path, folder=folder, status=status)
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +67,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Runs a script beside ``parts.py``, each once: the losses that it printed, and the folder that it ran in."""
     known: dict[str, tuple[list[float], Path]] = {}
 
-    def run(script: str) -> tuple[list[float], Path]:
+    def run_once(script: str) -> tuple[list[float], Path]:
         if script not in known:
             folder = tmp_path_factory.mktemp("script")
             (folder / "parts.py").write_text(PARTS, encoding="utf-8")
-            told = run_forked(script, folder)
+            told = run(script, folder)
             known[script] = [float(loss) for loss in re.findall(r"^loss (\S+)$", told, re.MULTILINE)], folder
         return known[script]
 
-    return run
+    return run_once
 
 
 def with_changes(script: str, *changes: tuple[str, str]) -> str:
@@ -183,10 +171,7 @@ class TestOldCheckpoints:
         if not (folder / "new.ckpt").exists():
             command = blocks(CHECKPOINTS, "console")[0]
             arguments = command.removeprefix("$ fsdp ").replace("old.ckpt", "run.ckpt").split()
-            finished = run_script(
-                f"import sys\nsys.argv[1:] = {arguments}\nfrom fsdp_core.cli import main\nmain()", folder
-            )
-            assert finished.returncode == 0, finished.stdout
+            run(f"import sys\nsys.argv[1:] = {arguments}\nfrom fsdp_core.cli import main\nmain()", folder)
             verify(folder / "new.ckpt")
         assert going_on(name, folder / "new.ckpt", ran) == same(ran(old)[0][3:])
 
@@ -194,9 +179,8 @@ class TestOldCheckpoints:
     def test_folders_are_refused(self, old: str, ran: Ran, tmp_path: Path) -> None:
         checkpoint = ran(half_of(old))[1] / "run.ckpt"
         (tmp_path / "parts.py").write_text(PARTS, encoding="utf-8")
-        finished = run_script(resumed(NEW[DDP], checkpoint), tmp_path)
-        assert finished.returncode != 0
-        assert f"`fsdp checkpoint import {checkpoint} NEW`" in finished.stdout
+        told = run(resumed(NEW[DDP], checkpoint), tmp_path, status=1)
+        assert f"`fsdp checkpoint import {checkpoint} NEW`" in told
 
 
 class TestTables:

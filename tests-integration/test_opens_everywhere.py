@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import fsdp_core
+from forked_scripts import run_forked
 from fsdp_core.checkpoint import is_checkpoint
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.testing import RankPool
@@ -25,16 +26,21 @@ from fsdp_core.testing.suite.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 from one_device import train
 
-SCRIPT = str(Path(__file__).parent / "one_device.py")
+SCRIPT = Path(__file__).parent / "one_device.py"
 STRATEGIES = ["fsdp2", "fsdp_native"]
 STEPS = 3
 
 
 def script(tmp: Path, *arguments: str) -> dict[str, Any]:
     """What rank 0 of the script tells."""
-    ended = start(tmp, SCRIPT, *arguments)
+    ended = start(tmp, str(SCRIPT), *arguments)
     assert ended.status == 0, ended.output
     return next(told for told in ended.said if told.get("rank", 0) == 0)
+
+
+def said(output: str) -> list[dict[str, Any]]:
+    """The lines of JSON in what a script wrote."""
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,8 @@ class Saved:
 
     def __init__(self, tmp: Path, strategy: str) -> None:
         self.tmp, self.strategy, self.folder = tmp, strategy, tmp / "run"
-        self.told = script(tmp, "train", strategy, "2", str(self.folder), "1")
+        told = run_forked(SCRIPT, "train", strategy, "2", str(self.folder), "1", folder=tmp)
+        self.told = next(one for one in said(told) if one["rank"] == 0)
         shutil.copytree(self.folder, tmp / "as it was")
 
     def restore(self) -> None:
@@ -192,16 +199,17 @@ def test_data_that_begin_anew_are_told(ranks: RankPool, tmp_path: Path, strategy
 
 
 def test_lightnings_command_line_takes_a_folder(tmp_path: Path) -> None:
-    command = str(Path(__file__).parent / "lightning_cli.py")
+    command = Path(__file__).parent / "lightning_cli.py"
     folder = tmp_path / "runs"
     for words, steps in (
         (("fit", "--trainer.strategy=fsdp2", "--trainer.max_steps=3", f"--trainer.default_root_dir={folder}"), 3),
         (("fit", "--trainer.strategy=fsdp_native", "--trainer.max_steps=5", f"--ckpt_path={folder}/last"), 5),
-        (("test", "--trainer.strategy=auto", "--trainer.devices=1", f"--ckpt_path={folder}/last"), 0),
     ):
-        ended = start(tmp_path, command, *words)
-        assert ended.status == 0, ended.output
-        assert ended.said[-1]["step"] == steps
+        assert said(run_forked(command, *words, folder=tmp_path))[-1]["step"] == steps
+    words = ("test", "--trainer.strategy=auto", "--trainer.devices=1", f"--ckpt_path={folder}/last")
+    ended = start(tmp_path, str(command), *words)
+    assert ended.status == 0, ended.output
+    assert ended.said[-1]["step"] == 0
     line = nn.Linear(4, 1)
     saved = fsdp_core.load_state_dict(folder / "last")
     line.load_state_dict({name.removeprefix("layer."): tensor for name, tensor in saved.items()})

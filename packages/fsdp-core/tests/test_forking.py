@@ -367,3 +367,69 @@ def test_a_script_runs_as_by_itself(tmp_path: Path, how: str, status: int) -> No
     assert first == f"__main__ ['{how}', '2'] {tmp_path / 'folder'} 1 False beside it"
     assert "to stderr" in rest
     assert ("ValueError: of the script" in rest) == (how == "raises")
+
+
+RANKS = """
+import os, subprocess, sys
+print(os.environ["RANK"], "preloaded" in str(sys.modules), sys.argv[1:], os.getcwd(), __name__, "GONE" in os.environ)
+if os.environ["RANK"] == "0":
+    del os.environ["GONE"]
+    started = [
+        subprocess.Popen([sys.executable, __file__, f"as {rank}"], env={**os.environ, "RANK": rank}, cwd=folder)
+        for rank, folder in (("1", None), ("2", "/"), ("3", None))
+    ]
+    assert [each.wait() for each in started] == [4, 5, 6]
+    assert subprocess.run([sys.executable, "-c", "exit(7)"]).returncode == 7
+    sys.exit(3)
+sys.exit(3 + int(os.environ["RANK"]))
+"""
+
+
+@pytest.mark.skipif(not FORKS, reason="processes are forked on Linux")
+def test_a_scripts_ranks_are_forked_and_begin_where_it_starts_them(tmp_path: Path) -> None:
+    """As many as are asked for; a further one is started by the interpreter."""
+    (tmp_path / "script.py").write_text(RANKS)
+    output, environment = tmp_path / "output.txt", {**os.environ, "RANK": "0", "GONE": "soon"}
+    process = start_script(tmp_path / "script.py", folder=tmp_path, output=output, environment=environment, ranks=3)
+    process.join(timeout=60)
+    assert process.exitcode == 3, output.read_text()
+    assert sorted(output.read_text().splitlines()) == [
+        f"0 True [] {tmp_path} __main__ True",
+        f"1 True ['as 1'] {tmp_path} __main__ False",
+        "2 True ['as 2'] / __main__ False",
+        f"3 False ['as 3'] {tmp_path} __main__ False",
+    ]
+
+
+WAITING = """
+import os, subprocess, sys, time
+from pathlib import Path
+here = Path(__file__).parent
+if len(sys.argv) == 2:
+    (here / "forked").write_text(str(os.getpid()))
+    time.sleep(600)
+started = subprocess.Popen([sys.executable, __file__, "waits"])
+while not (here / "forked").exists() or not (here / "forked").read_text():
+    time.sleep(0.01)
+assert started.poll() is None
+assert str(started.pid) == (here / "forked").read_text()
+started.send_signal(9)
+print("ended with", started.wait(), started.poll(), started.returncode, flush=True)
+children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+print("never started:", children, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(not FORKS, reason="reads /proc")
+def test_a_scripts_rank_can_be_ended_and_one_that_never_begins_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WAITING)
+    output = tmp_path / "output.txt"
+    process = start_script(
+        tmp_path / "script.py", folder=tmp_path, output=output, environment=dict(os.environ), ranks=3
+    )
+    process.join(timeout=60)
+    first, second = output.read_text().splitlines()
+    assert process.exitcode == -9
+    assert first == "ended with -9 -9 -9"
+    wait_until_ended(int(second.removeprefix("never started: ")))

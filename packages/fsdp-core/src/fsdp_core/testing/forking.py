@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -81,7 +82,7 @@ def start_process(
 
 
 def start_script(
-    path: Path, *arguments: str, folder: Path, output: Path, environment: Mapping[str, str]
+    path: Path, *arguments: str, folder: Path, output: Path, environment: Mapping[str, str], ranks: int = 1
 ) -> BaseProcess:
     """Run a script in a process forked as ranks are; for what is not about how Python starts and ends.
 
@@ -93,7 +94,10 @@ def start_script(
         *arguments: The rest of ``sys.argv``.
         folder: The working directory.
         output: The file that stdout and stderr go to.
-        environment: All of its environment variables.
+        environment: All of its environment variables. What ``PYTHONPATH`` names comes next in ``sys.path``.
+        ranks: Of how many ranks it is the first. The others are forked before it runs, and begin when it starts them as
+            Lightning's launcher does: by ``subprocess.Popen([sys.executable, script, ...], env=..., cwd=...)``. What it
+            starts in another way, or beyond that number, is started as ever.
 
     Returns:
         The process. It is ended with this one, and its exit status is that of the script. It leads a session of its
@@ -103,13 +107,18 @@ def start_script(
     if method == "forkserver":
         _ensure_running()
     process, connection = _start(
-        method, _run_script, (str(path), arguments, str(folder), str(output)), dict(environment)
+        method,
+        _run_script,
+        (str(path), arguments, str(folder), str(output), ranks if method == "forkserver" else 1),
+        dict(environment),
     )
     connection.close()
     return process
 
 
-def _run_script(connection: Connection, path: str, arguments: tuple[str, ...], folder: str, output: str) -> None:
+def _run_script(
+    connection: Connection, path: str, arguments: tuple[str, ...], folder: str, output: str, ranks: int
+) -> None:
     connection.close()
     os.setsid()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -118,8 +127,75 @@ def _run_script(connection: Connection, path: str, arguments: tuple[str, ...], f
     os.close(descriptor)
     os.chdir(folder)
     sys.argv[:] = [path, *arguments]
-    sys.path.insert(0, os.path.dirname(path))
+    found = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:0] = [os.path.dirname(path), *found]
+    if ranks > 1:
+        _fork_ranks(ranks - 1)
     runpy.run_path(path, run_name="__main__")
+
+
+class _ForkedRank:
+    """What a script has of a rank that it starts: as much of a ``Popen`` as launchers use."""
+
+    def __init__(self, pid: int, pipe: Connection) -> None:
+        self.pid, self.pipe = pid, pipe
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _wait(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _fork_ranks(number: int) -> None:
+    """Fork processes that wait until the script starts them, and let ``subprocess.Popen`` give those to it.
+
+    Returns in this process at once, and in a forked one when it is started. One that never is ends with this one.
+    """
+    waiting: list[_ForkedRank] = []
+    for _ in range(number):
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        pid = os.fork()
+        if not pid:
+            for pipe in (sender, *(other.pipe for other in waiting)):
+                pipe.close()
+            _wait_to_be_started(receiver)
+            return
+        receiver.close()
+        waiting.append(_ForkedRank(pid, sender))
+    command = [sys.executable, os.path.abspath(sys.argv[0])]
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def __new__(cls, args: Any, *others: Any, **options: Any) -> Any:
+            if not waiting or list(args[:2]) != command or others or options.keys() - {"env", "cwd"}:
+                return super().__new__(cls)
+            rank = waiting.pop(0)
+            rank.pipe.send((list(args[1:]), dict(options.get("env") or os.environ), options.get("cwd") or os.getcwd()))
+            return rank
+
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def _wait_to_be_started(receiver: Connection) -> None:
+    try:
+        argv, environment, folder = receiver.recv()
+    except EOFError:
+        os._exit(0)
+    receiver.close()
+    sys.argv[:] = argv
+    os.chdir(folder)
+    _begin(environment)
 
 
 def end_process(process: BaseProcess, connection: Connection) -> int | None:
@@ -166,13 +242,18 @@ def _start(
 def _work(
     work: Callable[..., None], connection: Connection, arguments: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
+    _begin(environment)
+    work(connection, *arguments)
+
+
+def _begin(environment: Mapping[str, str]) -> None:
+    """What a forked process does first."""
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # random does so by itself after a fork
     _end_with_parent()
-    work(connection, *arguments)
 
 
 def _end_with_parent() -> None:
