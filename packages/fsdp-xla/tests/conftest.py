@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from fsdp_core.testing import Ranks, forking
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # threads of torch's in the tests' own process would spin for each other while ranks need the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "torch_xla" not in forking.preloads:
         forking.preloads.append("torch_xla")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memory_runs import BUILDS, DEEP, LAYERS, WEIGHTS, WIDTH
-from xla_process import TO_MEASURE_MEMORY, ok, run_script
+from xla_process import ok, run_script
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets a process's peak")
 
@@ -21,7 +21,7 @@ MODEL = WEIGHTS * DEEP // LAYERS
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_script("memory_runs.py", 2, tmp_path_factory.mktemp("builds"), "builds", variables=TO_MEASURE_MEMORY)
+    return run_script("memory_runs.py", 2, tmp_path_factory.mktemp("builds"), "builds")
 
 
 @pytest.mark.parametrize("case", ["built in parts", "built in parts by torch", "built empty", "configured in parts"])
@@ -42,7 +42,7 @@ def test_a_whole_model_is_freed_unit_by_unit_as_it_is_sharded(builds: dict[str, 
 
 def test_spmd_frees_a_model_parameter_by_parameter_as_it_is_sharded(tmp_path: Path) -> None:
     """Its one process has the model once: the shards, and what is on its way to them."""
-    builds = run_script("memory_runs.py", 2, tmp_path, "spmd builds", variables=TO_MEASURE_MEMORY)
+    builds = run_script("memory_runs.py", 2, tmp_path, "spmd builds")
     for case in BUILDS:
         result = ok(builds, f"built {case}")
         assert result["peak"] < 1.3 * MODEL, case
@@ -52,7 +52,7 @@ def test_spmd_frees_a_model_parameter_by_parameter_as_it_is_sharded(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_script("memory_runs.py", 2, tmp_path_factory.mktemp("saves"), "saves", variables=TO_MEASURE_MEMORY)
+    return run_script("memory_runs.py", 2, tmp_path_factory.mktemp("saves"), "saves")
 
 
 @pytest.mark.parametrize("front_end", ["fabric", "trainer"])

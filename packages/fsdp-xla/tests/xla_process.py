@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,6 @@ from fsdp_core.testing.forking import start_script
 from fsdp_xla.testing.ranks import QUICK
 
 HERE = Path(__file__).parent
-
-#: malloc is to give large tensors back when they are freed, or no peak could be measured. Read as a process starts.
-TO_MEASURE_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
 
 
 def on_hardware() -> bool:
@@ -74,15 +71,13 @@ def start(script: str, answer: Path, *arguments: str, devices: int | None = 4) -
     return _start(script, answer, str(answer), *arguments, devices=devices)
 
 
-def _start(
-    script: str, answer: Path, *arguments: str, devices: int | None, variables: Mapping[str, str] | None = None
-) -> Running:
+def _start(script: str, answer: Path, *arguments: str, devices: int | None) -> Running:
     environment = {name: value for name, value in os.environ.items() if name not in ("CPU_NUM_DEVICES", "PJRT_DEVICE")}
     on_tpu = {"PJRT_DEVICE": "TPU", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
     environment |= on_tpu if on_hardware() else cpu_variables(devices)
     answer.parent.mkdir(parents=True, exist_ok=True)
     output = answer.with_suffix(".output")
-    if variables is None and not on_hardware():
+    if not on_hardware():
         forked = start_script(HERE / script, *arguments, folder=answer.parent, output=output, environment=environment)
 
         def wait_for_fork(seconds: float) -> int | None:
@@ -94,7 +89,7 @@ def _start(
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(HERE / script), *arguments],
             cwd=answer.parent,
-            env=environment | {**(variables or {})},
+            env=environment,
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
@@ -113,14 +108,7 @@ def results_of(script: str, answer: Path, *arguments: str, devices: int | None =
     return start(script, answer, *arguments, devices=devices).finish()
 
 
-def run_script(
-    script: str,
-    devices: int,
-    folder: Path,
-    *arguments: str,
-    timeout: float = 280.0,
-    variables: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+def run_script(script: str, devices: int, folder: Path, *arguments: str, timeout: float = 280.0) -> dict[str, Any]:
     """Run a script that calls :func:`save_cases`, and read what it has saved.
 
     Args:
@@ -129,13 +117,12 @@ def run_script(
         folder: Where it may write.
         *arguments: Its further arguments.
         timeout: Seconds that it may take.
-        variables: What the process needs to be told as it starts; it is not forked then.
 
     Returns:
         The results of its cases by name; of one that raised, the traceback as a string that begins with "Traceback".
     """
     words = (str(devices), str(folder), *arguments)
-    running = _start(script, folder / "results.pt", *words, devices=devices, variables=variables)
+    running = _start(script, folder / "results.pt", *words, devices=devices)
     results: dict[str, Any] = running.finish(timeout, weights_only=True)
     return results
 
