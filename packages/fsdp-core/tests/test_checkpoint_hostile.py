@@ -322,7 +322,7 @@ def test_a_file_name_must_stay_inside(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("field", ["json", "tensors"])
 def test_the_state_files_must_stay_inside(folder: Path, name: str, field: str) -> None:
     rewrite(folder, lambda content: content["state"].update({field: name}))
-    refused(folder, "the state lies in .*, which is not among the files")
+    refused(folder, "the state is in .*, which is not among the files")
 
 
 @pytest.mark.parametrize("link", ["file", "folder"])

@@ -378,7 +378,7 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own(folder: Path, tmp_path:
 
 def test_a_configuration_must_be_json(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    for content, message in (("{", "can't read the configuration"), ("[1]", "holds no JSON object")):
+    for content, message in (("{", "can't read the configuration"), ("[1]", "is not a JSON object")):
         config.write_text(content)
         refused = run("consolidate", folder, tmp_path / "o", "--to", "huggingface", "--config", config, status=1)
         assert message in refused.stderr

@@ -131,7 +131,8 @@ def test_reduced_ones_are_added_to_own_ones() -> None:
 
 @pytest.mark.parametrize("kind", ["own", "reduced"])
 @pytest.mark.parametrize(
-    ("name", "shape", "message"), [("wieght", (2, 3), "'wieght', which is no parameter"), ("weight", (3, 2), "shape")]
+    ("name", "shape", "message"),
+    [("wieght", (2, 3), "'wieght', but Linear has no such parameter"), ("weight", (3, 2), "shape")],
 )
 def test_gradients_of_another_model_are_refused(kind: str, name: str, shape: tuple[int, ...], message: str) -> None:
     _, sharded = _model()
