@@ -200,7 +200,7 @@ MISFITS: dict[type[Lit], list[str]] = {
         "2 differ:\n    net.frozen.weight: its shape is (6, 6) in the checkpoint, and (7, 6) here",
         "nothing was loaded",
     ],
-    TwoOptimizers: ["the state of 1 optimizers", "made 2", "Return the optimizers"],
+    TwoOptimizers: ["the state of 1 optimizers", "returned 2", "Return the optimizers"],
     MoreGroups: [
         "param groups 0 and 2 of the optimizer were saved as one, param group 0 of 2",
         "'net.blocks.1.up.weight'",
@@ -208,7 +208,7 @@ MISFITS: dict[type[Lit], list[str]] = {
         "weight_decay 0.1 instead of 0.5",
         "on_train_start or after fabric.load",
     ],
-    MoreTrained: ["'net.frozen.weight'", "param group 0", "or load the weights alone"],
+    MoreTrained: ["'net.frozen.weight'", "param group 0", "or load only the weights"],
 }
 
 
