@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import OptimizerMismatchError, ShardingError
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained, train_plain
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import (
     assert_sharded,
@@ -557,3 +557,76 @@ def test_a_parameter_that_is_never_used_stays_the_models(
     names = sorted(name for name, _ in Idle().named_parameters())
     for held, trained in ranks.run(world_size, names_after_three_passes, options, accumulating):
         assert held == trained == names
+
+
+# -- units that return what they were given ----------------------------------------------------------------------------
+
+
+class Skippable(nn.Module):
+    """A layer that is skipped on rank 0, and then returns its input: a tensor, or a dict with it."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.linear, self.nested = nn.Linear(FEATURES, FEATURES), nested
+
+    def forward(self, x: Any, **more: Any) -> Any:
+        given = more["inputs"]["x"] if self.nested else x
+        output = given if _skips else given + torch.tanh(self.linear(given))
+        return {"x": output, "of": more["inputs"]} if self.nested else output
+
+
+class Skipping(nn.Module):
+    """Layers one after the other with nothing in between, of which rank 0 uses none."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        with oracle.seeded(1):
+            self.inp, self.nested = nn.Linear(FEATURES, FEATURES), nested
+            self.layers = nn.ModuleList(Skippable(nested) for _ in range(3))
+
+    def forward(self, x: Any) -> Any:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(None, inputs={"x": x})["x"] if self.nested else layer(x)
+        return x
+
+
+_skips = False
+
+
+def skip_on_rank_0(nested: bool) -> dict[str, Any]:
+    global _skips
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {Skippable}})
+    net = Skipping(nested)
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    _skips = fabric.global_rank == 0
+    for x, y in oracle.global_batches(2):
+        rank = fabric.global_rank
+        fabric.backward(mse_loss(model(x[rank::2]), y[rank::2]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state(fabric.strategy)
+
+
+def skip_in_one_process(nested: bool) -> dict[str, Any]:
+    global _skips
+    net = Skipping(nested)
+    optimizer = oracle.sgd(net)
+    for x, y in oracle.global_batches(2):
+        losses = []
+        for rank in (0, 1):
+            _skips = rank == 0
+            losses.append(mse_loss(net(x[rank::2]), y[rank::2]))
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["tensors", "dicts by keyword"])
+def test_layers_that_one_rank_skips(ranks: RankPool, nested: bool) -> None:
+    """Each is called with tensors alone, or with what has to be searched for them."""
+    want = skip_in_one_process(nested)
+    got = ranks.run(2, skip_on_rank_0, nested)[0]
+    assert got.keys() == want.keys()
+    torch.testing.assert_close(got, dict(want), rtol=0, atol=FP32_TOLERANCE)

@@ -312,12 +312,12 @@ def _tell_inputs_apart(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -
 
 
 def _tell_output_apart(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return None
     given = args if _plain(args, kwargs) else tree_leaves((args, kwargs))
     returned = [output] if type(output) is Tensor else tree_leaves(output)
     same = {id(one) for one in returned if isinstance(one, Tensor) and one.requires_grad and _is_among(one, given)}
-    if not same or not torch.is_grad_enabled():
-        return None
-    return tree_map_only(Tensor, lambda one: one.view_as(one) if id(one) in same else one, output)
+    return tree_map_only(Tensor, lambda one: one.view_as(one) if id(one) in same else one, output) if same else None
 
 
 def _plain(args: Any, kwargs: Any) -> bool:
