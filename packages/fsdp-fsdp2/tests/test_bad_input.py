@@ -71,14 +71,14 @@ def test_options_are_refused_together(front_end: FrontEnd) -> None:
         "sharding_strategy": "NO_SHARD",
         "use_orig_params": True,
         "parallelize_fn": print,
-        "tensor_parallel_size": 2,
+        "context_parallel_size": 2,
         "reshard_after_foward": True,
     }
     told = refusal(UnsupportedCapabilityError, lambda: fsdp_core.resolve("fsdp2", front_end)(**options))
     assert_says(
-        told, "no options 'sharding_strategy', 'parallelize_fn', 'tensor_parallel_size', 'reshard_after_foward'"
+        told, "no options 'sharding_strategy', 'parallelize_fn', 'context_parallel_size', 'reshard_after_foward'"
     )
-    assert_says(told, "\nparallelize_fn: Units come from auto_wrap_policy", "\ntensor_parallel_size: 'fsdp2' has no")
+    assert_says(told, "\nparallelize_fn: Units come from auto_wrap_policy", "\ncontext_parallel_size: 'fsdp2' has no")
     assert_says(told, "\nreshard_after_foward: Did you mean 'reshard_after_forward'?")
     assert "use_orig_params" not in told
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
 from fsdp_core.torch_private import meeting_place
 
 __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
@@ -62,6 +63,55 @@ class Runtime(ABC):
     local_rank: int = 0
     world_size: int = 1
     patience: timedelta = timedelta(minutes=5)
+    _mesh: Mesh | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """How the ranks are arranged; :attr:`~fsdp_core.Mesh.data_parallel` over all of them unless it was set."""
+        return self._mesh or Mesh(data_parallel=self.world_size)
+
+    @mesh.setter
+    def mesh(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def along(self, *axes: MeshAxis) -> Runtime:
+        """The peers of this rank along some axes of :attr:`mesh`, as a runtime of their own.
+
+        Its :attr:`rank` is the coordinate along these axes, and its collectives are between the peers. Every rank must
+        call it for the same axes in the same order: a group of processes is created the first time.
+
+        Args:
+            *axes: Axes of the mesh.
+
+        Raises:
+            UnsupportedCapabilityError: This runtime can't communicate among a part of the ranks.
+        """
+        if self.mesh.size(axes) == self.world_size:
+            return self
+        raise UnsupportedCapabilityError(
+            f"{type(self).__name__} has no groups of a part of its ranks, and the mesh {self.mesh.described()} needs "
+            "them.\n"
+            "Leave the sizes of the mesh out, or use strategy='fsdp2'."
+        )
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's index among the ranks that get different batches."""
+        return self.mesh.coordinate(self.rank, DATA_AXES)
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """The number of ranks that get different batches."""
+        return self.mesh.size(DATA_AXES)
+
+    def by_data_parallel_rank(self, by_rank: list[Any]) -> list[Any]:
+        """Of a list with one entry per rank, those of one rank for each data-parallel rank, in their order."""
+        return [by_rank[rank] for rank in self.mesh.peers(0, DATA_AXES)]
+
+    @property
+    def data(self) -> Runtime:
+        """The ranks that get different batches: the peers along both data-parallel axes."""
+        return self.along(*DATA_AXES)
 
     @abstractmethod
     def start(
@@ -229,6 +279,15 @@ class ProcessGroupRuntime(Runtime):
         self._timeout: timedelta | None = None
         #: The process group of the collectives; the default one when ``None``.
         self._group: Any = None
+        self._along: dict[tuple[Mesh, tuple[MeshAxis, ...]], Runtime] = {}
+
+    def along(self, *axes: MeshAxis) -> Runtime:
+        if self.mesh.size(axes) == self.world_size:
+            return self
+        key = self.mesh, axes
+        if key not in self._along:
+            self._along[key] = _Peers(self, axes, self._timeout)
+        return self._along[key]
 
     def start(
         self,
@@ -268,6 +327,7 @@ class ProcessGroupRuntime(Runtime):
         if self._owns_group and dist.is_initialized():
             _destroy(None)
         self._owns_group = False
+        self._along.clear()
 
     @property
     def _alone(self) -> bool:
@@ -319,14 +379,14 @@ class ProcessGroupRuntime(Runtime):
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         if not self._alone:
-            dist.broadcast(tensor.detach(), src=src, group=self._group)
+            dist.broadcast(tensor.detach(), group=self._group, group_src=src)
         return tensor
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         if self._alone:
             return obj
         box = [obj]
-        dist.broadcast_object_list(box, src, group=self._group)
+        dist.broadcast_object_list(box, group=self._group, group_src=src)
         return box[0]
 
     def gather_objects(self, obj: Any) -> list[Any]:
@@ -376,6 +436,25 @@ class ProcessGroupRuntime(Runtime):
             dist.barrier(group=self._group, device_ids=[self.device.index or 0])
         else:
             dist.barrier(group=self._group)
+
+
+class _Peers(ProcessGroupRuntime):
+    """The peers of a rank along some axes of the mesh, over a process group of their own."""
+
+    def __init__(self, main: ProcessGroupRuntime, axes: tuple[MeshAxis, ...], timeout: timedelta | None) -> None:
+        super().__init__(main.backend)
+        self.local_rank, self.device = main.local_rank, main.device
+        self.rank, self.world_size = main.mesh.coordinate(main.rank, axes), main.mesh.size(axes)
+        for ranks in main.mesh.groups(axes):  # all ranks create all groups
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if main.rank in ranks:
+                self._group = group
+
+    def meet(self, doing: str) -> None:
+        self.barrier()
+
+    def stop(self) -> None:
+        """Nothing to do: the group ends with the main one."""
 
 
 class _SideChannel(ProcessGroupRuntime):

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
+
+# What fully_shard places a parameter as that tensor parallelism has sharded along the same dimension; no public name.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # The base class of every batch norm, including SyncBatchNorm; no public name exists.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -26,6 +30,7 @@ from torch.utils.data import DataLoader
 __all__ = [
     "BatchNorm",
     "Place",
+    "StridedShard",
     "TorchDispatchMode",
     "batches_given",
     "foreach_mul_",
@@ -33,6 +38,7 @@ __all__ = [
     "hooks_on",
     "in_backward",
     "is_exhausted",
+    "is_first_slice",
     "is_flattened",
     "iterates_as_torch",
     "make_scaler_sharded",
@@ -49,6 +55,17 @@ __all__ = [
     "watch_iterators",
     "without_torch_function",
 ]
+
+
+def is_first_slice(mesh: device_mesh.DeviceMesh) -> bool:
+    """Whether a mesh is the first of the slices of a larger one along its axes; true for a mesh that is no slice.
+
+    A DTensor on a slice has a copy on each of the others, which only the larger mesh knows of. torch 2.9 keeps it
+    elsewhere than later versions.
+    """
+    find = getattr(mesh, "_get_root_mesh", None)
+    root: device_mesh.DeviceMesh = find() if find is not None else device_mesh._mesh_resources.get_root_mesh(mesh)
+    return root is mesh or int(root.mesh.min()) == int(mesh.mesh.min())
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:

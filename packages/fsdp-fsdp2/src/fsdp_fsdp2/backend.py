@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,7 +19,9 @@ from torch.distributed.fsdp import (
 
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
+    DATA_AXES,
     ActivationCheckpointingPolicy,
+    Mesh,
     ShardPrecision,
     WrapPolicy,
     checkpoint_activations,
@@ -32,15 +34,26 @@ from fsdp_core.sharding import (
     stays_whole,
 )
 from fsdp_core.state import give_back
+from fsdp_fsdp2.meshes import device_mesh
 from fsdp_fsdp2.sharded import FSDP2Sharded
+from fsdp_fsdp2.tensor_parallel import (
+    TensorParallelPlan,
+    check_plan,
+    described_plan,
+    missing_plan,
+    styles_of,
+    tensor_parallelize,
+    tie_again,
+)
 
 __all__ = ["FSDP2Backend"]
 
 
 class FSDP2Backend(Backend):
-    """Shards parameters along their first axis over all ranks, unit by unit.
+    """Shards parameters along their first axis over the data-parallel ranks, unit by unit.
 
-    0-dim parameters, which ``fully_shard`` rejects, are replicated on every rank.
+    Before that, layers that a plan names are divided among tensor-parallel ranks. 0-dim parameters, which
+    ``fully_shard`` rejects, are replicated on every rank.
 
     :class:`~fsdp_fsdp2.constructor.FSDP2Options` documents the keyword arguments.
     """
@@ -54,8 +67,13 @@ class FSDP2Backend(Backend):
         cpu_offload: bool | OffloadPolicy = False,
         mp_policy: MixedPrecisionPolicy | None = None,
         sync_each_batch: bool = False,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_replicate_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        tp_plan: TensorParallelPlan | None = None,
     ) -> None:
         super().__init__()
+        check_plan(tp_plan)
         _check_options(reshard_after_forward, cpu_offload, mp_policy)
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
@@ -63,16 +81,33 @@ class FSDP2Backend(Backend):
         self.cpu_offload = cpu_offload
         self.mp_policy = mp_policy
         self.sync_each_batch = sync_each_batch
-        self._mesh: DeviceMesh | None = None
+        self.sizes = {
+            "data_parallel_size": data_parallel_size,
+            "data_parallel_replicate_size": data_parallel_replicate_size,
+            "tensor_parallel_size": tensor_parallel_size,
+        }
+        self.tp_plan = tp_plan
+        self._device_mesh: DeviceMesh | None = None
+
+    def mesh(self, world_size: int) -> Mesh:
+        mesh = Mesh.of(world_size, **self.sizes)
+        if mesh.tensor_parallel > 1 and self.tp_plan is None:
+            raise missing_plan(mesh.tensor_parallel)
+        return mesh
 
     @property
-    def mesh(self) -> DeviceMesh:
-        """The 1-D mesh of all ranks, its axis named ``"shard"``."""
-        if self._mesh is None:
-            self._mesh = init_device_mesh(
-                self.runtime.device.type, (self.runtime.world_size,), mesh_dim_names=("shard",)
-            )
-        return self._mesh
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks as torch's mesh. All ranks must access it the first time: it creates process groups."""
+        if self._device_mesh is None:
+            self._device_mesh = device_mesh(self.runtime)
+        return self._device_mesh
+
+    @property
+    def _fsdp_mesh(self) -> DeviceMesh:
+        """The axes that ``fully_shard`` shards and replicates over."""
+        if self.runtime.mesh.data_parallel_replicate > 1:
+            return self.device_mesh[DATA_AXES]
+        return self.device_mesh["data_parallel"]
 
     def terms(self) -> dict[str, Any]:
         return {
@@ -82,6 +117,8 @@ class FSDP2Backend(Backend):
             "reshard_after_forward": self.reshard_after_forward,
             "cpu_offload": self.cpu_offload,
             "mp_policy": self.mp_policy,
+            "mesh": self.runtime.mesh.described(),
+            "tp_plan": described_plan(self.tp_plan),
         }
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
@@ -108,6 +145,9 @@ class FSDP2Backend(Backend):
     def shard_module(self, module: nn.Module) -> FSDP2Sharded:
         self._check(module)
         units = self.units(module)
+        size = self.runtime.mesh.tensor_parallel
+        styles = {} if self.tp_plan is None or size == 1 else styles_of(module, self.tp_plan, size)
+        ties = _ties(module) if styles else []
         checkpoint_activations(module, self.activation_checkpointing_policy)
         sharded: set[nn.Module] = set()
         kept_whole: list[nn.Parameter] = []
@@ -116,18 +156,23 @@ class FSDP2Backend(Backend):
             own = [m for m in unit.modules() if m not in sharded]
             sharded.update(own)
             place(own, self.runtime)
+            before = {p for m in own for p in m.parameters(recurse=False)}
+            if styles:
+                tensor_parallelize(own, styles, self.device_mesh["tensor_parallel"])
+            if unit is module:
+                tie_again(ties, module)
             whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
             replaced = {p for m in own for p in m.parameters(recurse=False)} - whole
             _check_dtypes(unit, replaced)
             fully_shard(
                 unit,
-                mesh=self.mesh,
+                mesh=self._fsdp_mesh,
                 reshard_after_forward=self._reshards(unit, module, units),
                 mp_policy=self._mp_policy(),
                 offload_policy=self._offload_policy(),
                 ignored_params=whole or None,
             )
-            for parameter in replaced:
+            for parameter in before - whole:
                 # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             kept_whole += whole
@@ -160,9 +205,10 @@ class FSDP2Backend(Backend):
                     "Give them to the strategy and write wrap(module), or use strategy='fsdp_native'."
                 )
         size = self.reshard_after_forward
-        if type(size) is int and (size < 1 or self.runtime.world_size % size):
+        ranks = self.runtime.mesh.data_parallel
+        if type(size) is int and (size < 1 or ranks % size):
             raise UnsupportedCapabilityError(
-                f"reshard_after_forward={size} does not divide the {self.runtime.world_size} ranks into groups.\n"
+                f"reshard_after_forward={size} does not divide the {ranks} ranks into groups.\n"
                 "Write a number that divides them, or True, False, or None: all but the root and the last unit reshard."
             )
 
@@ -175,6 +221,15 @@ class FSDP2Backend(Backend):
         if isinstance(self.cpu_offload, OffloadPolicy):
             return self.cpu_offload
         return CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+
+
+def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The modules and names under which each shared parameter is registered."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
 
 
 def _check_dtypes(unit: nn.Module, parameters: set[nn.Parameter]) -> None:

@@ -12,7 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import Runtime, Sharded, ShardingError
-from fsdp_core.sharding import ComparedShards, ReplicatedParameters, StepGradients, StepWrites, sharded_of
+from fsdp_core.sharding import (
+    GRADIENT_AXES,
+    ComparedShards,
+    ReplicatedParameters,
+    StepGradients,
+    StepWrites,
+    sharded_of,
+)
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
 from fsdp_fsdp2.torch_private import (
     AssignedData,
@@ -69,7 +76,7 @@ class FSDP2Sharded(Sharded):
     ) -> None:
         super().__init__(module)
         self._fsdp = _fsdp(module)
-        self.replicated = ReplicatedParameters(whole, module, runtime) if whole else None
+        self.replicated = ReplicatedParameters(whole, module, runtime.along(*GRADIENT_AXES)) if whole else None
         self.units = [_fsdp(unit) for unit in (*units, module)]
         self.gathering = Gathering(self.units)
         self.unused = UnusedParameters(self.units, runtime)

@@ -18,3 +18,8 @@ class FSDP2Strategy(FSDP2Options, ShardedTrainerStrategy):
         >>> strategy.backend.cpu_offload
         True
     """
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self.device_mesh  # its public property is read-only

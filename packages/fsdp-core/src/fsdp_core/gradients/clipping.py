@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,15 +35,16 @@ def clip_grads_by_norm(
 ) -> Tensor:
     """Scale gradients down, in place, so that their joint norm is at most ``max_norm``.
 
-    Sharded gradients count by their shards, summed over ranks; others are taken to be the same on every rank and count
-    once. All ranks must call it.
+    Sharded gradients count by their shards, summed over the ranks that hold different ones; others are taken to be the
+    same on every rank and count once. All ranks must call it.
 
     Args:
         parameters: The parameters whose ``.grad`` to clip. Those without one are skipped.
         max_norm: The largest norm to leave.
         runtime: The world to reduce over.
         is_sharded: Whether ranks hold different parts of a parameter.
-        group: The ranks that together hold a whole parameter; all of them when ``None``.
+        group: The ranks that together hold a whole parameter that is no DTensor; all of them when ``None``. A DTensor's
+            mesh says this of it.
         norm_type: The order *p* of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: Whether to raise when the norm is NaN or infinite.
 
@@ -56,20 +58,21 @@ def clip_grads_by_norm(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is no norm. Write a positive number, or float('inf').")
-    sharded: list[Tensor] = []
+    shards: dict[tuple[Any, ...], list[Tensor]] = {(group,): []}  # by the groups over which they are parts of a whole
     replicated: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is not None:
-            (sharded if is_sharded(parameter) else replicated).append(local_tensor(parameter.grad))
-    total = _power_sum(sharded, norm_type, runtime.device)
+            over = _groups(parameter, runtime, group) if is_sharded(parameter) else ()
+            (shards.setdefault(over, []) if over else replicated).append(local_tensor(parameter.grad))
     is_inf = math.isinf(norm_type)
-    rest = _power_sum(replicated, norm_type, runtime.device)
-    if is_inf:
-        # gloo's maximum leaves a NaN of another rank out, and XLA's any
-        largest, is_nan = runtime.all_reduce(torch.stack([total, total.isnan().to(total.dtype)]), "max", group)
-        total = torch.maximum(largest, rest).where((is_nan == 0) & ~rest.isnan(), torch.nan)
-    else:
-        total = (runtime.all_reduce(total, "sum", group) + rest) ** (1.0 / norm_type)
+    total = _power_sum(replicated, norm_type, runtime.device)
+    for groups, grads in shards.items():
+        part = _power_sum(grads, norm_type, runtime.device)
+        for one in groups:
+            part = _largest(runtime, part, one) if is_inf else runtime.all_reduce(part, "sum", one)
+        total = torch.maximum(total, part) if is_inf else total + part
+    if not is_inf:
+        total = total ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradients' total norm (order {norm_type:g}) is {total.item()}, "
@@ -78,7 +81,7 @@ def clip_grads_by_norm(
             "to clip regardless, pass error_if_nonfinite=False."
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for (device, _), grads in _by_kind(sharded + replicated).items():
+    for (device, _), grads in _by_kind([*replicated, *chain.from_iterable(shards.values())]).items():
         foreach_mul_(grads, factor.to(device))
     return total
 
@@ -93,6 +96,20 @@ def clip_grads_by_value(parameters: Iterable[Tensor], clip_value: float) -> None
 def is_sharded_dtensor(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor of which ranks hold different parts."""
     return isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements)
+
+
+def _groups(parameter: Tensor, runtime: Runtime, group: Any | None) -> tuple[Any, ...]:
+    """The process groups over which ranks hold different parts of a parameter; none if they hold it whole."""
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.shape == (runtime.world_size,):
+        return (group,)
+    mesh, shards = parameter.device_mesh, enumerate(parameter.placements)
+    return tuple(mesh.get_group(i) for i, one in shards if not isinstance(one, Replicate) and mesh.size(i) > 1)
+
+
+def _largest(runtime: Runtime, value: Tensor, group: Any | None) -> Tensor:
+    """The largest of all ranks' values, NaN if one is: gloo's maximum ignores a NaN of another rank, and XLA's any."""
+    found = runtime.all_reduce(torch.stack([value, value.isnan().to(value.dtype)]), "max", group)
+    return found[0].where(found[1] == 0, torch.nan)
 
 
 def _by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

@@ -33,6 +33,7 @@ from fsdp_core.lightning.devices import (
 from fsdp_core.lightning.hooks.redirection import follow_calls, is_inside_forward, normal_tensors, parts_of
 from fsdp_core.lightning.private import reset_seed
 from fsdp_core.lightning.signatures import described_constructor
+from fsdp_core.mesh import Mesh
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -291,9 +292,14 @@ class RanksOfStrategy:
         return len(self.parallel_devices or ())
 
     @property
+    def mesh(self) -> Mesh:
+        """How the ranks are arranged."""
+        return self.runtime.mesh
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The sampler's arguments: every rank gets its own part of the data."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        """The sampler's arguments: every data-parallel rank gets its own part of the data."""
+        return {"num_replicas": self.runtime.data_parallel_world_size, "rank": self.runtime.data_parallel_rank}
 
     def _number_ranks(self) -> None:
         """Set the rank in the cluster environment and in Lightning's rank-zero helpers."""
@@ -305,6 +311,7 @@ class RanksOfStrategy:
 
     def _configure_launcher(self) -> None:
         check_devices(self.strategy_name, self.backend, self.parallel_devices, self.shard_precision)
+        self.backend.mesh(self.num_nodes * self.num_processes)  # fail before any process is started
         environment = self.cluster_environment
         assert environment is not None
         if not environment.creates_processes_externally:
@@ -316,6 +323,7 @@ class RanksOfStrategy:
         self._number_ranks()
         environment = self.cluster_environment
         assert environment is not None
+        mesh = self.backend.mesh(self.world_size)
         self.runtime.start(
             rank=self.global_rank,
             local_rank=self.local_rank,
@@ -325,17 +333,25 @@ class RanksOfStrategy:
             port=environment.main_port,
             timeout=self.timeout,
         )
+        self.runtime.mesh = mesh
         self.backend.bind(self.runtime, self.shard_precision)
 
     def _reduced(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
-        """Reduce a tensor over the ranks; other values are returned unchanged."""
+        """Reduce a tensor over the data-parallel ranks; other values are returned unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor
-        return self.runtime.all_reduce(tensor, reduce_op_name(reduce_op), group)
+        ranks = self.runtime.data if group is None else self.runtime
+        return ranks.all_reduce(tensor, reduce_op_name(reduce_op), group)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the ranks' tensors along a new first dimension."""
-        return self.runtime.all_gather(tensor, group, sync_grads)
+        """Stack the data-parallel ranks' tensors along a new first dimension."""
+        ranks = self.runtime.data if group is None else self.runtime
+        return ranks.all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, decide for something. All ranks must call it."""
+        vote = torch.tensor(float(decision), device=self.root_device)
+        return bool(self.runtime.all_reduce(vote, "min" if all else "max"))
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

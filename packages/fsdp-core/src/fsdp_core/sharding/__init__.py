@@ -8,6 +8,7 @@ from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepW
 from fsdp_core.initialization.materialize import materialize, note_initialisers, place
 from fsdp_core.initialization.sharded_init import KeptPart, is_part, kept_as_built, let_go_of
 from fsdp_core.initialization.wrap import marked, options_of, wrap
+from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, MESH_AXES, Mesh, MeshAxis
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.flat import (
     FlatMember,
@@ -32,6 +33,9 @@ from fsdp_core.sharding.wrap_policy import (
 from fsdp_core.torch_private import is_flattened
 
 __all__ = [
+    "DATA_AXES",
+    "GRADIENT_AXES",
+    "MESH_AXES",
     "ActivationCheckpointingPolicy",
     "Backend",
     "ComparedShards",
@@ -39,6 +43,8 @@ __all__ = [
     "FlatMember",
     "GatheredShard",
     "KeptPart",
+    "Mesh",
+    "MeshAxis",
     "ParameterOrders",
     "ReplicatedParameters",
     "ShardPrecision",

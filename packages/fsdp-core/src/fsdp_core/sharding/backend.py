@@ -15,6 +15,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_init import deferred_init
 from fsdp_core.initialization.materialize import note_initialisers
 from fsdp_core.initialization.wrap import mark_by_torch_wrap
+from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.repointing import repoint
@@ -82,6 +83,14 @@ class Backend(ABC):
     def bind(self, runtime: Runtime, precision: ShardPrecision) -> None:
         """Set the runtime to shard over and the dtypes to shard in. Called before each stage."""
         self.runtime, self.precision = runtime, precision
+
+    def mesh(self, world_size: int) -> Mesh:
+        """How this backend, with its options, arranges so many ranks. Called before any process group exists.
+
+        Raises:
+            UnsupportedCapabilityError: Its options don't fit this number of ranks.
+        """
+        return Mesh(data_parallel=world_size)
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
         """The precision to use for the one that the front end requested, given this backend's own options."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.gradients.clipping import is_sharded_dtensor, local_tensor
+from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.state.chunks import ChunkedTensor
+from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.layout import Part
 
 __all__ = ["norms_of_gradients"]
@@ -54,8 +54,9 @@ def _counted_here(gradient: Tensor, part: Part, rank: int) -> list[Tensor]:
     value = part.of(whole.cpu() if whole.device.type == "xla" else whole)
     if isinstance(value, ChunkedTensor):
         return [chunk.data for chunk in value.chunks if isinstance(chunk.data, Tensor)] if not value.replica else []
-    is_part = isinstance(value, DTensor) and is_sharded_dtensor(value)
-    return [local_tensor(value)] if is_part or not rank else []
+    if isinstance(value, DTensor):
+        return [] if chunked(value).replica else [local_tensor(value)]
+    return [] if rank else [local_tensor(value)]
 
 
 def _norms(tensors: Sequence[Tensor], order: float) -> list[float]:

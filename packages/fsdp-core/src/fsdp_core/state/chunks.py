@@ -212,8 +212,7 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
         The boxes, sharing memory with ``tensor``.
 
     Raises:
-        ValueError: ``tensor`` is a DTensor with a pending (partial) reduction or a strided placement, which can't be
-            represented as boxes.
+        ValueError: ``tensor`` is a DTensor with a pending (partial) reduction, or placed such that ranks hold no boxes.
 
     Example:
         >>> whole = chunked(torch.zeros(4, 2), rank=1)
@@ -232,6 +231,8 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
 
 
 def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
+    from fsdp_core.torch_private import is_first_slice
+
     if torch.is_grad_enabled():  # to_local() would then create a new tensor, tracked by autograd
         with torch.no_grad():
             return _of_dtensor(tensor)
@@ -240,6 +241,7 @@ def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
     if coordinate is None:  # this rank is not part of the tensor's mesh
         return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=())
     offsets, lengths, replica = _box(shape, tensor.placements, tuple(mesh.shape), tuple(coordinate))
+    replica = replica or int(not is_first_slice(mesh))
     local = tensor.to_local().detach()
     if not all(lengths):
         return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(), replica=replica)
@@ -259,20 +261,36 @@ def _box(
     """Return the offsets and lengths of the box at a mesh coordinate, and which copy of the tensor it belongs to."""
     from torch.distributed.tensor import Replicate, Shard
 
+    from fsdp_core.torch_private import StridedShard
+
     offsets, lengths, replica = [0] * len(shape), list(shape), 0
-    for placement, index, ranks in zip(placements, coordinate, mesh, strict=True):
-        # By exact type: torch's strided shard has been a subclass of Shard, and its rows don't form a box.
+    sharded: list[tuple[int, int, int]] = []  # the dimension, this rank's piece, and the number of pieces
+    last: list[tuple[int, int, int]] = []
+    for at, (placement, index, ranks) in enumerate(zip(placements, coordinate, mesh, strict=True)):
+        # By exact type: torch's strided shard has been a subclass of Shard.
         if type(placement) is Shard:
-            dim = placement.dim % len(shape)
-            # As torch.chunk splits: equal pieces, then a smaller one, then empty ones.
-            piece = -(-lengths[dim] // ranks)
-            start = min(index * piece, lengths[dim])
-            offsets[dim], lengths[dim] = offsets[dim] + start, min(piece, lengths[dim] - start)
+            sharded.append((placement.dim % len(shape), index, ranks))
         elif type(placement) is Replicate:
             replica = replica * ranks + index
+        elif type(placement) is StridedShard and placement.split_factor == _pieces(
+            placement.dim, placements[at + 1 :], mesh[at + 1 :]
+        ):
+            last.insert(0, (placement.dim, index, ranks))  # it divides what the axes to its right leave
         else:
             raise ValueError(
                 f"a DTensor placed as {placements} does not consist of boxes, so it can't be saved or loaded as it "
                 "is: redistribute it to Shard(dim) and Replicate() first"
             )
+    for dim, index, ranks in (*sharded, *last):
+        # As torch.chunk splits: equal pieces, then a smaller one, then empty ones.
+        piece = -(-lengths[dim] // ranks)
+        start = min(index * piece, lengths[dim])
+        offsets[dim], lengths[dim] = offsets[dim] + start, min(piece, lengths[dim] - start)
     return tuple(offsets), tuple(lengths), replica
+
+
+def _pieces(dim: int, placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> int:
+    """Into how many pieces placements other than strided ones divide a dimension."""
+    from torch.distributed.tensor import Shard
+
+    return prod(n for one, n in zip(placements, mesh, strict=True) if type(one) is Shard and one.dim == dim)

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
-from fsdp_core.state.chunks import ChunkedTensor
+from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.saved_tensor import SavedTensor
+from fsdp_core.torch_private import StridedShard
 
 __all__ = ["check_not_gathered", "each_whole", "gathered_modules", "whole"]
 
@@ -72,6 +73,7 @@ def each_whole(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[An
     Raises:
         ShardingError: Some part of a tensor is held by no rank.
     """
+    values = {name: chunked(value) if _is_strided(value) else value for name, value in values.items()}
     held = {name: _held(value) for name, value in values.items() if isinstance(value, ChunkedTensor)}
     by_rank: list[dict[Any, tuple[int, list[Box]]]] = runtime.gather_objects(held) if held else []
     for name, value in values.items():
@@ -85,6 +87,11 @@ def each_whole(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[An
             yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach()
         else:
             yield name, value
+
+
+def _is_strided(value: Any) -> bool:
+    """Whether it is a DTensor that torch gathers rightly only if all pieces are of one size."""
+    return isinstance(value, DTensor) and any(type(one) is StridedShard for one in value.placements)
 
 
 def _held(value: ChunkedTensor) -> tuple[int, list[Box]]:

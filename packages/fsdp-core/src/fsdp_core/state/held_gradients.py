@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
+from fsdp_core.gradients.clipping import is_sharded_dtensor
+from fsdp_core.mesh import GRADIENT_AXES
 from fsdp_core.runtime import Runtime
-from fsdp_core.state.chunks import Chunk, ChunkedTensor
+from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.filling import fill
 from fsdp_core.state.layout import Layout
 from fsdp_core.state.saved_tensor import SavedTensor
@@ -133,21 +135,27 @@ def described(held: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:
     by_rank = runtime.gather_objects({name: (tuple(grad.shape), grad.dtype) for name, grad in held.own.items()})
     if not any(by_rank) and not held.reduced:
         return None
+    mesh = runtime.mesh
+    mine, peers = mesh.coordinate(runtime.rank, GRADIENT_AXES), mesh.peers(runtime.rank, ("tensor_parallel",))
     return {
         "own": {
-            str(rank): {
-                name: _of_rank(held.own[name] if rank == runtime.rank else None, shape, dtype)
-                for name, (shape, dtype) in kinds.items()
+            str(index): {
+                name: _of_rank(held.own[name] if index == mine else None, shape, dtype, runtime.rank == peers[0])
+                for name, (shape, dtype) in by_rank[rank].items()
             }
-            for rank, kinds in enumerate(by_rank)
+            for index, rank in enumerate(mesh.peers(0, GRADIENT_AXES))
         },
         "reduced": dict(held.reduced),
     }
 
 
-def _of_rank(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> ChunkedTensor:
-    """Return a tensor that one rank holds completely, and the other ranks not at all."""
-    chunks = () if grad is None or 0 in shape else (Chunk(offsets=(0,) * len(shape), data=grad.detach()),)
+def _of_rank(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, is_first: bool) -> ChunkedTensor:
+    """Return a gradient that one rank, or tensor-parallel peers together, hold completely, and others not at all."""
+    chunks: tuple[Chunk, ...] = ()
+    if isinstance(grad, DTensor):
+        chunks = chunked(grad).chunks if is_first or is_sharded_dtensor(grad) else ()
+    elif grad is not None and is_first and 0 not in shape:
+        chunks = (Chunk(offsets=(0,) * len(shape), data=grad.detach()),)
     return ChunkedTensor(shape=shape, dtype=dtype, chunks=chunks)
 
 
@@ -159,12 +167,13 @@ def of_this_rank(saved: Mapping[str, Any], runtime: Runtime) -> dict[str, Callab
         runtime: The ranks.
 
     Returns:
-        Functions that read a gradient, by name: this rank's own if the world size is the same, otherwise the mean over
-        the ranks that saved, whose mean over any number of ranks is the same.
+        Functions that read a full gradient, by name: this rank's own if as many ranks average their gradients as did
+        when it was saved, otherwise the mean over those that saved, whose mean over any number of ranks is the same.
     """
     own: Mapping[str, Mapping[str, Any]] = saved["own"]
-    if len(own) == runtime.world_size:
-        return {name: partial(_whole, grad) for name, grad in own[str(runtime.rank)].items()}
+    if len(own) == runtime.mesh.size(GRADIENT_AXES):
+        mine = runtime.mesh.coordinate(runtime.rank, GRADIENT_AXES)
+        return {name: partial(_whole, grad) for name, grad in own[str(mine)].items()}
     names = dict.fromkeys(name for grads in own.values() for name in grads)
     return {name: partial(_mean, [grads.get(name) for grads in own.values()]) for name in names}
 

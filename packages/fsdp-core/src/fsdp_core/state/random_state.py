@@ -76,11 +76,11 @@ def set_random_state(state: Mapping[str, Any], runtime: Runtime) -> None:
 
 
 def state_of_rank(states: list[Mapping[str, Any]], runtime: Runtime) -> Mapping[str, Any] | None:
-    """Return this rank's state; ``None``, with a warning on rank 0, if the world size differs."""
-    if len(states) == runtime.world_size:
-        return states[runtime.rank]
+    """Return this rank's state; ``None``, with a warning on rank 0, if the number of data-parallel ranks differs."""
+    if len(states) == runtime.data_parallel_world_size:
+        return states[runtime.data_parallel_rank]
     if runtime.rank == 0:
-        then, now = (f"{n} rank{'s' * (n != 1)}" for n in (len(states), runtime.world_size))
+        then, now = (f"{n} rank{'s' * (n != 1)}" for n in (len(states), runtime.data_parallel_world_size))
         warnings.warn(
             f"the checkpoint holds the random-number state of {then}, and this run has {now}: dropout and shuffling "
             f"continue from this run's seed.\nTo reproduce the run that was saved, resume on {then}.",
@@ -114,7 +114,7 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks. All ranks must call it."""
         runtime = self._runtime()
-        return {"ranks": runtime.gather_objects(random_state(runtime))}
+        return {"ranks": runtime.by_data_parallel_rank(runtime.gather_objects(random_state(runtime)))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this rank's generators."""

@@ -50,7 +50,8 @@ class ExactResume:
     def state(self, sharded: Sharded) -> dict[str, Any]:
         """Return what to save with the model and optimizers. All ranks must call it."""
         mine = random_state(self._runtime) if self._before_validation is None else self._before_validation
-        state: dict[str, Any] = {"ranks": [{"random": one} for one in self._runtime.gather_objects(mine)]}
+        of_ranks = self._runtime.by_data_parallel_rank(self._runtime.gather_objects(mine))
+        state: dict[str, Any] = {"ranks": [{"random": one} for one in of_ranks]}
         gradients = described(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
         return state if gradients is None else {**state, "gradients": gradients}
 

@@ -109,10 +109,10 @@ def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
         runtime: The ranks.
     """
     states, epochs = together(runtime, f"reading the position of {key!r}", loader.state_dict), _epochs_of(loader)
-    saved = entry(described(loader), states)
+    saved = entry(described(loader), runtime.by_data_parallel_rank(states))
     if epochs is not None:
         saved["epoch"] = epochs.current
-    return {"world_size": runtime.world_size, "loaders": [saved]}
+    return {"world_size": runtime.data_parallel_world_size, "loaders": [saved]}
 
 
 def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool = False) -> None:
@@ -137,7 +137,7 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
         saved = {"world_size": 1, "loaders": [{"loader": described(loader), "ranks": [saved]}]}
     world_size, (one,) = saved["world_size"], saved["loaders"]
     finished = all(map(is_finished, states_in(one)))
-    fits = "all" in one or world_size == runtime.world_size
+    fits = "all" in one or world_size == runtime.data_parallel_world_size
     position, epochs = position_of(loader), _epochs_of(loader)
     state = None if finished and not fits else own_state(one, world_size, runtime)
     if position is not None and state is not None and not finished:

@@ -84,7 +84,7 @@ def own_state(saved: Mapping[str, Any], world_size: int, runtime: Runtime) -> An
 
     Args:
         saved: What :func:`entry` returned.
-        world_size: The number of ranks that saved it.
+        world_size: The number of data-parallel ranks that saved it.
         runtime: The current ranks.
 
     Raises:
@@ -92,12 +92,12 @@ def own_state(saved: Mapping[str, Any], world_size: int, runtime: Runtime) -> An
     """
     if "all" in saved:
         return saved["all"]
-    if world_size == runtime.world_size:
-        return saved["ranks"][runtime.rank]
+    if world_size == runtime.data_parallel_world_size:
+        return saved["ranks"][runtime.data_parallel_rank]
     raise CheckpointMismatchError(
-        f"can't divide what is left of an epoch over {runtime.world_size} ranks: the checkpoint was saved within it "
-        f"with the states of {saved['loader']} on {world_size}, and only a loader over a map-style dataset, with no "
-        "sampler or state of its own, can be divided.\n"
+        f"can't divide what is left of an epoch over {runtime.data_parallel_world_size} ranks: the checkpoint was "
+        f"saved within it with the states of {saved['loader']} on {world_size}, and only a loader over a map-style "
+        "dataset, with no sampler or state of its own, can be divided.\n"
         f"Resume on {world_size}, or from a checkpoint that was saved at the end of an epoch."
     )
 

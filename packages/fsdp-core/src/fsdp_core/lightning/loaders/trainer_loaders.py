@@ -129,13 +129,14 @@ class TrainingLoaders:
         combined = combined_loader(trainer.fit_loop)
         if loop is None or combined is None:
             return dict(checkpoint)
-        ranks = together(runtime, "reading the positions of the data loaders", lambda: self._states(trainer))
+        states = together(runtime, "reading the positions of the data loaders", lambda: self._states(trainer))
+        ranks = runtime.by_data_parallel_rank(states)
         names = [described(loader) for loader in combined.flattened if has_state(loader)]
         loaders = [entry(name, states) for name, *states in zip(names, *ranks, strict=False)]
         rest = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}
         return {
             **_with_loop(checkpoint, {**loop, "state_dict": rest}),
-            _KEY: {"world_size": runtime.world_size, "loaders": loaders},
+            _KEY: {"world_size": runtime.data_parallel_world_size, "loaders": loaders},
         }
 
     def load(self, checkpoint: dict[str, Any], trainer: pl.Trainer, runtime: Runtime) -> dict[str, Any]:
@@ -166,7 +167,7 @@ class TrainingLoaders:
             and batches["total"]["completed"] < batches["total"]["processed"]
         )
         states: list[Any] = []
-        if self._interrupted or (at_end and saved["world_size"] == runtime.world_size):
+        if self._interrupted or (at_end and saved["world_size"] == runtime.data_parallel_world_size):
             # where an epoch begins, states of another world size, or of loaders that were not exhausted, are of no use
             states = [own_state(one, saved["world_size"], runtime) for one in saved["loaders"]]
         if at_end:

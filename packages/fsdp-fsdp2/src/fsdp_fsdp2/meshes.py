@@ -1,0 +1,42 @@
+"""The mesh as torch's ``DeviceMesh``, which is what ``fully_shard`` and tensor parallelism take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core import Runtime
+from fsdp_core.sharding import MESH_AXES, MeshAxis
+
+__all__ = ["AxesMesh", "device_mesh"]
+
+
+class AxesMesh(DeviceMesh):
+    """A mesh with those axes that have more than one rank, and ``data_parallel``; the others can be looked up too.
+
+    So ``mesh["tensor_parallel"].size()`` is 1 without tensor parallelism, as in Lightning's ``ModelParallelStrategy``.
+    """
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        asked = (names,) if isinstance(names, str) else tuple(names)
+        left_out = [name for name in asked if name in MESH_AXES and name not in (self.mesh_dim_names or ())]
+        if not left_out:
+            return super().__getitem__(names)
+        kept = tuple(name for name in asked if name not in left_out)
+        if kept:
+            raise KeyError(
+                f"the mesh axes {', '.join(left_out)} have one rank, and can't be sliced together with others.\n"
+                f"Write device_mesh[{kept if len(kept) > 1 else kept[0]!r}], and device_mesh[{left_out[0]!r}] apart."
+            )
+        rows = torch.arange(torch.distributed.get_world_size()).view(-1, *[1] * len(asked))
+        return DeviceMesh(self.device_type, rows, mesh_dim_names=("ranks", *asked))[names]
+
+
+def device_mesh(runtime: Runtime) -> AxesMesh:
+    """The ``DeviceMesh`` of a runtime's mesh. All ranks must call it: it creates process groups."""
+    sizes: dict[MeshAxis, Any] = {axis: getattr(runtime.mesh, axis) for axis in MESH_AXES}
+    axes = tuple(axis for axis in MESH_AXES if sizes[axis] > 1 or axis == "data_parallel")
+    ranks = torch.arange(runtime.world_size).view(*[sizes[axis] for axis in axes])
+    return AxesMesh(runtime.device.type, ranks, mesh_dim_names=axes)

@@ -1,0 +1,241 @@
+"""Tensor parallelism: which of torch's parallel styles each submodule gets, and applying them before sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fsdp_core import ShardingError, UnsupportedCapabilityError
+
+__all__ = [
+    "TensorParallelPlan",
+    "check_plan",
+    "described_plan",
+    "missing_plan",
+    "styles_of",
+    "tensor_parallelize",
+    "tie_again",
+]
+
+#: By pattern of FQNs, in which ``*`` matches within one name between dots, the style of the submodules that match; or
+#: ``"auto"`` for the plan that the model brings.
+TensorParallelPlan = Mapping[str, ParallelStyle] | Literal["auto"]
+
+#: The styles that transformers' models name in their own plans.
+_NAMED: Mapping[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel,
+}
+
+#: What attention layers call the numbers of heads that tensor parallelism divides among ranks.
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "n_kv_heads")
+
+
+def missing_plan(size: int) -> UnsupportedCapabilityError:
+    """What to raise for a number of tensor-parallel ranks without a plan."""
+    return UnsupportedCapabilityError(
+        f"tensor_parallel_size={size} needs a plan that says which layers to divide.\n"
+        "Write tp_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()} with the styles of "
+        "torch.distributed.tensor.parallel, or tp_plan='auto' for a model that brings one."
+    )
+
+
+def check_plan(plan: object) -> None:
+    """Refuse what is no plan.
+
+    Raises:
+        UnsupportedCapabilityError: It is neither a dict of styles, nor ``"auto"``, nor ``None``.
+    """
+    if plan is None or plan == "auto":
+        return
+    values = plan.values() if isinstance(plan, Mapping) else [plan]
+    wrong = [value for value in values if not isinstance(value, ParallelStyle)]
+    if wrong:
+        raise UnsupportedCapabilityError(
+            f"tp_plan={plan!r} is not a plan: {wrong[0]!r} is no style.\n"
+            "Write a dict from patterns of submodule names to styles of torch.distributed.tensor.parallel, such as "
+            "{'layers.*.up': ColwiseParallel()}, or 'auto'."
+        )
+
+
+def described_plan(plan: TensorParallelPlan | None) -> object:
+    """The plan as plain data, for comparison between ranks and strategies."""
+    if plan is None or isinstance(plan, str):
+        return plan
+    return {pattern: type(style).__name__ for pattern, style in plan.items()}
+
+
+def styles_of(root: nn.Module, plan: TensorParallelPlan, size: int) -> dict[nn.Module, tuple[str, ParallelStyle]]:
+    """Each submodule that the plan names, with its FQN and style.
+
+    Args:
+        root: The module, not sharded yet.
+        plan: The plan.
+        size: The number of tensor-parallel ranks.
+
+    Raises:
+        ShardingError: A pattern matches no submodule, two match one, a style can't be applied to the submodule, or
+            ``size`` does not divide it.
+    """
+    patterns = _own_plan(root) if isinstance(plan, str) else plan
+    named = dict(root.named_modules())
+    styles: dict[nn.Module, tuple[str, ParallelStyle]] = {}
+    by: dict[nn.Module, str] = {}
+    for pattern, style in patterns.items():
+        matching = [name for name in named if _matches(name, pattern)]
+        if not matching and plan != "auto":
+            close = get_close_matches(pattern, [name for name in named if name], 3, 0.4)
+            raise ShardingError(
+                f"the pattern {pattern!r} of tp_plan matches no submodule of {type(root).__name__}.\n"
+                f"Names are those of named_modules(), such as {', '.join(map(repr, close or list(named)[1:4]))}; '*' "
+                "stands for one name between dots."
+            )
+        for name in matching:
+            if named[name] in styles:
+                raise ShardingError(
+                    f"{name!r} matches two patterns of tp_plan, {by[named[name]]!r} and {pattern!r}.\n"
+                    "Write patterns of which one matches each submodule."
+                )
+            styles[named[name]], by[named[name]] = (name, style), pattern
+    for module, (name, style) in styles.items():
+        _check_fits(name, module, style, size)
+    _check_heads(root, styles, size)
+    return styles
+
+
+def _matches(name: str, pattern: str) -> bool:
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+def _own_plan(root: nn.Module) -> dict[str, ParallelStyle]:
+    """The plans that submodules bring, as transformers' models do, with the FQNs in ``root``."""
+    found: dict[str, ParallelStyle] = {}
+    for prefix, module in root.named_modules():
+        own = getattr(module, "_tp_plan", None)
+        if not isinstance(own, Mapping):
+            continue
+        for pattern, style in own.items():
+            name = f"{prefix}.{pattern}" if prefix else pattern
+            if isinstance(style, str):
+                if style not in _NAMED:
+                    raise ShardingError(
+                        f"tp_plan='auto': {type(module).__name__} wants the style {style!r} for {pattern!r}, which "
+                        f"has no counterpart in torch.\nWrite the plan yourself; known are {', '.join(_NAMED)}."
+                    )
+                style = _NAMED[style]()
+            found.setdefault(name, style)
+    if not found:
+        raise ShardingError(
+            f"tp_plan='auto', but no submodule of {type(root).__name__} brings a plan as _tp_plan.\n"
+            "Write tp_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()} with its layers."
+        )
+    return found
+
+
+def _check_fits(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            raise ShardingError(
+                f"tp_plan gives {name!r} the style {type(style).__name__}, which is for nn.Linear and nn.Embedding, "
+                f"and it is a {type(module).__name__}.\nName the layers in it instead."
+            )
+        dim = _divided(module, style)
+        if module.weight.shape[dim] % size:
+            raise ShardingError(
+                f"tp_plan divides dimension {dim} of {name}.weight, of size {module.weight.shape[dim]}, among "
+                f"tensor_parallel_size={size} ranks, which does not divide it.\n"
+                "Choose another size, or leave the layer out of the plan."
+            )
+
+
+def _divided(module: nn.Linear | nn.Embedding, style: ColwiseParallel | RowwiseParallel) -> int:
+    """The dimension of the weight that a style divides."""
+    return int(isinstance(style, RowwiseParallel) == isinstance(module, nn.Linear))
+
+
+def _check_heads(root: nn.Module, styles: Collection[nn.Module] | Mapping[nn.Module, object], size: int) -> None:
+    """Refuse to divide an attention layer whose heads can't be divided among the ranks."""
+    for name, module in root.named_modules():
+        if not any(child in styles for child in module.children()):
+            continue
+        for attribute in _HEADS:
+            heads = getattr(module, attribute, None)
+            if type(heads) is int and heads % size:
+                raise ShardingError(
+                    f"tp_plan divides layers of {name!r}, which has {attribute}={heads}, and "
+                    f"tensor_parallel_size={size} does not divide that.\nChoose a size that divides it, or leave these layers out of the plan."
+                )
+
+
+def tensor_parallelize(
+    modules: Iterable[nn.Module], styles: Mapping[nn.Module, tuple[str, ParallelStyle]], mesh: DeviceMesh
+) -> None:
+    """Apply styles to some modules, whose values are the same on every rank. Needs no communication.
+
+    Args:
+        modules: The modules.
+        styles: What :func:`styles_of` returned.
+        mesh: The tensor-parallel ranks.
+
+    Raises:
+        ShardingError: A style can't be applied.
+    """
+    for module in modules:
+        if module not in styles:
+            continue
+        name, style = styles[module]
+        try:
+            parallelize_module(module, mesh, style, src_data_rank=None)
+        except (NotImplementedError, ValueError, AssertionError, RuntimeError) as error:
+            raise ShardingError(
+                f"tp_plan gives {name!r} the style {type(style).__name__}, which torch can't apply to a "
+                f"{type(module).__name__}: {error}\nGive it another style, or leave it out of the plan."
+            ) from error
+
+
+def tie_again(ties: Iterable[Iterable[tuple[nn.Module, str]]], root: nn.Module) -> None:
+    """Let modules share parameters again that a plan has divided one by one.
+
+    Args:
+        ties: The modules and names under which each shared parameter was registered.
+        root: The root, for the error.
+
+    Raises:
+        ShardingError: The plan places a shared parameter differently in its modules.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    for places in ties:
+        (first, its_name), *others = places
+        kept = getattr(first, its_name)
+        for module, name in others:
+            other = getattr(module, name)
+            if other is kept:
+                continue
+            same = isinstance(other, DTensor) and isinstance(kept, DTensor) and other.placements == kept.placements
+            if not same:
+                told = [f"{names[one]}.{its}".removeprefix(".") for one, its in places]
+                raise ShardingError(
+                    f"{' and '.join(map(repr, told))} are one parameter, and tp_plan would divide it differently in "
+                    "each.\nGive both layers styles that divide the same dimension, such as RowwiseParallel for an "
+                    "nn.Embedding and ColwiseParallel for the nn.Linear that shares its weight; or leave both out."
+                )
+            setattr(module, name, kept)
