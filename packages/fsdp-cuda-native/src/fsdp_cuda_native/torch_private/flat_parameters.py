@@ -292,7 +292,8 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
     If a unit returns its input, as a skipped layer does, one tensor would carry the hooks of two units, or those that
     begin and end a unit's backward pass. Hooks run in registration order, which is that of the forward pass. So a
-    unit's input is replaced by a view, and so is an output that is an input.
+    unit's input is replaced by a view, and so is an output that is an input: its hook unshards the parameters, and on
+    the input it would run only after the backward pass of everything else that the unit computes from that input.
     """
     if handle_of(unit) is not None:
         unit.register_forward_pre_hook(_tell_inputs_apart, with_kwargs=True)
