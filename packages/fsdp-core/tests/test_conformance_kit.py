@@ -12,9 +12,9 @@ import pytest
 
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
-from fsdp_core.testing.suite.capabilities import ASKED
 from fsdp_core.testing.suite.clauses import Clauses
-from fsdp_core.testing.suite.contract import misfits
+from fsdp_core.testing.suite.interface.capabilities import ASKED
+from fsdp_core.testing.suite.interface.contract import misfits
 
 if TYPE_CHECKING:
     from conftest import Site

@@ -29,8 +29,8 @@ from fsdp_core.testing.state import (
     sharded_by,
     trained_by,
 )
-from fsdp_core.testing.suite.checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.parity import assert_same, options_id
+from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
+from fsdp_core.testing.suite.numerics.parity import assert_same, options_id
 from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
 
 CLIP = 0.2

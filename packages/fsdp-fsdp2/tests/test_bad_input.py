@@ -16,8 +16,8 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.bad_modules import refused_setup
-from fsdp_core.testing.suite.bad_options import BOTH, assert_refused_at_once, set_up, unfit_options
+from fsdp_core.testing.suite.refusals.bad_modules import refused_setup
+from fsdp_core.testing.suite.refusals.bad_options import BOTH, assert_refused_at_once, set_up, unfit_options
 from fsdp_core.testing.training import Lit, new_fabric
 
 #: Options of FSDP1, and what to write for them here.

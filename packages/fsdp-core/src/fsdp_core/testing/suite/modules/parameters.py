@@ -20,7 +20,7 @@ from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, T
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
-from fsdp_core.testing.suite.loops import losses_of
+from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["Gains", "ParametersSuite", "gains_of", "own_share"]
