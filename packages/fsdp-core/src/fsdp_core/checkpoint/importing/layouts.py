@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.checkpoint.importing.optimizers import (
     ParameterOrder,
     by_name,
@@ -14,7 +15,6 @@ from fsdp_core.checkpoint.importing.optimizers import (
     unflattened,
 )
 from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_whole
-from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name

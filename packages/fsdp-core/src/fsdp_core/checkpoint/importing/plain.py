@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fsdp_core.checkpoint.format.named_code import INSTANTIATOR, INSTANTIATORS
+from fsdp_core.checkpoint.format.paths import join_path, split_path
 from fsdp_core.checkpoint.importing.unpickling import Name, Named
-from fsdp_core.checkpoint.planning import join_path, split_path
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 
 __all__ = ["Keys", "Make", "PlainReader", "Storage"]
