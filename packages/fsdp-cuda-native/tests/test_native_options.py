@@ -107,9 +107,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"activation_checkpointing": [Block, "Block"]}, ["activation_checkpointing=[", "=MyBlock, a list of classes"]),
     ({"activation_checkpointing": []}, ["activation_checkpointing=[]", "=MyBlock, a list of classes"]),
     ({"activation_checkpointing": Block()}, ["activation_checkpointing=Block(", "=MyBlock, a list of classes"]),
-    ({"activation_checkpointing": int}, ["is no class of modules", "=MyBlock, a list of classes"]),
-    ({"device_mesh": 4}, ["device_mesh=4 is no mesh", "device_mesh=(2, 4)"]),
-    ({"device_mesh": "2x2"}, ["device_mesh='2x2' is no mesh", "device_mesh=(2, 4)"]),
+    ({"activation_checkpointing": int}, ["is not a class of modules", "=MyBlock, a list of classes"]),
+    ({"device_mesh": 4}, ["device_mesh=4 is not a mesh", "device_mesh=(2, 4)"]),
+    ({"device_mesh": "2x2"}, ["device_mesh='2x2' is not a mesh", "device_mesh=(2, 4)"]),
     # what FSDP1 can't do
     ({"sync_each_batch": True, "cpu_offload": True}, ["sync_each_batch=True", "cpu_offload", "strategy='fsdp2'"]),
 ]
