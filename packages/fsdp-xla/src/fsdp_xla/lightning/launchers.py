@@ -15,8 +15,8 @@ from torch import nn
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_xla.lightning.private import Launcher, LaunchesXLA, TunerExit, interrupt, mark_as_told
 from fsdp_xla.lightning.worker_results import bring_back, to_host, what_to_bring_back
+from fsdp_xla.ranks.barrier import RankLostError
 from fsdp_xla.ranks.launch import run_ranks
-from fsdp_xla.ranks.rendezvous import RankLostError
 
 __all__ = ["FabricXLALauncher", "TrainerXLALauncher"]
 

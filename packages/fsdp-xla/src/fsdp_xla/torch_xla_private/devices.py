@@ -309,7 +309,7 @@ def meeting_of_ranks(rank: int, world_size: int, address: str, port: int, timeou
     here: ThreadMeeting | None = getattr(meetings, "here", None)
     if here is not None:
         if timeout is not None:
-            here.rendezvous.timeout = timeout
+            here.barrier.timeout = timeout
         return here
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout or timedelta(minutes=30))
     return StoreMeeting(store, world_size)

@@ -1,8 +1,8 @@
-"""Where ranks that are threads wait for each other, and the errors they get when they can't all arrive.
+"""The barrier of ranks that are threads, and the errors they get if they can't all arrive.
 
-Ranks that are threads wait at one rendezvous, for exchanges and for running programs alike. It compares what they are
-about to do, so that ranks that do different things get an error instead of a deadlock. An interrupt is raised where
-all ranks meet next, so that they can still save together.
+There is one barrier for exchanging values and for running programs. It compares what the ranks are about to do, so that
+ranks that do different things get an error instead of a deadlock. An interrupt is raised at the next barrier, on all
+ranks, so that they can still save together.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from types import FrameType
 
 from fsdp_core import FSDPError
 
-__all__ = ["RankLostError", "Rendezvous"]
+__all__ = ["RankLostError", "ThreadBarrier"]
 
 
 class RankLostError(FSDPError, RuntimeError):
-    """Another rank has failed, or does not arrive."""
+    """Another rank has failed, or did not arrive at a barrier."""
 
 
-class Rendezvous:
+class ThreadBarrier:
     """A barrier of threads that records which rank waits where, so that its errors name the reason.
 
     Args:
@@ -34,10 +34,10 @@ class Rendezvous:
 
     Attributes:
         timeout: The same; it may be set at any time.
-        building: The rank that builds its model while the others wait for their turn, or ``None``.
+        building: The rank that is building its model while the others wait for their turn, or ``None``.
 
     Example:
-        >>> Rendezvous(1).wait(0, "exchanges values")
+        >>> ThreadBarrier(1).wait(0, "exchanges values")
     """
 
     def __init__(self, ranks: int, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -68,8 +68,8 @@ class Rendezvous:
             self._check()
             if self.building == rank and self._ranks > 1:
                 self._break(
-                    f"rank {rank} {doing}, which all ranks have to, within building its model; on the CPU ranks build "
-                    "theirs one after another, and the others wait for it.\n"
+                    f"rank {rank} {doing}, which all ranks must do together, while it builds its model; on the CPU "
+                    "ranks build their models one after another, and the others wait for it.\n"
                     "Call barrier(), broadcast() and reductions before or after init_module() and configure_model()."
                 )
             turn = self._turn
@@ -86,7 +86,7 @@ class Rendezvous:
                     self._break(
                         self._never(
                             set(range(self._ranks)) - set(self._waiting),
-                            f"did not come within {self.timeout.total_seconds():g} s",
+                            f"did not arrive within {self.timeout.total_seconds():g} s",
                         )
                     )
                 self._condition.wait(min(left, threading.TIMEOUT_MAX))
@@ -102,12 +102,12 @@ class Rendezvous:
             self._condition.notify_all()
 
     def interrupt(self) -> None:
-        """Make all ranks raise ``KeyboardInterrupt`` where they meet next. They can meet again afterwards."""
+        """Make all ranks raise ``KeyboardInterrupt`` at the next barrier. They can use the barrier again afterwards."""
         with self._condition:
             self._interrupt = True
 
     def break_up(self) -> None:
-        """Make every rank that waits, now or later, raise."""
+        """Raise in every rank that waits, now or later."""
         with self._condition:
             if self._broken is None:
                 self._broken = "another rank has failed.\nSee the other rank's error."
@@ -115,12 +115,12 @@ class Rendezvous:
 
     @property
     def broken(self) -> bool:
-        """Whether ranks can't meet any more."""
+        """Whether the barrier can't be used any more."""
         return self._broken is not None
 
     def _all_here(self, then: Callable[[], None] | None) -> None:
         if len({doing for doing, _ in self._waiting.values()}) > 1:
-            self._break(f"ranks do different things: {self._told()}.\n{_ALIKE}")
+            self._break(f"ranks do different things: {self._waits()}.\n{_ALIKE}")
         if then is not None:
             then()
         if self._interrupt:
@@ -140,9 +140,9 @@ class Rendezvous:
 
     def _never(self, missing: set[int], how: str) -> str:
         ranks = " and ".join(map(str, sorted(missing)))
-        return f"rank {ranks} {how}, while {self._told()}.\nSee the other rank's error, if it has one. {_ALIKE}"
+        return f"rank {ranks} {how}, while {self._waits()}.\nSee the other rank's error, if it has one. {_ALIKE}"
 
-    def _told(self) -> str:
+    def _waits(self) -> str:
         return ", ".join(
             f"rank {rank} {doing}{_line(thread)}" for rank, (doing, thread) in sorted(self._waiting.items())
         )
