@@ -1,9 +1,9 @@
-"""Where a save is written, how it is published atomically, and which files of other saves it may then remove.
+"""Where a save is written, how it is committed atomically, and which files of other saves it may then remove.
 
 Several jobs may save to one path at once. No interleaving leaves a manifest whose files are gone, because a save
 removes only files that no manifest can name again: its own, unless its manifest is in place; those of the manifest that
-it has replaced; and those of saves whose writer is provably gone. If two jobs save at once, the one that publishes
-later detects that the other has published since it began, and raises an error.
+it has replaced; and those of saves whose writer is provably gone. If two jobs save at once, the one that commits
+later detects that the other has committed since it began, and raises an error.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Place:
         if not self.aside:
             self.folder.mark(self.writer.mark)
 
-    def publish(self, manifest: bytes, files: Collection[str]) -> bytes | None:
-        """Publish the manifest, unless another job has published since the save began.
+    def commit(self, manifest: bytes, files: Collection[str]) -> bytes | None:
+        """Commit the manifest, unless another job has committed since the save began.
 
         Args:
             manifest: The manifest of this save, whose files are all written.
@@ -96,7 +96,7 @@ class Place:
         folder, final = self.folder, self.final
         temporary = f".manifest-{self.save_id}.tmp"
         if self.aside:
-            folder.publish(MANIFEST, manifest, temporary=temporary)
+            folder.commit(MANIFEST, manifest, temporary=temporary)
             with final.locked():
                 try:
                     folder.move_to(final, aside=f"{final.root}.{self.save_id}.replaced", expected=self.expected)
@@ -112,8 +112,8 @@ class Place:
                 raise CheckpointExistsError(
                     f"another job has removed {final} and files of this save while this one saved there.\n{_APART}"
                 )
-            folder.publish(MANIFEST, manifest, temporary=temporary)
-            # Without a lock, another job may have published in between.
+            folder.commit(MANIFEST, manifest, temporary=temporary)
+            # Without a lock, another job may have committed in between.
             if manifest_bytes(final) != manifest:
                 names = final.files()
                 for name in _files_of(previous, names, _marked(names)):  # which the other job doesn't know
@@ -125,13 +125,13 @@ class Place:
         """Return whether a failed save may remove its files, because no manifest names them or ever will.
 
         Args:
-            manifest: The manifest that it has published or failed to publish; ``None`` if it did not get that far.
+            manifest: The manifest that it has committed or failed to commit; ``None`` if it did not get that far.
         """
         if manifest is None:
             return True
         try:
             return manifest_bytes(self.final) != manifest
-        except Exception:  # it can't be read, so it may be published
+        except Exception:  # it can't be read, so it may be committed
             return False
 
     def remove_files(self, *, of_rank: int | None = None) -> None:
@@ -152,7 +152,7 @@ class Place:
         """Remove the leftovers of earlier saves: files of the manifest that was replaced, and of dead writers.
 
         Args:
-            manifest: The manifest that was published.
+            manifest: The manifest that was committed.
             previous: The manifest that it has replaced.
         """
         final = self.final
@@ -163,7 +163,7 @@ class Place:
             gone = {name: writer for name, writer in writers.items() if standings[name] == "gone"}
             dead = {save_id for writer in gone.values() for save_id in (writer.save_id, writer.replaces)}
             go = _files_of(previous, names, _marked(names))
-            # Read after the listing: a writer that died after publishing has replaced this manifest by now.
+            # Read after the listing: a writer that died after committing has replaced this manifest by now.
             stands = manifest_bytes(final) == manifest
             if stands:
                 go |= {name for name in names if save_id_of(name) in dead - {self.save_id}}
@@ -206,7 +206,7 @@ def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
         )
     if kind == "folder" and not holds_manifest(final):
         foreign = [name for name in final.files() if not is_ours(name)]
-        # checked again, because another job may have published since
+        # checked again, because another job may have committed since
         if foreign or (final.size(MANIFEST) is not None and not holds_manifest(final)):
             more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
             shown = ", ".join((foreign or [MANIFEST])[:5]) + more

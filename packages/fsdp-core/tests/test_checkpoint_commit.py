@@ -101,7 +101,7 @@ def test_a_file_or_link_gives_way_once_the_new_one_is_whole(tmp_path: Path, kind
         assert value_of(other) == 7.0
 
 
-@pytest.mark.parametrize("step", ["publish", "move_to", "writing"])
+@pytest.mark.parametrize("step", ["commit", "move_to", "writing"])
 def test_a_failure_leaves_a_file_as_it_was(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(b"an earlier full checkpoint")
