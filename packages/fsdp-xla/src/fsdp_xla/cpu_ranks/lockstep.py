@@ -166,8 +166,9 @@ def lockstep(ranks: int, barrier: ThreadBarrier) -> Iterator[Lockstep]:
         shared = _SharedPatches(vars(fabric_module)["_replace_dunder_methods"])
         for module in (fabric_module, data_connector):
             put(module, "_replace_dunder_methods", shared.of)
-        put(migration, "_lock", _Patched())
-        put(migration.pl_legacy_patch, "__enter__", _once(migration.pl_legacy_patch.__enter__))
+        put(migration, "_lock", _NoLock())
+        # patches for legacy checkpoints, not needed here: every rank would apply and remove them
+        put(migration.pl_legacy_patch, "__enter__", lambda self: self)
         put(migration.pl_legacy_patch, "__exit__", lambda *_: None)
         for function in {fabric_rank_zero_only, rank_zero_only}:
             put(function, "rank", _RankOfThread())
@@ -263,7 +264,7 @@ class _StatusOfThread(threading.local):
     in_chkpt_bwd = False
 
 
-class _Patched:
+class _NoLock:
     """Replaces a lock that a rank would hold while it waits for the others."""
 
     def acquire(self) -> None:
@@ -271,11 +272,6 @@ class _Patched:
 
     def release(self) -> None:
         """Nothing is held."""
-
-
-def _once(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Skip Lightning's patches for legacy checkpoints, not needed here, which every rank would apply and remove."""
-    return lambda self: self
 
 
 @functools.total_ordering

@@ -104,7 +104,7 @@ def run_on_threads(
     Args:
         function: The function. It must not raise.
         interrupts: Called at the first keyboard interrupt, at the second, and so on, while the threads are still
-            waited for. One interrupt more abandons them.
+            waited for. One more interrupt abandons them.
 
     Raises:
         KeyboardInterrupt: There was an interrupt.
@@ -181,7 +181,7 @@ def check_autograd(device: torch.device, strategy: str, instead: str) -> None:
     Args:
         device: An XLA device.
         strategy: The strategy's name.
-        instead: What to do about it, as a sentence.
+        instead: What to do instead, as a sentence.
 
     Raises:
         StrategyUnavailableError: A backward pass was taken before XLA was started.
