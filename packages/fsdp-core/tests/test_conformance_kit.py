@@ -353,9 +353,9 @@ class Method(Promised):
     [
         (Extended, []),
         (Forwarding, []),
-        (OtherDefault, ["'norm' is 1.0 by default, and not 2.0"]),
+        (OtherDefault, ["'norm' is 1.0 by default, not 2.0"]),
         (NeedsMore, ["'more' has no default"]),
-        (Method, ["Method.rank is function, and not property"]),
+        (Method, ["Method.rank is function, not property"]),
     ],
 )
 def test_signatures_that_calls_fit(made: type, words: list[str]) -> None:

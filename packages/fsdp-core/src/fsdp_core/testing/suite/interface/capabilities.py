@@ -1,4 +1,4 @@
-"""Capabilities that a strategy does not declare are refused; those that it declares, other clauses show to work too."""
+"""Undeclared capabilities are refused. That declared ones work is tested by the other clauses."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["ASKED", "CapabilitiesSuite"]
 
 
 class Ask(Protocol):
-    """Asks for a capability of a strategy, given a folder to write to."""
+    """Requests a capability from a strategy; writes to the given folder."""
 
     def __call__(self, strategy: Chosen, tmp: str, /) -> Any: ...
 
 
 class ByHand(Lit):
-    """Steps its optimizer itself."""
+    """Uses manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class ClipsItself(Lit):
 
 
 class Chosen(NamedTuple):
-    """A strategy by its name, or an object of its class where options are given."""
+    """A strategy, by name or, where options are given, as an instance of its class."""
 
     name: str
     options: dict[str, Any] | None
@@ -135,7 +135,7 @@ def _precision(name: str) -> dict[FrontEnd, list[Ask]]:
     }
 
 
-#: How users ask for each capability.
+#: How users request each capability.
 ASKED: dict[Capability, dict[FrontEnd, list[Ask]]] = {
     Capability.ACTIVATION_CHECKPOINTING: _option("activation_checkpointing_policy", {Block}),
     Capability.CLIP_BY_NORM: {
@@ -159,7 +159,7 @@ ASKED: dict[Capability, dict[FrontEnd, list[Ask]]] = {
         "fabric": [_fabric_accumulation],
     },
     Capability.GRADIENT_SCALING: _precision("16-mixed"),
-    # under Fabric every step is the user's own, and nothing asks for that
+    # under Fabric users write every step themselves, so nothing requests it
     Capability.MANUAL_OPTIMIZATION: {"trainer": [lambda strategy, tmp: _fit(strategy, tmp, ByHand())]},
     Capability.META_INIT: {
         "trainer": [_init_module, _on_meta],
@@ -176,7 +176,7 @@ ASKED: dict[Capability, dict[FrontEnd, list[Ask]]] = {
 
 
 def _refusals(strategy: str, tmp: str, front_end: FrontEnd, capability: Capability) -> list[str]:
-    """What is said, of the strategy by its name and of an object built from its class."""
+    """The error messages, with the strategy given by name and as an instance of its class."""
     named: list[dict[str, Any] | None] = [None, {}]
     return [
         refusal(UnsupportedCapabilityError, lambda ask=ask, options=options: ask(Chosen(strategy, options), tmp))  # type: ignore[misc]
@@ -186,7 +186,7 @@ def _refusals(strategy: str, tmp: str, front_end: FrontEnd, capability: Capabili
 
 
 def _gathers(strategy: str, tmp: str, options: Mapping[str, Any]) -> int:
-    """How many all-gathers a step of training takes: torch's own name of the collective, seen by its profiler."""
+    """The number of all-gathers in a training step, counted by torch's profiler."""
     run = new_trainer(tmp, strategy, 2, options)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         run.fit(Lit("sgd"), loader(1, 2))
@@ -195,7 +195,7 @@ def _gathers(strategy: str, tmp: str, options: Mapping[str, Any]) -> int:
 
 
 class CapabilitiesSuite(Clauses):
-    """A capability claimed in excess fails where it is to be shown to work, and one that is kept back fails here."""
+    """Declared capabilities match the implemented ones: a missing declaration fails here, an extra one elsewhere."""
 
     @pytest.mark.parametrize(
         ("capability", "front_end"),
@@ -208,25 +208,27 @@ class CapabilitiesSuite(Clauses):
     def test_what_is_not_declared_is_refused(
         self, ranks: Ranks, tmp_path: Path, capability: Capability, front_end: FrontEnd
     ) -> None:
+        """A request for an undeclared capability must raise an error that lists the strategies that have it."""
         (told,) = ranks.run(1, _refusals, self.strategy, str(tmp_path), front_end, capability)
         others = [info.name for info in registry.strategies().values() if capability in info.capabilities]
         for message in told:
             assert_says(message, repr(self.own_name(front_end)), *others)
 
     def test_no_option_asks_for_what_is_not_declared(self) -> None:
+        """The default of an option must not request a capability that the plugin does not declare."""
         info = fsdp_core.describe(self.strategy)
         asks = {option.name: capability_of(option.name, option.default) for option in info.options}
         undone = [f"{name} ({asked})" for name, asked in asks.items() if asked and asked not in info.capabilities]
-        assert not undone, f"options without their capability: {', '.join(undone)}; declare it, or take the option away"
+        assert not undone, f"options without their capability: {', '.join(undone)}; declare it, or remove the option"
 
     @requires(Capability.RESHARD_AFTER_FORWARD)
     def test_units_that_stay_gathered_leave_numbers_alone(self, ranks: Ranks, tmp_path: Path) -> None:
-        """And they are gathered less often, which torch's profiler tells of process groups."""
+        """Without resharding after forward, losses and weights must be the same, with fewer all-gathers per step."""
         options = self.asks.get(Capability.RESHARD_AFTER_FORWARD, {"reshard_after_forward": False})
         assert_numbers_alone(ranks, tmp_path, self.strategy, options)
         if ranks.kind != "processes":
             return
         stay = ranks.run(2, _gathers, self.strategy, str(tmp_path), options)
         usual = ranks.run(2, _gathers, self.strategy, str(tmp_path), {})
-        told = f"{stay[0]} all-gathers a step with {options}, and {usual[0]} without, which should be more"
+        told = f"{stay[0]} all-gathers per step with {options}, and {usual[0]} without, which should be more"
         assert 0 < stay[0] < usual[0], told

@@ -34,11 +34,11 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def misfits(made: type, contract: type) -> list[str]:
-    """The overrides of a contract's methods whose signatures don't match core's calls.
+    """The methods whose signatures don't match core's calls.
 
     Args:
-        made: The class.
-        contract: Its base.
+        made: The class that implements the contract.
+        contract: Its base class.
 
     Example:
         >>> class Contract:
@@ -58,7 +58,7 @@ def misfits(made: type, contract: type) -> list[str]:
         if name.startswith("_") or theirs is ours or not _is_method(ours):
             continue
         if not _is_method(theirs) or isinstance(ours, property) != isinstance(theirs, property):
-            found.append(f"{made.__name__}.{name} is {type(theirs).__name__}, and not {type(ours).__name__}")
+            found.append(f"{made.__name__}.{name} is {type(theirs).__name__}, not {type(ours).__name__}")
         elif not isinstance(ours, property):
             called, taken = (inspect.signature(getattr(one, name)) for one in (contract, made))
             reasons = _reasons(called, taken)
@@ -74,10 +74,11 @@ def accelerators_disagree(
     """How a plugin's and its backend's accelerators disagree; empty if they agree.
 
     Args:
-        named: The plugin's accelerators, by Lightning's names. An accelerator that is not Lightning's own may have any
-            one device type, also where the two are called alike.
+        named: The plugin's accelerators, by Lightning's names. A third-party accelerator may have any one device
+            type, whatever its name.
         devices: The backend's, by torch's device types.
-        chosen: By accelerator, the device type that a front end has chosen here, where it is another than Lightning's.
+        chosen: The device types that the front end has chosen on this machine, by accelerator, where they are not
+            Lightning's defaults.
 
     Example:
         >>> accelerators_disagree(("tpu", "cpu"), ("cpu", "xla")), accelerators_disagree(("theirs",), ("npu",))
@@ -102,7 +103,7 @@ def accelerators_disagree(
 
 
 def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
-    """Why calls by one signature don't fit another."""
+    """Why calls with one signature don't match the other."""
     kinds = {one.kind for one in taken.parameters.values()}
     any_position, any_name = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
     positional = [one for one in taken.parameters.values() if one.kind in _POSITIONAL]
@@ -127,7 +128,7 @@ def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
         if one.default is not one.empty and other.default is other.empty:
             reasons.append(f"{name!r} has no default")
         elif one.default is not one.empty and other.default != one.default:
-            reasons.append(f"{name!r} is {other.default!r} by default, and not {one.default!r}")
+            reasons.append(f"{name!r} is {other.default!r} by default, not {one.default!r}")
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return reasons + [
         f"{name!r} has no default"
@@ -153,17 +154,18 @@ def _misfits_of_sharded(strategy: str) -> list[str]:
 
 
 class ContractSuite(Clauses):
-    """Core's adapters, and a backend, a sharded root and a runtime that core can call."""
+    """The classes subclass core's, and core can call the backend, the runtime and the sharded root."""
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_its_class_is_an_adapter_of_cores(self, front_end: FrontEnd) -> None:
+        """The strategy's class must subclass ShardedTrainerStrategy or ShardedFabricStrategy."""
         adapter: Any = {"trainer": ShardedTrainerStrategy, "fabric": ShardedFabricStrategy}[front_end]
         assert issubclass(self.strategy_class(front_end), adapter)
         assert self.own_name(front_end)
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_plugin_and_backend_name_the_same_accelerators(self, front_end: FrontEnd) -> None:
-        """By the plugin's, people choose; by the backend's, devices are refused."""
+        """The plugin lists accelerators by Lightning's names, the backend by device types: both must list the same."""
         backend = self.strategy_class(front_end)().backend
         named = fsdp_core.describe(self.strategy).accelerators
         told = accelerators_disagree(named, backend.accelerators, {"cpu": self._device_on_the_cpu(front_end)})
@@ -171,6 +173,7 @@ class ContractSuite(Clauses):
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_methods_are_called_as_the_contract_says(self, front_end: FrontEnd) -> None:
+        """The backend and the runtime must implement their contracts, with signatures that match core's calls."""
         strategy = self.strategy_class(front_end)()
         contracts: dict[str, type] = {"backend": Backend, "runtime": Runtime}
         for role, contract in contracts.items():
@@ -181,11 +184,12 @@ class ContractSuite(Clauses):
             assert not told, "\n".join(told)
 
     def test_a_sharded_root_is_asked_as_the_contract_says(self, ranks: Ranks) -> None:
+        """The methods of the backend's Sharded class must have signatures that match core's calls."""
         (told,) = ranks.run(1, _misfits_of_sharded, self.strategy)
         assert not told, "\n".join(told)
 
     def _device_on_the_cpu(self, front_end: FrontEnd) -> str:
-        """The type of the device that ``accelerator="cpu"`` gets: a library may have devices of its own there."""
+        """The device type that ``accelerator="cpu"`` selects: some libraries have their own device on the CPU."""
         built: dict[FrontEnd, type[Any]] = {"trainer": pl.Trainer, "fabric": Fabric}
         try:
             front = built[front_end](strategy=self.strategy, accelerator="cpu", devices=1)

@@ -17,14 +17,16 @@ __all__ = ["ListingSuite"]
 
 
 class ListingSuite(Clauses):
-    """The name is listed, light, and true."""
+    """The strategy is listed, its description is correct, and listing it imports nothing heavy."""
 
     def test_it_is_listed_and_can_run_here(self) -> None:
+        """``fsdp list`` must show the strategy, as available on this machine."""
         assert self.strategy in registry.strategies()
         assert registry.unavailable(self.strategy) is None
 
     @pytest.mark.parametrize(("front_end", "foreign"), [("trainer", "precision"), ("fabric", "precision_plugin")])
     def test_the_options_are_the_constructors_arguments(self, front_end: FrontEnd, foreign: str) -> None:
+        """The declared options must be the constructor's keywords, with the same defaults."""
         declared = {option.name: option.default for option in fsdp_core.describe(self.strategy).options}
         made = self.strategy_class(front_end)
         taken = inspect.signature(made).parameters
@@ -32,10 +34,11 @@ class ListingSuite(Clauses):
             declared.pop(foreign, None)
         own = {name: each.default for name, each in taken.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
         assert own == {name: default for name, default in declared.items() if name in own}
-        for name, default in declared.items():  # also those that the constructor passes on
+        for name, default in declared.items():  # including those that the constructor passes on
             made(**{name: default})
 
     def test_listing_imports_neither_torch_nor_lightning(self) -> None:
+        """Listing and describing the strategy must import neither torch nor Lightning nor numpy."""
         package = str(fsdp_core.describe(self.strategy).trainer).split(":")[0].split(".")[0]
         code = (
             "import sys; from fsdp_core.plugins import registry\n"

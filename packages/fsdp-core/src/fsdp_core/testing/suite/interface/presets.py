@@ -1,4 +1,4 @@
-"""A name that only fixes options of another name."""
+"""Presets: names of strategies that only fix options of another strategy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["PresetClauses"]
 
 
 class PresetClauses(Clauses):
-    """It is such a name indeed, and trains.
+    """The strategy is a preset of the other one, trains and resumes.
 
     Attributes:
-        preset_of: The name whose class runs the whole suite.
+        preset_of: The strategy for which the whole suite runs.
     """
 
     preset_of: ClassVar[str]
 
     def test_it_only_fixes_options_of_the_other(self) -> None:
-        """The same classes, or subclasses with nothing but a constructor of their own."""
+        """The classes must be the other strategy's, or subclasses that define only a constructor."""
         ours, theirs = fsdp_core.describe(self.strategy), fsdp_core.describe(self.preset_of)
         assert registry.provider(self.strategy) == registry.provider(self.preset_of)
         assert (ours.capabilities, ours.accelerators) == (theirs.capabilities, theirs.accelerators)
@@ -41,11 +41,13 @@ class PresetClauses(Clauses):
                 assert [name for name, value in vars(one).items() if callable(value)] in ([], ["__init__"])
 
     def test_it_trains_as_the_oracle_does(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Losses and weights must equal those of one unsharded process."""
         got = ranks.run(2, fit, self.strategy, str(tmp_path), 2, 4, "adamw_groups")
         got += ranks.run(3, fabric_fit, self.strategy, 3, 4, "adamw_groups")
         assert_same(got, train_plain(4, oracle.adamw_groups))
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_it_goes_on_from_a_checkpoint(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A sharded checkpoint must be restored bit for bit on another number of ranks, and training must resume."""
         names = {"saver": self.strategy, "reader": self.strategy}
         assert_continues(ranks, tmp_path, **names, saved_on=2, loaded_on=(3,), optimizer="adamw_groups")

@@ -1,4 +1,4 @@
-"""Models built in the hooks for it, of layers that are marked: sharded as they are built, where a backend can."""
+"""Layers marked with ``fsdp_core.wrap()``, which backends may shard while the model is being built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = 11
 
 
 class Nested(nn.Module):
-    """A unit with a unit and a buffer in it."""
+    """A unit that contains a unit and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Nested(nn.Module):
 
 
 class Written(nn.Module):
-    """What a model's ``__init__`` does to layers that it has marked."""
+    """A model whose ``__init__`` replaces, copies, ties, initialises, loads and freezes layers that it has marked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def _initialised(strategy: str, world_size: int) -> tuple[dict[str, Tensor], Ten
 
 
 def _built_otherwise(strategy: str, case: str) -> str | list[float]:
-    """What a rank is told where ranks do not build the same, or else the values that the model has."""
+    """The error on this rank if ranks build different models, or else the model's values."""
     fabric = new_fabric(strategy)
     with fabric.init_module():
         layer = nn.Linear(FEATURES, FEATURES)
@@ -116,7 +116,7 @@ def _built_otherwise(strategy: str, case: str) -> str | list[float]:
 
 
 def _seeded_otherwise(strategy: str) -> tuple[dict[str, Tensor], Tensor]:
-    """What ranks build that are seeded differently, and a random number that each draws afterwards."""
+    """The model that differently seeded ranks build, and a random number that each draws afterwards."""
     fabric = new_fabric(strategy)
     torch.manual_seed(5 + here().rank)
     with fabric.init_module():
@@ -127,13 +127,13 @@ def _seeded_otherwise(strategy: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class BuiltInPartsSuite(Clauses):
-    """Whatever a strategy does to layers as they are built, the model is the one that one process would build."""
+    """However a strategy shards layers while they are built, the model is the one that one process would build."""
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_marked_layers_have_the_values_of_the_unsharded_model(
         self, ranks: Ranks, tmp_path: Path, front_end: str
     ) -> None:
-        """Tied, nested, copied, loaded, initialised and written over after they were marked; random numbers go on."""
+        """Marked layers must get one process's values, even if initialised, tied, copied or loaded after marking."""
         with oracle.seeded(1):
             want = Written().state_dict()
             drawn = torch.rand(3)
@@ -142,14 +142,14 @@ class BuiltInPartsSuite(Clauses):
         else:
             got = ranks.run(3, _initialised, self.strategy, 3)
         for state, drawn_by_rank in got:
-            assert torch.equal(drawn_by_rank, drawn), "building has moved on random numbers otherwise"
+            assert torch.equal(drawn_by_rank, drawn), "building the model has changed the sequence of random numbers"
             assert sorted(state) == sorted(want)
             for name, tensor in want.items():
                 assert torch.equal(state[name].cpu(), tensor), f"{name} is not what one process builds"
 
-    @on_ranks("processes")  # threads share a random generator, and one process has no others
+    @on_ranks("processes")  # threads share one random generator, and a controller is a single process
     def test_ranks_that_are_seeded_differently_build_rank_zeros_model(self, ranks: Ranks) -> None:
-        """And go on with their own random numbers."""
+        """Every rank must get rank 0's weights, and continue its own sequence of random numbers."""
         torch.manual_seed(5)
         want = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)).state_dict()
         drawn = [torch.rand(1)]
@@ -168,7 +168,7 @@ class BuiltInPartsSuite(Clauses):
         ],
     )
     def test_ranks_that_do_not_build_the_same(self, ranks: Ranks, case: str, words: list[str]) -> None:
-        """They are told, or the model is rank 0's: never a mixture, nor ranks that wait for each other."""
+        """If ranks build different models, raise an error or use rank 0's values: neither a mixture nor a hang."""
         for result in ranks.run(2, _built_otherwise, self.strategy, case):
             if isinstance(result, str):
                 assert_says(result, *words)

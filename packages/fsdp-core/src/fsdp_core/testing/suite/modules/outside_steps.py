@@ -1,4 +1,4 @@
-"""The model where no step is being taken: in hooks, after training, and as a whole on one rank."""
+"""The model outside of steps: in hooks, after training, and gathered on one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_train
 
 __all__ = ["OutsideStepsSuite"]
 
-#: How a module is called outside of a step, given an input: as a whole, by its model, and by parts of that.
+#: Calls outside of a step, given an input: of the LightningModule, of its model, and of the model's parts.
 CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "all": lambda module, x: module(x),
     "its model": lambda module, x: module.net(x),
@@ -40,7 +40,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 class Looking(Lit):
-    """Calls itself in hooks, and keeps what comes out."""
+    """Calls itself in hooks, and records the outputs."""
 
     def __init__(self, inference: bool) -> None:
         super().__init__("momentum")
@@ -51,7 +51,7 @@ class Looking(Lit):
         x = torch.ones(BATCH, FEATURES, device=self.device)
         seen = {}
         for name, call in CALLS.items():
-            call(self, x)  # with gradients, which nothing comes of
+            call(self, x)  # with a graph that is never used
             with torch.no_grad():
                 seen[name] = float(call(self, x).sum())
         if self.inference:
@@ -74,7 +74,7 @@ def _look(strategy: str, tmp: str, world_size: int, inference: bool) -> list[dic
 
 
 def _alone(strategy: str, tmp: str) -> tuple[str, str]:
-    """What is said to a call, and to an export, that the first rank makes alone."""
+    """The errors of a call and of an export that only rank 0 makes."""
 
     class Alone(Lit):
         told = ("", "")
@@ -95,7 +95,7 @@ def _alone(strategy: str, tmp: str) -> tuple[str, str]:
 
 
 class Using(Lit):
-    """Uses a parameter without calling what it belongs to."""
+    """Uses a parameter without calling its module."""
 
     def on_train_epoch_end(self) -> None:
         torch.ones(2, FEATURES, device=self.device) @ self.net.inp.weight.T
@@ -107,14 +107,14 @@ def _train_with_calls(net: Any, steps: Sequence[Callable[[], Any]], optimizer: A
     for backward in steps:
         before = list(map(id, net.parameters()))
         backward()
-        call(x)  # with gradients, which nothing comes of
+        call(x)  # with a graph that is never used
         with torch.no_grad():
             call(x)
         with suppress(RuntimeError):
-            call(x[:, 1:])  # no module takes it
+            call(x[:, 1:])  # a wrong shape, which every module refuses
         optimizer.step()
         call(x)
-        assert list(map(id, net.parameters())) == before, "the module shows other parameters after a call of it"
+        assert list(map(id, net.parameters())) == before, "a call has replaced the module's parameters"
         optimizer.zero_grad()
 
 
@@ -133,7 +133,7 @@ def _step_after_calls(strategy: str, name: str) -> Trained:
 
 
 def _use_a_shard(strategy: str, tmp: str) -> list[str]:
-    """What is told besides torch's error; nothing if there is none."""
+    """Torch's error with its notes; nothing if none was raised."""
     run = new_trainer(tmp, strategy, 2)
     try:
         run.fit(Using(), loader(1, 2))
@@ -143,7 +143,7 @@ def _use_a_shard(strategy: str, tmp: str) -> list[str]:
 
 
 def _interrupt(strategy: str) -> tuple[str, dict[str, Tensor]]:
-    """What is said to a forward pass after a backward pass that raised, and the state after two steps around that."""
+    """The error of a forward pass after a backward pass that raised, and the state after two steps."""
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
@@ -179,7 +179,7 @@ def _write(net: Any) -> None:
 
 
 def _gather(strategy: str) -> dict[str, Any]:
-    """What a rank sees of whole parameters, and the state after it has written to them and stepped."""
+    """What a rank sees of whole parameters, and the state after a write to them and a step."""
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
@@ -190,7 +190,7 @@ def _gather(strategy: str) -> dict[str, Any]:
     last = fabric.world_size - 1
     with gathered(model):
         shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
-        assert net.out.weight is net.inp.weight, "tied parameters are two"
+        assert net.out.weight is net.inp.weight, "tied parameters are not the same object"
         if fabric.global_rank == last:  # alone
             with torch.no_grad():
                 seen["called"] = [float(net(x).sum()), float(model(x).sum()), float(net.blocks[0](x).sum())]
@@ -209,7 +209,7 @@ def _gather(strategy: str) -> dict[str, Any]:
 
 
 def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
-    """What is said of contexts that can't end well, and whether the state is what it was."""
+    """The errors of invalid uses of ``gathered()``, and whether the state is unchanged."""
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     model, _ = fabric.setup(net, oracle.momentum(net))
@@ -246,7 +246,7 @@ def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
 
 
 def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float], Trained]:
-    """A test's loss, losses of training on after it, and what Fabric trains of what was set up in there."""
+    """A test's loss in inference mode, the losses of training after it, and the state after training under Fabric."""
     path = str(Path(tmp) / "checkpoint")
     run = new_trainer(tmp, strategy, 2)
     run.fit(Lit("momentum"), loader(1, 2))
@@ -272,7 +272,7 @@ def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float],
 
 
 class OutsideStepsSuite(Clauses):
-    """What users do with a model between steps and after them works as with one process, or is refused."""
+    """Uses of a model outside of steps work as in one process, or are refused."""
 
     @pytest.mark.parametrize(
         "inference",
@@ -280,16 +280,16 @@ class OutsideStepsSuite(Clauses):
         ids=["without gradients", "inference mode"],
     )
     def test_calls_outside_of_steps(self, ranks: Ranks, tmp_path: Path, inference: bool) -> None:
-        """In hooks and after training, of all or of parts; they change nothing of the training."""
+        """In hooks and after training, the model and its parts must be callable, without an effect on training."""
         want = _look("auto", str(tmp_path / "plain"), 1, inference)
         for seen in ranks.run(2, _look, self.strategy, str(tmp_path), 2, inference):
-            assert len(seen) == len(want), f"{len(seen)} calls gave something, of {len(want)}"
+            assert len(seen) == len(want), f"the model was called in {len(seen)} hooks instead of {len(want)}"
             for got, expected in zip(seen, want, strict=True):
                 assert got == pytest.approx(expected, abs=FP32_TOLERANCE * BATCH * FEATURES)
 
     @pytest.mark.parametrize("name", [name for name in CALLS if name != "all"])
     def test_calls_leave_shards_and_gradients_alone(self, ranks: Ranks, name: str) -> None:
-        """Between a backward pass and its step too, and if they raise; what hooks see afterwards is the shards."""
+        """Calls between a backward pass and its step, even failing ones, must keep gradients and sharded parameters."""
         net = oracle.new_net()
         optimizer = oracle.momentum(net)
 
@@ -302,7 +302,7 @@ class OutsideStepsSuite(Clauses):
         assert_same(ranks.run(2, _step_after_calls, self.strategy, name), ([], want))
 
     def test_an_interrupted_backward_pass(self, ranks: Ranks) -> None:
-        """Under Fabric, where nobody tells the strategy of an exception that is caught."""
+        """After a backward pass that raised, training must be correct, or an error must say how to continue."""
         _, want = oracle.train_plain(2, oracle.momentum)
         for told, state in ranks.run(2, _interrupt, self.strategy):
             if was_refused(told):
@@ -311,23 +311,23 @@ class OutsideStepsSuite(Clauses):
 
     @on_ranks("processes")
     def test_a_call_by_one_rank_alone(self, ranks: Ranks, tmp_path: Path) -> None:
-        """It would exchange what does not belong together, or wait for long."""
+        """A collective that only one rank calls must raise an error soon: it must neither hang nor mix up data."""
         (called, exported), _ = ranks.run(2, _alone, self.strategy, str(tmp_path))
         assert_says(exported, "rank 0 waited 1 s in a gathering of whole weights", "what rank 1 did not do")
-        if was_refused(called):  # else nothing is gathered for it
+        if was_refused(called):  # otherwise the call needs no collective
             assert_says(
                 called, "rank 0 waited 1 s in a call of Net ('net') outside of a step", "what rank 1 did not do"
             )
             assert_says(called, "fsdp_core.gathered(module)", "synced_gpus=True")
 
     def test_a_shard_that_is_used_as_a_parameter(self, ranks: Ranks, tmp_path: Path) -> None:
-        """If that fails in torch, what to write is said after its error."""
+        """If torch raises because a parameter is a shard, a note must name ``fsdp_core.gathered()``."""
         for told in ranks.run(2, _use_a_shard, self.strategy, str(tmp_path)):
             for note in told:
                 assert_says(note, "parameters are shards", "with fsdp_core.gathered(module):")
 
     def test_gathered(self, ranks: Ranks) -> None:
-        """One rank reads, calls and writes whole parameters, and all train on with what it wrote."""
+        """In ``gathered()``, one rank must read, call and write whole parameters; all ranks train with its values."""
         net = oracle.new_net()
         optimizer = oracle.momentum(net)
         (first, second), x = oracle.global_batches(2), torch.ones(BATCH, FEATURES)
@@ -352,6 +352,7 @@ class OutsideStepsSuite(Clauses):
         assert seen["read"] == pytest.approx(read, abs=tolerance)
 
     def test_gathered_refuses_what_it_can_not_take_over(self, ranks: Ranks) -> None:
+        """``gathered()`` must refuse changes that it can't apply, and leave the state as it was."""
         for told, is_same in each_ranks(ranks, ranks.run(2, _misuse, self.strategy)):
             assert_says(told["written"], "'inp.weight', which no rank was to change", "modifier_rank=0")
             assert_says(told["trained"], "has got a gradient", "torch.autograd.grad()")
@@ -361,11 +362,11 @@ class OutsideStepsSuite(Clauses):
             if "written otherwise" in told:
                 assert_says(told["raised"], "ValueError", "of rank 0")
                 assert_says(told["written otherwise"], "rank 1 changed 'inp.weight'", "modifier_rank=1")
-            assert is_same, "what was refused has changed the state"
+            assert is_same, "a refused change has modified the state"
 
     @on_ranks("processes")
     def test_inference_mode(self, ranks: Ranks, tmp_path: Path) -> None:
-        """What is sharded, gathered or loaded within it is trained afterwards."""
+        """What is sharded, gathered or loaded in inference mode must be trainable afterwards."""
         net = oracle.new_net()
         oracle.train_plain(1, oracle.momentum, net=net)
         x, y = oracle.global_batches(1)[0]

@@ -1,4 +1,4 @@
-"""Parameters and state that libraries stumble on: 0-dim ones, frozen ones, batch norm, state that is no tensor."""
+"""Special parameters and state: 0-dim and frozen parameters, batch norm, state that is not a tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNFROZEN, UNUSED = "unfrozen later", "unused in the last micro-batch"
 
 
 class Gains(nn.Module):
-    """Two 0-dim parameters, of which a forward pass uses one or both."""
+    """Two 0-dim parameters. A forward pass uses one or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def _gains_oracle(scenario: str) -> dict[str, float]:
 
 
 def own_share(fabric: Fabric, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The rows of a batch that are this rank's."""
+    """This rank's rows of a batch."""
     x, y = batch
     mine = slice(fabric.global_rank, None, fabric.world_size)
     share: tuple[Tensor, Tensor] = fabric.to_device((x[mine], y[mine]))
@@ -73,7 +73,7 @@ def own_share(fabric: Fabric, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
 
 
 def gains_of(strategy: Any) -> dict[str, float]:
-    """The two 0-dim parameters of the one root, as they are now. All ranks must call it."""
+    """The current values of the root's two 0-dim parameters. A collective: all ranks must call it."""
     state = full_state(strategy)
     return {name: state[name].item() for name in ("one", "two")}
 
@@ -138,7 +138,7 @@ def _unfrozen(strategy: str, precision: Any, evaluated: bool = False) -> list[fl
 
 
 class Normed(nn.Module):
-    """A batch norm, which must not compute in half precision."""
+    """A model with a batch norm, which must not compute in half precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def _batch_norm(strategy: str, precision: Any) -> tuple[list[float], dict[str, T
     net = Normed()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
     losses = []
-    for x, y in whole_batches(fabric, 3):  # the same batch on both ranks, so that statistics are the oracle's
+    for x, y in whole_batches(fabric, 3):  # the same batch on both ranks, so that statistics equal the oracle's
         loss = mse_loss(model(x), y)
         losses.append(loss.item())
         fabric.backward(loss)
@@ -165,7 +165,7 @@ def _batch_norm(strategy: str, precision: Any) -> tuple[list[float], dict[str, T
 
 
 class Stateful(nn.Module):
-    """State that is neither parameter nor buffer."""
+    """A module with state that is neither a parameter nor a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,11 +200,11 @@ def _extra_state(strategy: str, path: str) -> tuple[int, float]:
 
 
 class Clamped(Lit):
-    """Keeps weights small, as the critic of a WGAN: in its training step, or in a hook after it.
+    """Clamps its weights, like the critic of a WGAN: in its training step, or in a hook after it.
 
     Args:
-        where: ``"in a step"`` before its forward pass, ``"in a step of rank 1"`` alone, ``"in a step by hand"`` after
-            the optimizer's step, ``"after a step"`` or ``"after a step by hand"``.
+        where: ``"in a step"`` before its forward pass, ``"in a step of rank 1"`` on it alone, ``"in a step by hand"``
+            after the optimizer's step, ``"after a step"`` or ``"after a step by hand"``.
     """
 
     def __init__(self, where: str) -> None:
@@ -243,30 +243,33 @@ def _clamped(strategy: str, tmp: str, where: str) -> Trained | str:
 
 
 class ParametersSuite(Clauses):
-    """Losses and state are the oracle's, whatever the parameters are."""
+    """Losses and state equal the oracle's with special parameters, too."""
 
     @pytest.mark.parametrize(
         "scenario", [UNFROZEN, pytest.param(UNUSED, marks=requires(Capability.GRADIENT_ACCUMULATION))]
     )
     def test_whole_parameters_stay_equal(self, ranks: Ranks, scenario: str) -> None:
-        """0-dim parameters are the same on every rank."""
+        """0-dim parameters must be the same on every rank, and equal to the unsharded model's."""
         first, second = ranks.run(2, _gains, self.strategy, scenario)
         assert first == second
         assert first == pytest.approx(_gains_oracle(scenario), abs=FP32_TOLERANCE)
 
     @precisions("32-true", "bf16-mixed")
     def test_a_block_unfrozen_later(self, ranks: Ranks, precision: str) -> None:
+        """A block that is unfrozen between two steps must be trained from then on."""
         tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
         for losses in ranks.run(2, _unfrozen, self.strategy, precision):
             assert losses == pytest.approx(_unfrozen_oracle(), rel=tolerance, abs=tolerance)
 
     def test_a_block_unfrozen_after_an_evaluation(self, ranks: Ranks) -> None:
+        """A block that is unfrozen after a forward pass under ``no_grad`` must be trained from then on."""
         for losses in ranks.run(2, _unfrozen, self.strategy, None, True):
             assert losses == pytest.approx(_unfrozen_oracle(), abs=FP32_TOLERANCE)
 
     @requires(Capability.CLIP_BY_NORM)
     @precisions("32-true", "bf16-mixed", "16-mixed", "bf16-true")
     def test_batch_norm(self, ranks: Ranks, precision: str) -> None:
+        """Batch norm must train under every precision, with the same state on every rank."""
         want, want_state = oracle.train_plain(3, oracle.momentum, net=Normed())
         (losses, state), (others, other_state) = ranks.run(2, _batch_norm, self.strategy, precision)
         tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
@@ -275,11 +278,11 @@ class ParametersSuite(Clauses):
         assert torch.equal(state["norm.weight"], other_state["norm.weight"])
         assert state.keys() == want_state.keys()
         tracked = state["norm.num_batches_tracked"]
-        assert tracked == 3, f"the batch norm has counted {tracked} batches, of 3"
+        assert tracked == 3, f"the batch norm has counted {tracked} batches instead of 3"
 
     @requires(Capability.CLIP_BY_NORM)
     def test_running_statistics(self, ranks: Ranks) -> None:
-        """Those of a batch norm are state, and plain torch's."""
+        """The running statistics of a batch norm must be in the state, and equal plain torch's."""
         _, want = oracle.train_plain(3, oracle.momentum, net=Normed())
         for _, state in ranks.run(2, _batch_norm, self.strategy, "32-true"):
             for name in ("norm.running_mean", "norm.running_var"):
@@ -287,6 +290,7 @@ class ParametersSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_extra_state_and_persistent_metrics_are_restored(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``get_extra_state()`` and persistent torchmetrics states must be saved and restored."""
         assert ranks.run(2, _extra_state, self.strategy, str(tmp_path / "checkpoint")) == [(1, 12.0)] * 2
 
     @pytest.mark.parametrize(
@@ -299,13 +303,13 @@ class ParametersSuite(Clauses):
         ],
     )
     def test_weights_that_are_clamped(self, ranks: Ranks, tmp_path: Path, where: str) -> None:
-        """What a step writes is kept, or it is said where to write it; what a hook writes after the step is kept."""
+        """Writes to weights in a hook after a step must be kept. Writes inside a step must be kept, or refused."""
         plain = Clamped(where)
         new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
         outcomes = ranks.run(2, _clamped, self.strategy, str(tmp_path), where)
         if where == "in a step" and isinstance(outcomes[0], str) and ranks.kind == "processes":
             of_one = ranks.run(2, _clamped, self.strategy, str(tmp_path), "in a step of rank 1")
-            assert of_one[0] == of_one[1], "what one rank writes is told to it alone"
+            assert of_one[0] == of_one[1], "only the rank that writes gets the error"
             assert_says(str(of_one[0]), "written to", "on rank 1", "Write in on_train_batch_end()")
         for outcome in outcomes:
             if isinstance(outcome, str):

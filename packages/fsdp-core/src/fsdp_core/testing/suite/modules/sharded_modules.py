@@ -1,6 +1,6 @@
-"""What users do with a sharded module as with a plain one: read it, add to it, unfreeze parts of it, hand it on.
+"""A sharded module used like a plain one: exported, extended, unfrozen in part, copied, given to another strategy.
 
-It is right, or refused with what to write instead; and nothing is lost without a word.
+The result is correct, or an error says what to write instead. Nothing is lost silently.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["ShardedModulesSuite"]
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-#: Parts of the suite's module that users save: all of it, a network in it, a block, and one of two tied layers.
+#: Parts of the suite's module that users export: all of it, the model, a block, and one of two tied layers.
 PARTS = ("", "net", "net.blocks.0", "net.out")
 
 
 class Exporting(Lit):
-    """Reads ``state_dict()`` of its parts where people export them."""
+    """Calls ``state_dict()`` of its parts where users export them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Exporting(Lit):
         self.read_parts("in on_train_end")
 
     def read_parts(self, when: str) -> None:
-        """Keep what each part gives, or how it is refused."""
+        """Keep each part's state dict, or the error."""
         for part in PARTS:
             place = f"{part or 'all'} {when}"
             try:
@@ -64,7 +64,7 @@ class Exporting(Lit):
 
 
 def _export(strategy: str, tmp: str) -> list[str]:
-    """What is refused of exports. What is not is compared with whole values."""
+    """The errors of refused exports. The others are compared with whole values."""
     module = Exporting()
     run = new_trainer(tmp, strategy, 2)
     run.fit(module, loader(1, 2))
@@ -79,12 +79,12 @@ def _export(strategy: str, tmp: str) -> list[str]:
         part = place.partition(" ")[0].replace("all", "")
         named = {name.removeprefix(f"{part}.") if part else name: value for name, value in want.items()}
         expected = {name: value for name, value in named.items() if not part or f"{part}.{name}" in want}
-        assert got.keys() == expected.keys(), f"state_dict() of {place} holds {list(got)}, and not {list(expected)}"
+        assert got.keys() == expected.keys(), f"state_dict() of {place} holds {list(got)} instead of {list(expected)}"
         for name, value in expected.items():
             found = whole(got[name], used.runtime)
             shapes = tuple(found.shape), tuple(value.shape)
             assert shapes[0] == shapes[1], f"state_dict() of {place} shows {name} of {shapes[1]} as {shapes[0]}"
-            if "configure" not in place:  # where what is trained may be stood for
+            if "configure" not in place:  # where the values may still be placeholders
                 assert torch.equal(found.cpu(), value.cpu()), f"state_dict() of {place}: {name}"
         if "configure" not in place:
             told, read = _in_a_file(got)
@@ -100,12 +100,12 @@ def _export(strategy: str, tmp: str) -> list[str]:
         assert any(
             one["momentum_buffer"].shape == found.shape and torch.equal(one["momentum_buffer"].cpu(), found)
             for one in moments.values()
-        ), f"the optimizer's state_dict(), from a file, holds {tuple(found.shape)}, which is no parameter's"
+        ), f"the optimizer's state_dict(), from a file, holds {tuple(found.shape)}, the shape of no parameter"
     return refused
 
 
 def _in_a_file(state: Mapping[str, Any]) -> tuple[list[str], dict[Any, Any]]:
-    """What is said to writing it, or what is read again."""
+    """The error of ``torch.save``, or the state read back."""
     file = io.BytesIO()
     told = refusal(ShardingError, lambda: torch.save(dict(state), file))
     if was_refused(told):
@@ -115,7 +115,7 @@ def _in_a_file(state: Mapping[str, Any]) -> tuple[list[str], dict[Any, Any]]:
 
 
 class ReadAsWhole(Lit):
-    """Reads whole values where people export them."""
+    """Calls ``full_state_dict()`` where users export weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class ReadAsWhole(Lit):
 
 
 def _read_as_whole(strategy: str, tmp: str) -> tuple[str, int]:
-    """What is said inside a step, and how many tensors this rank has got; they are compared with the state's."""
+    """The error inside a step, and this rank's number of tensors, which are compared with the state."""
     module = ReadAsWhole()
     run = new_trainer(tmp, strategy, 2)
     run.fit(module, loader(2, 2))
@@ -156,7 +156,7 @@ def _read_as_whole(strategy: str, tmp: str) -> tuple[str, int]:
 
 
 class Growing(Lit):
-    """Gets a head in one of its hooks, and has its optimizer train it; or a frozen one, which nobody trains.
+    """Gets a new head in one of its hooks, trained by its optimizer or frozen.
 
     Args:
         where: The hook.
@@ -170,7 +170,7 @@ class Growing(Lit):
         self.where, self.is_frozen = where, frozen
 
     def grow(self, where: str) -> None:
-        """Grow here, if this is where."""
+        """Add the head if this is the chosen hook."""
         if where != self.where:
             return
         self.late = nn.Linear(FEATURES, FEATURES, bias=False).to(self.device).requires_grad_(not self.is_frozen)
@@ -200,7 +200,7 @@ HOOKS = ("configure_optimizers", "on_fit_start", "on_train_start", "on_train_epo
 
 
 def _grow(strategy: str, tmp: str) -> tuple[dict[str, str], int]:
-    """What is said of each hook, up to the first that is not refused; and how many batches a frozen head has seen."""
+    """The errors by hook, up to the first hook that is not refused, and the number of batches seen by a frozen head."""
     told: dict[str, str] = {}
     for where in HOOKS:
         module = Growing(where)
@@ -219,7 +219,7 @@ def _grow(strategy: str, tmp: str) -> tuple[dict[str, str], int]:
 
 
 def _grow_under_fabric(strategy: str) -> list[str]:
-    """What is said when a head is given to the optimizer that is set up, and to one that is made for it."""
+    """The errors if a new head is added to the optimizer that was set up, or gets an optimizer of its own."""
     fabric = new_fabric(strategy)
 
     def added_to_the_optimizer() -> None:
@@ -243,7 +243,7 @@ def _grow_under_fabric(strategy: str) -> list[str]:
 
 
 class Unfreezing(BaseFinetuning):
-    """Lightning's callback: a block is frozen at first, and given to the optimizer in the second epoch."""
+    """Freezes a block at first, and adds it to the optimizer in the second epoch."""
 
     def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
         """Freeze it."""
@@ -256,7 +256,7 @@ class Unfreezing(BaseFinetuning):
 
 
 class Thawed(Lit):
-    """Its optimizer holds what is trained from the beginning."""
+    """Its optimizer gets the parameters that are trainable at the beginning."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
@@ -269,11 +269,11 @@ def _thaw(strategy: str, tmp: str, world_size: int) -> tuple[str, list[float]]:
     return told, means(module.losses)
 
 
-# -- handing on --------------------------------------------------------------------------------------------------------
+# -- copying and passing on --------------------------------------------------------------------------------------------
 
 
 def _hand_on(strategy: str, tmp: str) -> list[str]:
-    """What is said of a module that goes on under Lightning's DDP, from the Trainer and from Fabric."""
+    """The errors if a sharded module is then trained with DDP, under the Trainer and under Fabric."""
     module, net = Lit(), oracle.new_net()
     new_trainer(tmp, strategy, 2).fit(module, loader(1, 2))
     new_fabric(strategy).setup(net)
@@ -286,7 +286,7 @@ def _hand_on(strategy: str, tmp: str) -> list[str]:
 
 
 def _copied(strategy: str) -> list[str]:
-    """Which copies of a sharded module were made, and are none of the model."""
+    """The copies of a sharded module that succeeded but don't hold whole parameters."""
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     shapes = {name: tuple(p.shape) for name, p in net.named_parameters()}
@@ -299,16 +299,16 @@ def _copied(strategy: str) -> list[str]:
     for way, copied in ways.items():
         try:
             made = copied()
-        except Exception:  # refused, by whom ever
+        except Exception:  # refused, by torch or by the backend
             continue
         user: nn.Module = getattr(made, "_original_module", made)
         if {name: tuple(p.shape) for name, p in user.named_parameters()} != shapes:
-            wrong.append(f"{way} holds a rank's pieces")
+            wrong.append(f"{way} holds a rank's shards")
     return wrong
 
 
 def _own_state_back(strategy: str) -> list[str]:
-    """What goes wrong where a root is given what it has said its state is, which may be of one rank."""
+    """What fails if a root loads the state that it returned itself, which may be one rank's part."""
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
@@ -342,38 +342,41 @@ def _is_same(now: Any, was: Any) -> bool:
 
 
 class ShardedModulesSuite(Clauses):
-    """A sharded module does what a plain one does, or says what to write."""
+    """A sharded module works like a plain one, or an error says what to write instead."""
 
     def test_its_own_state_is_taken_back_or_refused(self, ranks: Ranks) -> None:
+        """A sharded root must load the state that it returned itself, or refuse it with CheckpointMismatchError."""
         for wrong in ranks.run(2, _own_state_back, self.strategy):
             assert wrong == []
 
     def test_a_copy_is_of_the_model_or_refused(self, ranks: Ranks) -> None:
+        """``copy.deepcopy`` must give a module with whole parameters, or raise an error."""
         for wrong in ranks.run(2, _copied, self.strategy):
             assert wrong == []
 
     def test_state_dicts_are_whole_or_refused(self, ranks: Ranks, tmp_path: Path) -> None:
-        """What ``save_pretrained``, ``torch.save(module.state_dict())`` and the like get."""
+        """``state_dict()`` must give whole values, also when saved with ``torch.save``, or raise an error."""
         for refused in ranks.run(2, _export, self.strategy, str(tmp_path)):
             for message in refused:
                 assert "can't be read" in message or "can't be written to a file" in message
                 assert_says(message, repr(self.own_name("trainer")), "trainer.save_checkpoint(path)", "consolidate")
 
     def test_full_state_dict(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Whole values of the module, and of parts of it, on rank 0."""
+        """``full_state_dict()`` must return whole values of the module and its parts, on rank 0 only."""
         everything = each_ranks(ranks, ranks.run(2, _read_as_whole, self.strategy, str(tmp_path)))
         for rank, (told, tensors) in enumerate(everything):
             assert_says(told, "full_state_dict() was called inside a step", "on_train_batch_end()")
-            assert bool(tensors) == (rank == 0), f"rank {rank} has got {tensors} tensors"
+            assert bool(tensors) == (rank == 0), f"rank {rank} got {tensors} tensors"
 
     def test_late_parameters_are_refused_under_trainer(self, ranks: Ranks, tmp_path: Path) -> None:
-        """What comes after sharding would be trained by each rank for itself."""
+        """Parameters added after sharding must be refused: each rank would train its own."""
         for told, steps in ranks.run(2, _grow, self.strategy, str(tmp_path)):
             for message in told.values():
                 assert_says(message, "'late.weight' was added to the model after it was sharded", "configure_model()")
-            assert steps == 2, f"{steps} steps were trained before the refusal, of 2"
+            assert steps == 2, f"{steps} steps were trained with a frozen head instead of 2"
 
     def test_late_parameters_are_refused_under_fabric(self, ranks: Ranks) -> None:
+        """Parameters added after sharding must be refused: each rank would train its own."""
         for told in ranks.run(2, _grow_under_fabric, self.strategy):
             for message in told:
                 assert_says(
@@ -381,7 +384,7 @@ class ShardedModulesSuite(Clauses):
                 )
 
     def test_finetuning_callback(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Lightning's own callback trains what it unfreezes, or is refused."""
+        """``BaseFinetuning`` must train what it unfreezes, or be refused before training."""
         module = Thawed()
         new_trainer(tmp_path, "auto", max_epochs=3, callbacks=[Unfreezing()]).fit(module, loader(2, 1))
         want = [loss.item() for loss in module.losses]
@@ -394,6 +397,7 @@ class ShardedModulesSuite(Clauses):
 
     @on_ranks("processes")
     def test_a_sharded_module_under_ddp_is_refused(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Lightning's DDP must refuse a module that is already sharded."""
         for told in ranks.run(2, _hand_on, self.strategy, str(tmp_path)):
             for message in told:
                 assert_says(

@@ -1,4 +1,4 @@
-"""What each rank holds: its share, before and after every stage, of what rank 0 had."""
+"""What each rank holds: its shard of rank 0's values, before and after every stage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _largest_tensor(strategy: str) -> int:
     net = nn.Sequential(nn.Linear(512, 512))
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     largest: list[int] = []
-    while len(largest) < 10:  # a thread of gloo's may keep what was broadcast a moment longer
+    while len(largest) < 10:  # a gloo thread may keep a broadcast tensor for a moment
         gc.collect()
         largest.append(max(here().memory(t) for t in gc.get_objects() if isinstance(t, Tensor)))
         time.sleep(0.05)
@@ -74,7 +74,7 @@ def _different_seeds(strategy: str) -> list[float]:
 
 
 class Positioned(nn.Module):
-    """A buffer that is saved with the module, and one that is not."""
+    """A persistent and a non-persistent buffer."""
 
     saved: Tensor
     unsaved: Tensor
@@ -97,7 +97,7 @@ def _buffers(strategy: str) -> tuple[float, float]:
 
 
 class Shared(nn.Module):
-    """Two blocks that share a weight with each other, and one that shares one with the root."""
+    """Two blocks with a weight tied to each other's, and one with a weight tied to the root's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def _built_on_meta(strategy: str, tmp: str, precision: Any) -> tuple[list[float]
 
 
 class Initialising(nn.Module):
-    """Initialises its parts by itself, as models of transformers and timm do, and computes what is not saved."""
+    """Initialises its layers itself, as models of transformers and timm do, and computes a non-persistent buffer."""
 
     angles: Tensor
 
@@ -176,7 +176,7 @@ class Initialising(nn.Module):
 
 
 class LitInitialising(Lit):
-    """Built where its units are, by the Trainer."""
+    """Builds the model in ``configure_model()``, on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class LitInitialising(Lit):
 
 
 def _initialising(strategy: str, tmp: str) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
-    """The weights under Fabric and under the Trainer, and the loss there."""
+    """The weights under Fabric and under the Trainer, and the loss under the Trainer."""
     fabric = new_fabric(strategy, 2)
     with fabric.init_module(empty_init=True), oracle.seeded(3):
         net = Initialising()
@@ -202,7 +202,7 @@ def _initialising(strategy: str, tmp: str) -> tuple[dict[str, Any], dict[str, An
 
 
 class OddNames(nn.Module):
-    """Parts of its names are what wrappers put into names, or begin as they do."""
+    """Has names that contain the prefixes of wrappers, or begin like them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def _odd_names(strategy: str) -> list[str]:
 
 
 class Convolutions(nn.Module):
-    """Parameters whose memory is not in the order of their indices."""
+    """Parameters whose memory layout is not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Convolutions(nn.Module):
 def _convolve(model: Any, backward: Any, optimizer: Any, device: torch.device | str = "cpu") -> list[float]:
     losses = []
     for _ in range(3):
-        loss = model(torch.full((2, 3, 4, 4), 0.2).to(device)).square().mean()  # from which no loss grows
+        loss = model(torch.full((2, 3, 4, 4), 0.2).to(device)).square().mean()  # bounded below, so that it can't grow
         losses.append(loss.item())
         backward(loss)
         optimizer.step()
@@ -253,7 +253,7 @@ def _channels_last(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 class Wide(pl.LightningModule):
-    """Weights of which ranks hold the same, without padding."""
+    """Weights that two ranks can shard evenly, without padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Wide(pl.LightningModule):
         self.out = nn.Linear(512, 256, bias=False)
 
     def training_step(self, batch: Any) -> None:
-        """Is never run."""
+        """Never called."""
 
     def configure_optimizers(self) -> Any:
         return oracle.sgd(self)
@@ -269,7 +269,7 @@ class Wide(pl.LightningModule):
 
 @contextmanager
 def _logged_by(front_end: FrontEnd) -> Iterator[list[str]]:
-    """What this rank, perhaps a thread, says through Lightning's logger of a front end while the context lasts."""
+    """The messages that this rank, a process or a thread, logs through a front end's logger within the context."""
     said: list[str] = []
     me = threading.get_ident()
 
@@ -288,7 +288,7 @@ def _logged_by(front_end: FrontEnd) -> Iterator[list[str]]:
 
 
 class Announced(NamedTuple):
-    """What a rank said when a module was sharded, and when Lightning's logger was turned down; and what it holds."""
+    """What a rank logged when a module was sharded, with and without a raised log level, and what it holds."""
 
     rank: int
     said: list[str]
@@ -314,9 +314,9 @@ def _announced(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
         units = len(owner.backend.units(Wide()))
         held = held_by(sharded_by(owner).layout())
         if fabric is None:
-            begin(net)  # it is sharded already, and nothing more is to be said
+            begin(net)  # already sharded: nothing is logged again
     before = log.level
-    owner.barrier()  # ranks that are threads share the level
+    owner.barrier()  # ranks that are threads share the log level
     log.setLevel(logging.ERROR)
     with _logged_by(front_end) as turned_down:
         begin(Wide())
@@ -327,33 +327,34 @@ def _announced(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
 
 
 class ShardsSuite(Clauses):
-    """Each rank holds its share, of the user's parameters under the user's names."""
+    """Each rank holds its shard of the user's parameters, under the user's names."""
 
     @pytest.mark.parametrize("world_size", [2, 3])
     def test_optimizers_hold_a_share(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+        """Each rank's optimizer must hold only its shard of the parameters."""
         total = sum(p.numel() for p in trained_by(oracle.adamw_groups(oracle.new_net(width=WIDE))))
         assert_sharded(ranks.run(world_size, _held_under_trainer, self.strategy, str(tmp_path), world_size), total)
         assert_sharded(ranks.run(world_size, _held_under_fabric, self.strategy, world_size), total)
 
     @pytest.mark.parametrize("options", [{}, with_options({"auto_wrap_policy": None})], ids=["as it is", "root alone"])
     def test_evaluation_leaves_nothing_unsharded(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
-        """With all in the root, too, which libraries leave gathered more readily than other units."""
+        """After validation, parameters must be resharded, also where the root is the only unit."""
         total = sum(p.numel() for p in oracle.new_net(width=WIDE).parameters())
         assert_sharded(ranks.run(2, _held_after_evaluation, self.strategy, str(tmp_path), options), total)
 
     def test_setup_leaves_no_whole_weight(self, ranks: Ranks) -> None:
-        """Also not in the optimizer that was built over whole ones."""
+        """After setup, no rank may hold a whole weight, not even in an optimizer built before sharding."""
         for largest in ranks.run(2, _largest_tensor, self.strategy):
-            told = f"a tensor of {largest:,} bytes is left, and the largest whole weight has {4 * 512 * 512:,}"
+            told = f"a tensor of {largest:,} bytes is left; the largest whole weight has {4 * 512 * 512:,}"
             assert largest < 0.6 * 4 * 512 * 512, told
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_one_line_says_what_was_sharded(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
-        """On rank 0, once, with numbers that are right; and nothing where Lightning's logger is turned down."""
+        """Sharding must log one correct line, on rank 0 only, that Lightning's log level can silence."""
         told = ranks.run(2, _announced, self.strategy, str(tmp_path), front_end)
         first = told[0]
         (line,) = first.said
-        for one in told:  # where one process drives all devices, it is what is told for each
+        for one in told:  # a controller reports the same for each of its devices
             assert (one.said, one.turned_down) == ([line] if one.rank == 0 else [], [])
         in_units = f"{first.units} units and the root" if first.units else "the root alone"
         whole = size_in_words(4 * sum(p.numel() for p in Wide().parameters()))
@@ -361,17 +362,19 @@ class ShardsSuite(Clauses):
         assert_says(line, f", in {in_units}; the first holds {size_in_words(4 * first.held)} of {whole} of parameters.")
 
     def test_rank_zeros_values_win(self, ranks: Ranks) -> None:
+        """Every rank must get rank 0's weights."""
         net = oracle.new_net()
         want = [mse_loss(net(x), y).item() for x, y in oracle.global_batches(1)]
         for losses in ranks.run(2, _different_seeds, self.strategy):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
     def test_rank_zeros_buffers_win(self, ranks: Ranks) -> None:
+        """Every rank must get rank 0's buffers, also those that are not saved."""
         for saved, unsaved in ranks.run(2, _buffers, self.strategy):
             assert (saved, unsaved) == (FEATURES, FEATURES)
 
     def test_tied_parameters_are_trained_as_one(self, ranks: Ranks) -> None:
-        """Within a unit, and across those that a wrap policy would make."""
+        """Tied parameters must be trained as one, within a unit and across units."""
         torch.manual_seed(1)
         net = Shared()
         total = sum(p.numel() for p in net.parameters())
@@ -383,13 +386,14 @@ class ShardsSuite(Clauses):
 
     @precisions("bf16-mixed", "bf16-true")
     def test_a_sharded_module_keeps_its_precision(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
+        """A sharded module must refuse another precision, with an error that names both."""
         for message in ranks.run(2, _other_terms, self.strategy, str(tmp_path), precision):
             assert_says(message, "32-true", precision, "build the module again")
 
     @requires(Capability.META_INIT)
     @precisions("32-true", "bf16-true")
     def test_meta_init(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
-        """Built without memory and initialised unit by unit: the same on every rank, in the precision's dtype."""
+        """A model on the meta device must be initialised in the precision's dtype, the same on every rank."""
         (losses, dtype), other = ranks.run(2, _built_on_meta, self.strategy, str(tmp_path), precision)
         assert losses == other[0]
         assert all(torch.isfinite(torch.tensor(losses)))
@@ -397,7 +401,7 @@ class ShardsSuite(Clauses):
 
     @requires(Capability.META_INIT)
     def test_a_model_built_empty_is_initialised_as_without(self, ranks: Ranks, tmp_path: Path) -> None:
-        """To the bit, and though its units get memory in another order: its own initialiser, and computed values."""
+        """A model built with ``empty_init`` must get the values that it gets without, bit for bit."""
         with oracle.seeded(3):
             net = Initialising()
         want = net.state_dict()
@@ -411,9 +415,11 @@ class ShardsSuite(Clauses):
             assert losses == pytest.approx([loss], abs=FP32_TOLERANCE)
 
     def test_odd_names(self, ranks: Ranks) -> None:
+        """The state must have the user's parameter names, even if these resemble the names of wrappers."""
         assert ranks.run(2, _odd_names, self.strategy) == [sorted(OddNames().state_dict())] * 2
 
     def test_memory_formats(self, ranks: Ranks) -> None:
+        """Parameters with a ``channels_last`` or transposed layout must be trained as in plain torch."""
         net = Convolutions()
         want = _convolve(net, Tensor.backward, oracle.sgd(net))
         for losses, state in ranks.run(2, _channels_last, self.strategy):

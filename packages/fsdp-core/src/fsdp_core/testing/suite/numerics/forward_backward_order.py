@@ -1,4 +1,4 @@
-"""Forward and backward passes that don't follow one another one by one, and gradients that are given up."""
+"""Forward and backward passes that don't alternate, and gradients that are discarded."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["PassesSuite"]
 
 STEPS = 2
 
-#: Of a parameter's change: its gradient is a sum over ranks of what was rounded to bf16's 8 bits in each of ten layers.
+#: Relative tolerance of a parameter's update: each of ten layers rounds to bf16's 8 bits, and ranks are summed.
 _HALF = 0.05
 
 
 class Repeating(Net):
-    """Calls each block twice, one call after the other."""
+    """Calls each block twice in a row."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x) * self.scale
@@ -41,15 +41,15 @@ class Repeating(Net):
 
 @dataclass(kw_only=True)
 class Hands:
-    """What a step is written with, the same under Fabric as in plain torch.
+    """The operations of a step, for Fabric and for plain torch.
 
     Attributes:
-        model: What to call.
+        model: The model.
         batches: Inputs and targets.
         backward: Runs a backward pass from a loss.
-        unreduced: A context in which backward passes accumulate and reduce nothing.
-        forget: Gives the optimizer's gradients up.
-        forget_all: Gives the model's up.
+        unreduced: A context in which backward passes accumulate without reduction.
+        forget: The optimizer's ``zero_grad()``.
+        forget_all: The model's ``zero_grad()``.
     """
 
     model: nn.Module
@@ -60,7 +60,7 @@ class Hands:
     forget_all: Callable[[], None]
 
     def loss(self, index: int) -> Tensor:
-        """Of the model, on a batch."""
+        """The model's loss on a batch."""
         x, y = self.batches[index]
         return mse_loss(self.model(x), y)
 
@@ -70,7 +70,7 @@ def _one_for_both(step: Hands) -> None:
 
 
 def _one_unused(step: Hands) -> None:
-    step.loss(1)  # as an evaluation that does without torch.no_grad()
+    step.loss(1)  # like an evaluation without torch.no_grad()
     step.backward(step.loss(0))
 
 
@@ -115,7 +115,7 @@ def _all_given_up(step: Hands) -> None:
 
 _accumulates = requires(Capability.GRADIENT_ACCUMULATION)
 
-#: What a step of the optimizer is made of.
+#: The passes before an optimizer step.
 ORDERS: dict[str, Callable[[Hands], None]] = {
     "one backward pass for two forward passes": _one_for_both,
     "a forward pass that no backward pass follows": _one_unused,
@@ -127,7 +127,7 @@ ORDERS: dict[str, Callable[[Hands], None]] = {
     "the model's zero_grad within an accumulation": _all_given_up,
 }
 
-#: Those that need no_backward_sync.
+#: The orders that need no_backward_sync.
 ACCUMULATED = {order for order in ORDERS if "no_backward_sync" in order or "accumulation" in order}
 
 
@@ -185,12 +185,13 @@ def _blocks_twice(strategy: str) -> Trained:
 
 
 class PassesSuite(Clauses):
-    """Gradients are added up as in plain torch, however passes follow one another."""
+    """Gradients accumulate as in plain torch, in any order of passes."""
 
     @pytest.mark.parametrize(
         "order", [pytest.param(order, marks=_accumulates if order in ACCUMULATED else []) for order in ORDERS]
     )
     def test_order_of_passes(self, ranks: Ranks, order: str) -> None:
+        """Weights must equal plain torch's in any order of forward and backward passes."""
         assert_same(ranks.run(2, _sharded, self.strategy, order), _plain(order, oracle.new_net()))
 
     @precisions("bf16-mixed")
@@ -198,14 +199,15 @@ class PassesSuite(Clauses):
         "order", ["one backward pass for two forward passes", "a forward pass that no backward pass follows"]
     )
     def test_order_of_passes_in_mixed_precision(self, ranks: Ranks, precision: str, order: str) -> None:
-        """What a unit computes with is another tensor then, each time that it is gathered."""
+        """The same must hold in mixed precision, where each unshard creates a new low-precision tensor."""
         before = oracle.new_net().state_dict()
         _, want = _plain(order, oracle.new_net())
         for _, got in ranks.run(2, _sharded, self.strategy, order, precision):
             for name, start in before.items():
                 expected, found = want[name] - start, got[name] - start
-                assert (found - expected).norm() <= _HALF * expected.norm(), f"{name} has changed otherwise"
+                assert (found - expected).norm() <= _HALF * expected.norm(), f"{name}: the update is wrong"
 
     def test_a_unit_that_is_called_twice(self, ranks: Ranks) -> None:
+        """A unit that is called twice in one forward pass must be trained as in plain torch."""
         _, want = oracle.train_plain(STEPS, oracle.momentum, net=_repeating())
         assert_same(ranks.run(2, _blocks_twice, self.strategy), ([], want))

@@ -1,4 +1,4 @@
-"""Norms of gradients: of any order, and of what one of several optimizers holds."""
+"""Gradient norms: of any order, and over the parameters of one of several optimizers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["NormsSuite"]
 
-#: Small enough to clip, of any order.
+#: Small enough to clip norms of any order.
 MAX_NORM = 0.1
 
 
 def _halves(net: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Two optimizers: of the blocks, and of what is around them, which has the larger gradient."""
+    """Two optimizers: one over the blocks, and one over the tied input and output layer, with the larger gradient."""
     around = [net.inp.weight]  # tied with the output's
     return oracle.momentum(net.blocks), torch.optim.SGD(around, lr=0.05, momentum=0.9)
 
@@ -55,7 +55,7 @@ def _clipped(strategy: str, order: float) -> tuple[list[float], dict[str, Tensor
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     fabric.backward(mse_loss(model(x), y))
     clip: dict[str, Any] = {"max_norm": MAX_NORM, "norm_type": order}
-    of = (model, net.out)  # a part of the model says as much
+    of = (model, net.out)  # a submodule identifies the model as well
     norms: list[Any] = [fabric.clip_gradients(one, step, **clip) for one, step in zip(of, optimizers, strict=True)]
     for optimizer in optimizers:
         optimizer.step()
@@ -63,7 +63,7 @@ def _clipped(strategy: str, order: float) -> tuple[list[float], dict[str, Tensor
 
 
 class LitNorms(Lit):
-    """Asks Lightning for the norms of its gradients, where Lightning's documentation does."""
+    """Calls Lightning's ``grad_norm`` in the hook that Lightning's documentation names."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.norms: list[Any] = [grad_norm(self, 2), grad_norm(self, "inf"), grad_norm(self.net.blocks, 3)]
@@ -76,7 +76,7 @@ def _norms_of_parameters(strategy: str, tmp: str) -> list[dict[str, float]]:
 
 
 class LitNormsByHand(LitNorms):
-    """Takes the norms inside of its training step, and of what its optimizer holds."""
+    """Computes norms inside its training step, over the parameters of its optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,10 +110,10 @@ def _plain_norms(order: float, prefix: str, inside: str = "") -> dict[str, float
 
 
 class NormsSuite(Clauses):
-    """Each optimizer's gradients are clipped by their own norm."""
+    """Gradient norms are those of whole gradients, and each optimizer is clipped by its own norm."""
 
     def test_norms_of_parameters(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Lightning's ``grad_norm``: of whole gradients, by the names that the user wrote."""
+        """Lightning's ``grad_norm`` must return the norms of whole gradients, by the user's parameter names."""
         want = [_plain_norms(2.0, "net."), _plain_norms(float("inf"), "net."), _plain_norms(3.0, "", "blocks.")]
         for got in ranks.run(2, _norms_of_parameters, self.strategy, str(tmp_path)):
             for norms, wanted in zip(got, want, strict=True):
@@ -121,7 +121,7 @@ class NormsSuite(Clauses):
 
     @requires(Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM)
     def test_norms_of_parameters_inside_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
-        """They are refused, and what is advised is right."""
+        """``grad_norm`` inside a training step must be refused, and the call that the error suggests must work."""
         want = _plain_norms(2.0, "")["grad_2.0_norm_total"]
         for told, norm in ranks.run(2, _norms_by_hand, self.strategy, str(tmp_path)):
             assert_says(told, "grad_norm(", "inside a step", "on_before_optimizer_step()", "sharded.clip_norm(")
@@ -130,7 +130,7 @@ class NormsSuite(Clauses):
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
     def test_each_optimizer_is_clipped_by_itself(self, ranks: Ranks, order: float) -> None:
-        """The norms that are returned, and the weights after a step with what was clipped."""
+        """Clipping must return and use the norm of the given optimizer's gradients alone."""
         want_norms, want = _plain(order)
         got = ranks.run(2, _clipped, self.strategy, order)
         for norms, _ in got:

@@ -20,7 +20,7 @@ __all__ = ["NumbersSuite", "assert_numbers_alone", "assert_same", "options_id"]
 
 
 def assert_same(got: list[Trained], want: Trained) -> None:
-    """Every rank's losses and weights are those of the oracle."""
+    """Assert that every rank's losses and weights equal the oracle's."""
     want_losses, want_state = want
     for losses, state in got:
         assert losses == pytest.approx(want_losses, abs=FP32_TOLERANCE)
@@ -30,23 +30,24 @@ def assert_same(got: list[Trained], want: Trained) -> None:
 
 
 def assert_numbers_alone(ranks: Ranks, tmp_path: Path, strategy: str, options: Mapping[str, Any]) -> None:
-    """Options change nothing of losses and weights; for a backend's own options too."""
+    """Assert that options don't change losses and weights. Backends may pass their own options."""
     got = ranks.run(2, fit, strategy, str(tmp_path), 2, 3, "momentum", options)
     assert_same(got, train_plain(3, oracle.momentum))
 
 
 def options_id(options: Mapping[str, Any]) -> str:
-    """How pytest shows options that are a parameter of a test."""
+    """The pytest id of options."""
     return ",".join(f"{key}={describe_policy(option)}" for key, option in options.items())
 
 
 class NumbersSuite(Clauses):
-    """Trainer and Fabric, with every option that leaves the numbers alone."""
+    """Losses and weights are those of one unsharded process, under Trainer and Fabric, whatever the options."""
 
     @pytest.mark.parametrize(
         ("world_size", "optimizer"), [(1, "adamw_groups"), (2, "sgd"), (3, "adamw_groups"), (4, "momentum")]
     )
     def test_fabric_equals_plain(self, ranks: Ranks, world_size: int, optimizer: str) -> None:
+        """Losses and weights under Fabric must equal those of one unsharded process."""
         got = ranks.run(world_size, fabric_fit, self.strategy, world_size, 4, optimizer)
         assert_same(got, train_plain(4, getattr(oracle, optimizer)))
 
@@ -55,6 +56,7 @@ class NumbersSuite(Clauses):
         [(1, "adamw_groups"), (2, "sgd"), (2, "adamw_groups"), (3, "sgd"), (4, "momentum")],
     )
     def test_trainer_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int, optimizer: str) -> None:
+        """Losses and weights under Trainer must equal those of one unsharded process."""
         got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, optimizer)
         assert_same(got, train_plain(4, getattr(oracle, optimizer)))
 
@@ -67,6 +69,7 @@ class NumbersSuite(Clauses):
     def test_accumulation_equals_plain(
         self, ranks: Ranks, tmp_path: Path, world_size: int, options: dict[str, Any]
     ) -> None:
+        """With gradient accumulation, losses and weights must equal those of one unsharded process."""
         threefold = {"accumulate_grad_batches": 3}
         got = ranks.run(
             world_size, fit, self.strategy, str(tmp_path), world_size, 6, "momentum", options, threefold
@@ -76,6 +79,7 @@ class NumbersSuite(Clauses):
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("world_size", [2, 3])
     def test_clipping_by_norm_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+        """With clipping by norm, losses and weights must equal those of one unsharded process."""
         clip = {"gradient_clip_val": 0.2}
         got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, "momentum", {}, clip) + ranks.run(
             world_size, fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, 0.2
@@ -85,6 +89,7 @@ class NumbersSuite(Clauses):
     @requires(Capability.CLIP_BY_VALUE)
     @pytest.mark.parametrize("world_size", [2, 3])
     def test_clipping_by_value_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+        """With clipping by value, losses and weights must equal those of one unsharded process."""
         clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
         got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, "momentum", {}, clip) + ranks.run(
             world_size, fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, None, 0.01
@@ -109,4 +114,5 @@ class NumbersSuite(Clauses):
         ],
     )
     def test_options_leave_numbers_alone(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+        """The option must not change losses or weights."""
         assert_numbers_alone(ranks, tmp_path, self.strategy, options)

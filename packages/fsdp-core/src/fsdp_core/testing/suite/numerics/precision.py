@@ -1,4 +1,4 @@
-"""Precision strings as dtypes of shards, computation and reduction; scaled gradients."""
+"""The dtypes that a precision string selects for shards, computation and reduction; gradient scaling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPUTE = {
 
 
 class Spying(Lit):
-    """Notes the dtypes that a block sees."""
+    """Records the dtypes that a block sees."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,12 +49,12 @@ class Spying(Lit):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameters = trained_by(optimizer)
         grads = [local(p.grad) for p in parameters if p.grad is not None]
-        assert all(torch.isfinite(grad.cpu()).all() for grad in grads)  # looked at on a device, each is a program
+        assert all(torch.isfinite(grad.cpu()).all() for grad in grads)  # on XLA, each check would be a program
         self.seen |= {"shards": {p.dtype for p in parameters}, "grads": {grad.dtype for grad in grads}}
 
 
 def seen_by_a_block(strategy: str, tmp: str, precision: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Fit on two ranks; the losses, and the dtypes that a block's shards, gradients, weight, input and output have."""
+    """Fit on two ranks; the losses, and the dtypes of a block's shards, gradients, weight, input and output."""
     module = Spying("sgd")
     run = new_trainer(tmp, strategy, 2, options, precision=precision, gradient_clip_val=10.0)
     run.fit(module, loader(3, 2))
@@ -82,9 +82,9 @@ def _under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
 
 
 class Summed(nn.Module):
-    """The gradient of its bias is the sum of what each row of its output is multiplied by."""
+    """A layer whose bias has as its gradient the sum of the factors of the output's rows."""
 
-    #: 256 and 1, or 512 and 2: bf16 has each of them, and not their sum.
+    #: bf16 can represent each of 256 and 1, and of 512 and 2, but not their sums.
     LARGE, SMALL = 256.0, 1.0
 
     fine: Tensor
@@ -117,7 +117,7 @@ def _summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
 
 
 class Overflowing(Spying):
-    """The first step overflows in one rank's shard alone: one element of its gradient is infinite."""
+    """In the first step, one element of the gradient is infinite, in the last rank's shard."""
 
     def on_after_backward(self) -> None:
         if self.trainer.global_step == 0 and not hasattr(self, "poisoned"):
@@ -150,11 +150,12 @@ def _scaler_state(strategy: str, tmp: str) -> tuple[float, float]:
 
 
 class PrecisionSuite(Clauses):
-    """The dtypes are those that the front end asked for, and half precision trains."""
+    """Dtypes are those that the precision string selects, and training in half precision works."""
 
     @requires(Capability.CLIP_BY_NORM)
     @precisions(*PRECISIONS)
     def test_dtypes_under_trainer(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
+        """Shards and gradients must have the storage dtype, and blocks must compute in the compute dtype."""
         want, _ = oracle.train_plain(3, oracle.sgd)
         storage, compute = STORAGE.get(precision, torch.float32), COMPUTE.get(precision, torch.float32)
         for got in ranks.run(2, seen_by_a_block, self.strategy, str(tmp_path), precision, {}):
@@ -167,12 +168,14 @@ class PrecisionSuite(Clauses):
     def test_weights_and_inputs_are_cast_before_a_block_sees_them(
         self, ranks: Ranks, tmp_path: Path, precision: str
     ) -> None:
+        """In mixed precision, a block's weights and inputs must be cast before its forward pass."""
         for got in ranks.run(2, seen_by_a_block, self.strategy, str(tmp_path), precision, {}):
             assert (got["weight"], got["input"]) == (COMPUTE[precision], COMPUTE[precision])
 
     @requires(Capability.CLIP_BY_NORM)
     @precisions(*PRECISIONS)
     def test_dtypes_under_fabric(self, ranks: Ranks, precision: str) -> None:
+        """Under Fabric, shards must have the storage dtype, and outputs must be float32."""
         want, _ = oracle.train_plain(3, oracle.sgd)
         for got in ranks.run(2, _under_fabric, self.strategy, precision):
             assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
@@ -188,7 +191,7 @@ class PrecisionSuite(Clauses):
         ids=["over ranks", "over micro-batches"],
     )
     def test_gradients_are_added_in_full_precision(self, ranks: Ranks, accumulated: bool) -> None:
-        """And buffers keep theirs."""
+        """Gradients must be summed in float32, over ranks and micro-batches, and buffers must keep their dtype."""
         for state in ranks.run(2, _summed, self.strategy, accumulated):
             assert torch.equal(state["layer.bias"], torch.full((FEATURES,), -(Summed.LARGE + Summed.SMALL)))
             fine = state["fine"].item()
@@ -196,6 +199,7 @@ class PrecisionSuite(Clauses):
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
     def test_overflow_in_one_shard_skips_the_step_everywhere(self, ranks: Ranks, tmp_path: Path) -> None:
+        """An overflow in one rank's shard must skip the step and lower the loss scale on every rank."""
         (losses, weights, scale), other = ranks.run(2, _overflow, self.strategy, str(tmp_path))
         assert (losses, weights, scale) == other
         assert scale == 2.0**15, f"the scale is {scale}, not half of torch's initial {2.0**16}"
@@ -207,4 +211,5 @@ class PrecisionSuite(Clauses):
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING, Capability.SHARDED_CHECKPOINT)
     def test_scaler_state_is_restored(self, ranks: Ranks, tmp_path: Path) -> None:
+        """The gradient scaler's state must be restored from a checkpoint."""
         assert ranks.run(2, _scaler_state, self.strategy, str(tmp_path)) == [(2.0**15, 2.0**15)] * 2

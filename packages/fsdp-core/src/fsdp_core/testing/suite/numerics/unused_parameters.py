@@ -1,4 +1,4 @@
-"""Ranks that use different parameters of one unit: each gradient is the mean over all ranks all the same."""
+"""Ranks that use different parameters of one unit: each gradient is still the mean over all ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fsdp_core.testing.training import means, new_fabric
 
 __all__ = ["BranchesSuite"]
 
-#: What a rank sends its rows through, one after the other.
+#: The experts that a rank's rows pass through, in order.
 Way = tuple[str, ...]
 
-#: By case, what each of two ranks does in each micro-batch. The layer is called by both each time, as a unit must be.
+#: The experts that each of two ranks uses in each micro-batch, by case. Both always call the unit, as they must.
 WAYS: dict[str, Sequence[tuple[Way, Way]]] = {
     "unused on one rank": [(("first", "second"), ("first",))] * 2,
     "unused on all ranks": [(("first",), ("first",))] * 2,
@@ -39,7 +39,7 @@ WAYS: dict[str, Sequence[tuple[Way, Way]]] = {
 
 
 class Layer(nn.Module):
-    """A unit with experts, of which a forward pass uses those that it is told."""
+    """A unit with experts. A forward pass uses the given ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 
 
 class Routed(nn.Module):
-    """A layer that ranks use differently, between two that they use alike."""
+    """A layer that ranks use differently, between two layers that all ranks use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class Routed(nn.Module):
 
 
 class Repeated(Routed):
-    """The layer is called twice: once with the first expert of a way, once with the others."""
+    """The layer is called twice: with the first expert, then with the others."""
 
     def forward(self, x: Tensor, way: Way) -> Any:
         return self.out(self.layer(self.layer(self.inp(x), way[:1]), way[1:]))
 
 
 class Stacked(Routed):
-    """Two layers, the second of which gets what the first has returned, and nothing in between."""
+    """Two such layers in a row, with nothing in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Frozen(Stacked):
         self.further.requires_grad_(False)
 
 
-#: The net of a case that has one of its own.
+#: The models of the cases that don't use :class:`Routed`.
 NETS: dict[str, type[Routed]] = {
     "a layer called twice": Repeated,
     "two layers skipped on one rank": Stacked,
@@ -101,12 +101,12 @@ NETS: dict[str, type[Routed]] = {
 
 
 def _decaying(module: nn.Module) -> torch.optim.Optimizer:
-    """It moves a parameter whose gradient is zero, and leaves alone one that has none."""
+    """An optimizer that changes a parameter whose gradient is zero, but not one whose gradient is ``None``."""
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
 def _plain(case: str, accumulate: int) -> Trained:
-    """In one process, each rank's rows on the rank's way."""
+    """The oracle: one process computes each rank's rows with that rank's experts."""
     net = NETS.get(case, Routed)()
     optimizer = _decaying(net)
     losses = []
@@ -140,7 +140,7 @@ def _sharded(strategy: str, case: str, accumulate: int) -> Trained:
 
 
 class BranchesSuite(Clauses):
-    """Which parameters a rank uses is its own affair, within a unit that all ranks call."""
+    """Ranks may use different parameters of a unit, as long as all of them call the unit."""
 
     @on_ranks("processes", "threads")
     @pytest.mark.parametrize(
@@ -150,4 +150,5 @@ class BranchesSuite(Clauses):
     )
     @pytest.mark.parametrize("case", WAYS)
     def test_ranks_use_different_parameters(self, ranks: Ranks, case: str, accumulate: int) -> None:
+        """Ranks may use different parameters of a unit: losses and weights must equal the unsharded model's."""
         assert_same(ranks.run(2, _sharded, self.strategy, case, accumulate), _plain(case, accumulate))

@@ -1,4 +1,4 @@
-"""What comes after an exception in a step."""
+"""Training after an exception."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _fit_after_forward(strategy: str, tmp: str) -> list[float]:
 
 
 def _refused_after_forward(strategy: str, tmp: str) -> tuple[str, list[float]]:
-    """What is said of the interrupted module, and the losses of another one."""
+    """The error for the interrupted module, and the losses of another one."""
     failing, other = Failing("sgd"), Lit("sgd")
     with pytest.raises(ZeroDivisionError):
         new_trainer(tmp, strategy, 2).fit(failing, loader(2, 2))
@@ -71,7 +71,7 @@ def _refused_after_forward(strategy: str, tmp: str) -> tuple[str, list[float]]:
 
 
 def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, float]]:
-    """What is said of the interrupted module, if it is refused; else its 0-dim parameters after three steps."""
+    """The error for the interrupted module if it is refused, or else its 0-dim parameters after three steps."""
     fabric = new_fabric(strategy)
     net = Gains()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -93,7 +93,7 @@ def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, 
 
 
 class RaisesWithoutSync(Lit):
-    """Has an exception end a block without reduction, and trains on."""
+    """Raises in a context without reduction, catches it, and continues training."""
 
     def on_train_start(self) -> None:
         strategy: Any = self.trainer.strategy
@@ -102,7 +102,7 @@ class RaisesWithoutSync(Lit):
 
 
 def _losses_after_no_sync(strategy: str, tmp: str, of: str) -> list[float]:
-    """Three steps after an exception in a context without reduction, the front end's or the backend's own."""
+    """The losses of three steps after an exception in a front end's or the backend's context without reduction."""
     if of == "trainer":
         module = RaisesWithoutSync("sgd")
         new_trainer(tmp, strategy, 2).fit(module, loader(3, 2))
@@ -143,16 +143,16 @@ def _between_stages(strategy: str, tmp: str) -> str:
 
 
 class ExceptionsSuite(Clauses):
-    """An interrupted module is as good as before, or refused: its losses are never wrong.
+    """After an exception, a module is trained correctly, or refused: its losses are never wrong.
 
     Attributes:
-        refused_with: What the refusal says, where the library can't bring a module back; ``None`` where it can.
+        refused_with: Part of the error, if the library can't recover a module; ``None`` if it can.
     """
 
     refused_with: ClassVar[str | None] = None
 
     def test_a_new_trainer_goes_on_after_an_exception(self, ranks: Ranks, tmp_path: Path) -> None:
-        """With the shards of the one before it."""
+        """After an exception in a step, a new Trainer must train the same module correctly, or refuse it."""
         net = oracle.new_net()
         if self.refused_with is not None:
             want, _ = oracle.train_plain(2, oracle.sgd, net=net)
@@ -166,19 +166,20 @@ class ExceptionsSuite(Clauses):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
     def test_an_exception_between_stages_shows_itself(self, ranks: Ranks, tmp_path: Path) -> None:
+        """An exception between two stages must reach the user unchanged."""
         for told in ranks.run(2, _between_stages, self.strategy, str(tmp_path)):
             assert told == "between two stages"
 
     @requires(Capability.GRADIENT_ACCUMULATION)
     @pytest.mark.parametrize("of", ["trainer", "fabric", "backend"])
     def test_an_exception_leaves_reduction_on(self, ranks: Ranks, tmp_path: Path, of: str) -> None:
-        """Of no_sync and what front ends make of it; else every gradient would be missing from then on."""
+        """After an exception inside ``no_sync`` or a front end's context for it, gradients must be reduced again."""
         want, _ = oracle.train_plain(3, oracle.sgd)
         for losses in ranks.run(2, _losses_after_no_sync, self.strategy, str(tmp_path), of):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
     def test_whole_parameters_stay_equal_after_an_exception(self, ranks: Ranks) -> None:
-        """0-dim parameters take no part of the interrupted backward pass into the next."""
+        """Gradients of an interrupted backward pass must not reach the next step, also for 0-dim parameters."""
         net = Gains()
         oracle.train_plain(3, lambda module: torch.optim.SGD(module.parameters(), lr=0.1), net=net)
         want = {"one": net.one.item(), "two": net.two.item()}

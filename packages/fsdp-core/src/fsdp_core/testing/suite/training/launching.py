@@ -1,4 +1,4 @@
-"""Every way to start a script."""
+"""Launching scripts: plain Python, a module, torchrun, spawn, Lightning's command line."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["COMMAND", "LaunchingSuite"]
 
 FULL = 66  # numbers in the model: 2 × 32 weights and 2 biases
 
-#: What Lightning's command line is given.
+#: Arguments of Lightning's command line.
 COMMAND = ("fit", "--trainer.limit_train_batches=3", "--trainer.limit_val_batches=2")
 
 _OPTIONS = {"cpu_offload": "true", "state_dict_type": "full", "auto_wrap_policy": "auto"}
 
 
 def _val_loss(passes: int, *, shuffled: bool) -> float:
-    """What one process of plain torch gets, on the batches that the ranks saw together; a row per rank and step."""
+    """The validation loss of one process of plain torch on the ranks' batches, of one row per rank."""
     L.seed_everything(1, verbose=False)
     layer = BoringModel().layer
     L.seed_everything(2, verbose=False)
@@ -59,7 +59,7 @@ def _val_loss(passes: int, *, shuffled: bool) -> float:
 
 
 def _interrupt(process: subprocess.Popen[bytes], output: Path) -> None:
-    """As Ctrl-C in a terminal does, once both ranks train."""
+    """Send SIGINT, as Ctrl-C does, once both ranks are training."""
     deadline = time.monotonic() + SECONDS
     while output.read_text().count('{"reached": "step 1"}') < 2 and process.poll() is None:
         assert time.monotonic() < deadline, output.read_text()
@@ -68,14 +68,13 @@ def _interrupt(process: subprocess.Popen[bytes], output: Path) -> None:
 
 
 class LaunchingSuite(Clauses):
-    """However a script is started, its ranks find each other, train the same, and go away.
+    """However a script is launched, its ranks connect, train as the oracle does, and exit.
 
-    Of ranks that are processes. Where the library starts threads, they are gone when ``fit`` returns, and there is
-    nobody to report; a controller starts nothing.
+    These clauses apply to ranks that are processes. Threads end when ``fit`` returns, and a controller starts nothing.
     """
 
     def assert_trained(self, ended: Ended, *front_ends: str, passes: int = 2, **expected: Any) -> None:
-        """Both ranks held half of the model, got the oracle's loss, and went away quietly."""
+        """Assert that both ranks held half of the model, got the oracle's loss, and exited without errors."""
         assert ended.status == 0, ended.output
         for trouble in ("Traceback", "terminate called", "Aborted", "destroy_process_group() was not called"):
             assert trouble not in ended.output, ended.output
@@ -83,10 +82,10 @@ class LaunchingSuite(Clauses):
             reports = ended.reports(front_end)
             assert [one["rank"] for one in reports] == [0, 1], ended.output
             class_of: FrontEnd = "fabric" if front_end == "fabric" else "trainer"
-            want = _val_loss(passes, shuffled=class_of == "trainer")  # the Trainer shuffles what it trains on
+            want = _val_loss(passes, shuffled=class_of == "trainer")  # the Trainer shuffles training data
             for one in reports:
                 assert one["strategy"] == self.class_path(class_of)
-                assert one["world_size"] == 2, f"rank {one['rank']} says that there are {one['world_size']} ranks, of 2"
+                assert one["world_size"] == 2, f"rank {one['rank']} reports world size {one['world_size']} instead of 2"
                 assert one["held"] == FULL // 2, f"rank {one['rank']} holds {one['held']} of {FULL} elements, not half"
                 assert one["val_loss"] == pytest.approx(want, abs=FP32_TOLERANCE)
                 assert {key: one[key] for key in expected} == expected
@@ -98,33 +97,35 @@ class LaunchingSuite(Clauses):
 
     @property
     def offloads(self) -> bool:
-        """Whether the name itself stands for CPU offload."""
+        """Whether the strategy is a preset with CPU offload."""
         return bool(fsdp_core.describe(self.strategy).presets.get("cpu_offload", False))
 
     @on_ranks("processes")
     def test_plain_python_under_trainer_then_fabric(self, tmp_path: Path) -> None:
-        """Started by the Trainer; ``fit`` twice, ``validate``, and Fabric in the same script."""
+        """A script that the Trainer launches must be able to fit twice, validate, and use Fabric afterwards."""
         ended = start(tmp_path, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "trainer", "fabric", cpu_offload=self.offloads)
 
     @on_ranks("processes")
     def test_plain_python_under_fabric_as_a_module(self, tmp_path: Path) -> None:
-        """Started by Fabric, as a module, which each rank's command line repeats."""
+        """A script started with ``python -m`` must be launched by Fabric, which repeats the command for each rank."""
         ended = start(tmp_path, "-m", "train", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "fabric", cpu_offload=self.offloads)
 
     @on_ranks("processes")
     def test_torchrun(self, tmp_path: Path) -> None:
+        """A script started by torchrun must train under Trainer and Fabric."""
         ended = start(tmp_path, *TORCHRUN, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "trainer", "fabric")
 
     @on_ranks("processes")
     def test_spawned_workers(self, tmp_path: Path) -> None:
+        """Ranks spawned with ``torch.multiprocessing`` must train under Trainer and Fabric."""
         self.assert_trained(start(tmp_path, "spawned.py", self.strategy), "trainer", "fabric")
 
     @on_ranks("processes")
     def test_command_line_takes_the_name_and_the_class_with_options(self, tmp_path: Path) -> None:
-        """Lightning's own, with jsonargparse; as a module."""
+        """LightningCLI must accept the strategy's name, and its class with options."""
         pytest.importorskip("jsonargparse")
         name = f"--trainer.strategy={self.strategy}"
         made = f"--trainer.strategy={self.class_path('trainer')}"
@@ -143,6 +144,7 @@ class LaunchingSuite(Clauses):
 
     @on_ranks("processes")
     def test_without_torchs_entry_points_an_import_does_it(self, tmp_path: Path) -> None:
+        """With torch's autoload disabled, the name must be unknown, and importing the package must register it."""
         ended = start(tmp_path, "by_hand.py", self.strategy, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
         assert ended.status == 0, ended.output
         (told,) = [one["before"] for one in ended.said if "before" in one]
@@ -157,15 +159,17 @@ class LaunchingSuite(Clauses):
     @on_ranks("processes")
     @pytest.mark.parametrize(("front_end", "rank"), [("trainer", 1), ("fabric", 0)])
     def test_exception_on_one_rank_ends_the_run(self, tmp_path: Path, front_end: str, rank: int) -> None:
+        """An exception on one rank must end all ranks within a minute, with a nonzero exit status."""
         ended = start(tmp_path, "train.py", front_end, f"--fails-on={rank}", f"--strategy={self.strategy}")
-        assert ended.status != 0, f"the script ended with status 0 though a rank failed: {ended.output}"
+        assert ended.status != 0, f"the script exited with status 0 although a rank failed: {ended.output}"
         assert f"RuntimeError: rank {rank} fails" in ended.output
         assert not ended.reports(front_end)
-        assert ended.seconds < 60, f"the run ended {ended.seconds:.0f} s after it began, and not within 60 s"
+        assert ended.seconds < 60, f"the run took {ended.seconds:.0f} s to end, which should be less than 60 s"
 
     @on_ranks("processes")
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups to send SIGINT to")
     def test_interrupt_ends_every_rank(self, tmp_path: Path) -> None:
+        """An interrupt (Ctrl-C) must end every rank without a crash."""
         ended = start(tmp_path, "train.py", "trainer", "--forever", f"--strategy={self.strategy}", meanwhile=_interrupt)
         assert ended.status == 1, ended.output
         assert "Detected KeyboardInterrupt" in ended.output

@@ -1,4 +1,4 @@
-"""What fails with Lightning's own sharded strategies, and works here."""
+"""Cases that fail with Lightning's own sharded strategies and must work here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["BrokenElsewhereSuite", "every_stage"]
 
 
 class NanGradient(Lit):
-    """Its loss is NaN, and so are its gradients."""
+    """Has a loss and gradients that are NaN."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * float("nan")
@@ -91,7 +91,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
 
 
 class Tunable(Lit):
-    """Has what the tuner looks for; its optimizer keeps a rate of its own."""
+    """Has the attribute ``lr`` that the tuner needs; its optimizer uses a fixed learning rate."""
 
     lr = 0.05
 
@@ -149,7 +149,7 @@ def _stochastic_averaging(strategy: str, tmp: str) -> str:
 
 
 class Counts(ModelSummary):
-    """Keeps what it would print."""
+    """Records the parameter counts that it would print."""
 
     counts: Any = None
 
@@ -167,7 +167,7 @@ def _summary(strategy: str, tmp: str) -> Any:
 
 
 class CountsReductions:
-    """Counts reduce-scatters: torch's own name of the collective, seen by its profiler."""
+    """Counts reduce-scatters with torch's profiler."""
 
     def __init__(self) -> None:
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -203,7 +203,7 @@ def _norm_after(strategy: str, enabled: bool) -> float:
 
 
 class CountingScaler(torch.amp.GradScaler):
-    """Counts the steps that it takes."""
+    """Counts its steps."""
 
     steps = 0
 
@@ -256,16 +256,18 @@ def _dropout(strategy: str, tmp: str, checkpointing: bool) -> Trained:
 
 
 class BrokenElsewhereSuite(Clauses):
-    """Each of these raises, hangs or gives wrong numbers with a sharded strategy of Lightning 2.6."""
+    """Each case raises, hangs or computes wrong numbers with a sharded strategy of Lightning 2.6."""
 
     @requires(Capability.CLIP_BY_NORM)
     def test_error_if_nonfinite_is_honoured(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Clipping must raise on a NaN norm, and ``error_if_nonfinite=False`` must turn that off."""
         for told in ranks.run(2, _nonfinite, self.strategy, str(tmp_path)):
             for message in told:
                 assert_says(message, "total norm", "is nan", "error_if_nonfinite=False")
 
     @requires(Capability.CLIP_BY_NORM)
     def test_infinite_norm_sees_nan_of_another_rank(self, ranks: Ranks) -> None:
+        """The infinity norm must be NaN on every rank if one rank's shard holds NaN."""
         for message in ranks.run(2, _infinite_norm, self.strategy):
             assert_says(message, "is nan")
 
@@ -275,25 +277,27 @@ class BrokenElsewhereSuite(Clauses):
         ids=["as it is", "root alone", "blocks"],
     )
     def test_stages_in_any_order(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
-        """Also with the root as the only unit; and the policy outlives every stage."""
+        """Fit, validate, test and predict must work in any order, and must not change the wrap policy."""
         first, _ = oracle.train_plain(3, oracle.momentum, net=oracle.new_net(width=WIDE))
         got = ranks.run(2, every_stage, self.strategy, str(tmp_path), options)
         for one in got:
             assert one["losses"][:3] == pytest.approx(first, abs=FP32_TOLERANCE)
-            assert len(one["losses"]) == 9, f"{len(one['losses'])} steps were trained, of 9"
+            assert len(one["losses"]) == 9, f"{len(one['losses'])} steps were trained instead of 9"
             assert one["policy"]
             assert one["predicted"].shape == (one["rows"], FEATURES)
         assert_sharded([one["held"] for one in got], sum(p.numel() for p in oracle.new_net(width=WIDE).parameters()))
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_lr_finder_restores_the_weights(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``Tuner.lr_find`` must try all rates, restore the weights, and delete its checkpoint."""
         for tried, (before, after), leftovers in ranks.run(2, _find_learning_rate, self.strategy, str(tmp_path)):
-            assert tried == 8, f"the learning-rate finder tried {tried} rates, of 8"
+            assert tried == 8, f"the learning-rate finder tried {tried} rates instead of 8"
             assert after == pytest.approx(before, abs=FP32_TOLERANCE)
             assert not leftovers
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_weight_averaging(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``EMAWeightAveraging`` must give plain torch's averages, also after a resume on other numbers of ranks."""
         want = _averaging_oracle(oracle.global_batches(2) * 2, 0.5)
         tmp, path = str(tmp_path), str(tmp_path / "half")
         uninterrupted = ranks.run(2, _averaged, self.strategy, tmp, 2, path)
@@ -304,22 +308,24 @@ class BrokenElsewhereSuite(Clauses):
                 torch.testing.assert_close(state[f"net.{name}"], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
 
     def test_stochastic_weight_averaging_is_refused_before_training(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``StochasticWeightAveraging`` must be refused before training."""
         for message in ranks.run(2, _stochastic_averaging, self.strategy, str(tmp_path)):
             assert_says(message, "sharded")
 
     def test_model_summary_counts_the_whole_model(self, ranks: Ranks, tmp_path: Path) -> None:
+        """The model summary must count the parameters of the whole model, not of a shard."""
         net = oracle.new_net()
         total = sum(p.numel() for p in net.parameters())
         trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
         assert ranks.run(2, _summary, self.strategy, str(tmp_path))[0][:2] == (total, trainable)
 
     @requires(Capability.GRADIENT_ACCUMULATION)
-    @on_ranks("processes")  # whose collectives torch's profiler tells
+    @on_ranks("processes")  # torch's profiler records the collectives of process groups only
     @pytest.mark.parametrize(
         "options", [{}, with_options({"sync_each_batch": True})], ids=["as it is", "sync_each_batch"]
     )
     def test_accumulation_skips_the_reduction(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
-        """Four micro-batches take as many reduce-scatters as one does, or four times as many if they are to."""
+        """Gradient accumulation must reduce once per step, or with ``sync_each_batch`` once per micro-batch."""
         tmp = str(tmp_path)
         one_batch = ranks.run(2, _reductions, self.strategy, tmp, 1, options)
         times = 4 if options else 1
@@ -328,12 +334,13 @@ class BrokenElsewhereSuite(Clauses):
         ):
             assert one_of_trainer > 0, "torch's profiler saw no reduce-scatter in a step under the Trainer"
             assert one_of_fabric > 0, "torch's profiler saw no reduce-scatter in a step under Fabric"
-            told = f"reduce-scatters of four micro-batches under Trainer and Fabric, which should be {times} × one's"
+            told = f"reduce-scatters of four micro-batches under Trainer and Fabric: not {times} × those of one"
             assert (of_trainer, of_fabric) == (times * one_of_trainer, times * one_of_fabric), told
 
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("enabled", [pytest.param(True, marks=requires(Capability.GRADIENT_ACCUMULATION)), False])
     def test_no_backward_sync_leaves_sync_on(self, ranks: Ranks, enabled: bool) -> None:
+        """A backward pass after ``no_backward_sync`` must reduce the gradients of both passes."""
         net = oracle.new_net()
         x, y = oracle.global_batches(1)[0]
         (2 * mse_loss(net(x), y)).backward()
@@ -343,12 +350,14 @@ class BrokenElsewhereSuite(Clauses):
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
     def test_custom_gradient_scaler(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A user's own ``GradScaler`` must be used, and losses must equal the oracle's."""
         want, _ = oracle.train_plain(3, oracle.sgd)
         for steps, losses in ranks.run(2, _custom_scaler, self.strategy, str(tmp_path)):
-            assert steps == 3, f"the scaler was asked for {steps} steps, of 3"
+            assert steps == 3, f"the scaler made {steps} steps instead of 3"
             assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
 
     def test_compiled_module(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A module compiled with ``torch.compile`` must train as the oracle does."""
         want, _ = oracle.train_plain(3, oracle.sgd)
         for losses in ranks.run(2, _compiled, self.strategy, str(tmp_path), timeout=240.0):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
@@ -358,12 +367,13 @@ class BrokenElsewhereSuite(Clauses):
     def test_activation_checkpointing_needs_no_wrap_policy(
         self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]
     ) -> None:
-        """Three blocks, one step: each runs once forward, and once more in the backward pass."""
+        """Each checkpointed block must run once forward and once in the backward pass, whatever the wrap policy."""
         options = {**options, "activation_checkpointing_policy": {Block}}
         assert ranks.run(2, _recomputation, self.strategy, str(tmp_path), options) == [6, 6]
 
     @requires(Capability.ACTIVATION_CHECKPOINTING)
     def test_activation_checkpointing_repeats_dropout(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Recomputed blocks must use the same dropout masks: losses and weights must not change."""
         ((plain, state),) = ranks.run(1, _dropout, self.strategy, str(tmp_path), False)
         ((recomputed, again),) = ranks.run(1, _dropout, self.strategy, str(tmp_path), True)
         assert recomputed == plain

@@ -1,4 +1,4 @@
-"""Manual optimization, schedulers, step methods, targets, collectives."""
+"""Parts of training loops: manual optimization, schedulers, step methods, targets, collectives."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "
 
 
 def losses_of(module: Lit) -> list[float]:
-    """What a module has seen in this one process."""
+    """The losses that a module has recorded in this process."""
     return [loss.item() for loss in module.losses]
 
 
 class Gan(Lit):
-    """Two optimizers over two halves, stepped by hand in one training step, with forward passes in between."""
+    """Two optimizers over two halves, both stepped in one training step, with forward passes in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def _gan(strategy: str, tmp: str, world_size: int) -> Trained:
 
 
 class ManualClip(Lit):
-    """Clips by hand, in its training step."""
+    """Clips gradients in its training step, under manual optimization."""
 
     def __init__(self) -> None:
         super().__init__("sgd")
@@ -92,11 +92,11 @@ def _manual_clip(strategy: str, tmp: str) -> list[float]:
 
 
 class LooksAtGradients(Lit):
-    """Does something with gradients by torch's own functions, in its training step.
+    """Uses torch's own functions on gradients, in its training step.
 
     Args:
-        what: ``"clipped"``; ``"after a forward pass"``, which may gather what was not; ``"accumulated"`` over two
-            backward passes; ``"scaled"``: each by itself; ``"zeroed"``: between two backward passes.
+        what: ``"clipped"``; ``"after a forward pass"``, which may unshard parameters; ``"accumulated"`` over two
+            backward passes; ``"scaled"`` one by one; or ``"zeroed"`` between two backward passes.
     """
 
     def __init__(self, what: str) -> None:
@@ -144,11 +144,11 @@ def _looks(strategy: str, tmp: str, world_size: int) -> dict[str, tuple[list[flo
 
 
 class HooksLook(Lit):
-    """Takes the norm of all gradients in hooks before a step, where people log it.
+    """Computes the norm of all gradients in hooks before a step, where users log it.
 
     Args:
-        automatic: Whether Lightning takes the steps.
-        alone: Whether each gradient is looked at by itself, as a tensor of one process is.
+        automatic: Whether optimization is automatic.
+        alone: Whether the norm of each gradient is computed by itself.
     """
 
     def __init__(self, automatic: bool, alone: bool) -> None:
@@ -175,7 +175,7 @@ class HooksLook(Lit):
         return None
 
     def on_after_backward(self) -> None:
-        if self.automatic_optimization:  # else the gradients are on their way
+        if self.automatic_optimization:  # otherwise gradients may not be reduced yet
             self.look()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -195,7 +195,7 @@ def _hooks_look(
 
 
 class UsesRootTwice(Lit):
-    """Calls itself, then uses a parameter of its own."""
+    """Calls itself, then uses one of its own parameters."""
 
     def __init__(self) -> None:
         super().__init__("sgd")
@@ -208,14 +208,14 @@ class UsesRootTwice(Lit):
 
 
 def root_used_twice(strategy: str, tmp: str, options: dict[str, Any]) -> list[float]:
-    """What :class:`UsesRootTwice` sees on two ranks."""
+    """The losses of :class:`UsesRootTwice` on two ranks."""
     module = UsesRootTwice()
     new_trainer(tmp, strategy, 2, options).fit(module, loader(3, 2))
     return means(module.losses)
 
 
 def assert_root_stays_gathered(ranks: Ranks, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
-    """A step method may call the root and then use a parameter of it; for a backend's own options too."""
+    """Assert that a step may call the root, then use its parameter. Backends may pass their own options."""
     plain = UsesRootTwice()
     new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
     for losses in ranks.run(2, root_used_twice, strategy, str(tmp_path), options):
@@ -223,7 +223,7 @@ def assert_root_stays_gathered(ranks: Ranks, tmp_path: Path, strategy: str, opti
 
 
 class Scheduled(Lit):
-    """Lowers the learning rate in every step."""
+    """Has a scheduler that changes the learning rate in every step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = oracle.adamw_groups(self)
@@ -243,7 +243,7 @@ def _scheduled(
 
 
 class TensorRate(Lit):
-    """Its learning rate is a tensor."""
+    """Has a learning rate that is a tensor."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01))
@@ -261,7 +261,7 @@ def _tensor_rate(strategy: str, tmp: str, url: str) -> tuple[list[float], float]
 
 
 class BigTargets(Lit):
-    """Keeps the targets that its step was given."""
+    """Records the targets that its step gets."""
 
     target: Tensor
 
@@ -325,11 +325,12 @@ def _collectives(strategy: str) -> dict[str, Any]:
 
 
 class LoopsSuite(Clauses):
-    """What users' loops do besides a forward pass, a backward pass and a step."""
+    """Training loops that do more than a forward pass, a backward pass and a step."""
 
     @requires(Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("world_size", [1, 2, 3])
     def test_manual_optimization(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+        """Manual optimization with two optimizers must give the losses and weights of one unsharded process."""
         plain = Gan()
         new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
         for losses, state in ranks.run(world_size, _gan, self.strategy, str(tmp_path), world_size):
@@ -339,7 +340,7 @@ class LoopsSuite(Clauses):
 
     @requires(Capability.MANUAL_OPTIMIZATION)
     def test_torchs_functions_on_gradients_inside_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
-        """They are right, or it is said what to write; on all ranks, and never nothing is done without a word."""
+        """Torch's functions on gradients inside a step must work, or be refused on every rank, never ignored."""
         got = ranks.run(2, _looks, self.strategy, str(tmp_path), 2)
         for what in LOOKS:
             plain = LooksAtGradients(what)
@@ -361,11 +362,11 @@ class LoopsSuite(Clauses):
     def test_torchs_functions_on_gradients_in_hooks(
         self, ranks: Ranks, tmp_path: Path, automatic: bool, alone: bool
     ) -> None:
-        """The norm of all gradients before a step is right, or it is said what to write; it is never a part's."""
+        """A norm computed from gradients in a hook must be that of whole gradients, or be refused."""
         plain = HooksLook(automatic, alone)
         new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
         norms = 2 * (1 + automatic)
-        assert len(plain.seen) == norms, f"the hooks of one device saw {len(plain.seen)} norms, of {norms}"
+        assert len(plain.seen) == norms, f"the hooks on one device computed {len(plain.seen)} norms instead of {norms}"
         for outcome in ranks.run(2, _hooks_look, self.strategy, str(tmp_path), 2, automatic, alone):
             if isinstance(outcome, str) and "DTensor" in outcome:
                 assert_says(outcome, "this rank computed from its shards alone", "Write float(value.full_tensor())")
@@ -379,15 +380,18 @@ class LoopsSuite(Clauses):
         Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM, Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING
     )
     def test_clipping_by_hand_sees_unscaled_gradients(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``self.clip_gradients()`` in a training step must clip unscaled gradients under ``16-mixed``."""
         want, _ = oracle.train_plain(4, oracle.sgd, clip_norm=0.2)
         for losses in ranks.run(2, _manual_clip, self.strategy, str(tmp_path)):
             assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
 
     def test_root_stays_gathered_through_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A training step must be able to use a parameter of the root after it has called the root."""
         assert_root_stays_gathered(ranks, tmp_path, self.strategy, {})
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_scheduler_and_its_resumption(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A scheduler must be restored, with the same learning rates on another number of ranks."""
         plain = Scheduled()
         new_trainer(tmp_path, "auto", max_epochs=3).fit(plain, loader(2, 1))
         path = str(tmp_path / "half")
@@ -397,6 +401,7 @@ class LoopsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_tensor_learning_rate_and_file_url(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A learning rate that is a tensor must be restored, from a checkpoint at a ``file://`` URL."""
         plain = TensorRate()
         new_trainer(tmp_path, "auto", max_epochs=2).fit(plain, loader(2, 1))
         url = f"file://{tmp_path}/checkpoint"
@@ -406,14 +411,17 @@ class LoopsSuite(Clauses):
 
     @precisions("bf16-mixed", "16-mixed")
     def test_mixed_precision_leaves_targets_alone(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
+        """Mixed precision must not cast the batch of the training step."""
         assert ranks.run(2, _targets, self.strategy, str(tmp_path), precision) == [(100001.0, "torch.float32")] * 2
 
     def test_fabric_step_method_runs_through_the_root(self, ranks: Ranks) -> None:
+        """Under Fabric, a module without ``forward`` must be trainable through a method such as ``training_step``."""
         want, _ = oracle.train_plain(3, oracle.sgd)
         for losses in ranks.run(2, _fabric_step_method, self.strategy):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
     def test_collectives(self, ranks: Ranks) -> None:
+        """Fabric's ``all_gather``, with gradients, ``all_reduce`` and ``broadcast`` must return the right values."""
         count = 1 if ranks.kind == "one controller" else 2
         want = {
             "mean": (count - 1) / 2,

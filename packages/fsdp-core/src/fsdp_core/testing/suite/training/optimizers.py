@@ -1,4 +1,4 @@
-"""Optimizers that are older or younger than the shards: they train these, or are refused."""
+"""Optimizers built before or after sharding: they train the shards, or are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["OptimizersSuite", "assert_all_trained", "built_after_evaluation", "b
 
 
 class ListsInInit(Lit):
-    """Makes its lists of parameters before anything is sharded."""
+    """Builds its param groups before sharding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ListsInInit(Lit):
 
 
 class OptimizerInInit(Lit):
-    """Makes its optimizer before anything is sharded."""
+    """Builds its optimizer before sharding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class OptimizerInInit(Lit):
 
 
 class OfTrainersModel(Lit):
-    """Asks the Trainer for the parameters of its model."""
+    """Builds its optimizer over ``self.trainer.model``."""
 
     def configure_optimizers(self) -> Any:
         assert self.trainer.model is not None
@@ -57,25 +57,25 @@ class OfTrainersModel(Lit):
 
 
 class ForeignParameter(Lit):
-    """Its optimizer holds a parameter that is in no module."""
+    """Its optimizer holds a parameter of no module."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(5))], lr=0.1)
 
 
 class OfACopy(Lit):
-    """Its optimizer holds the parameters of another module, of the same names and shapes."""
+    """Its optimizer holds the parameters of a copy of the model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = [copy.deepcopy(self.net)]  # a module in a list is no submodule
+        self.hidden = [copy.deepcopy(self.net)]  # a module in a list is not a submodule
 
     def configure_optimizers(self) -> Any:
         return oracle.sgd(self.hidden[0])
 
 
 class Stale(Lit):
-    """Lists parameters in its constructor, and replaces them before the training begins."""
+    """Its optimizer holds parameters that ``configure_model()`` has replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ class Stale(Lit):
 
 
 class WithAdagrad(Lit):
-    """Its optimizer makes state when it is built."""
+    """Its optimizer creates its state in the constructor."""
 
     def configure_optimizers(self) -> Any:
         return any_optimizer("Adagrad", self)
 
 
-#: Every optimizer of torch but for LBFGS, which asks for the loss several times a step.
+#: Every torch optimizer except LBFGS, which computes the loss several times per step.
 OF_TORCH = sorted(
     name
     for name, kind in vars(torch.optim).items()
@@ -104,7 +104,7 @@ OF_TORCH = sorted(
 
 
 def any_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of torch over what it takes of a module, with a large eps where there is one, as the oracle's."""
+    """A torch optimizer over the parameters that it supports, with a large eps if it has one, like the oracle's."""
     kind = getattr(torch.optim, name)
     eps = inspect.signature(kind).parameters.get("eps")
     settings = {"eps": 1e-3} if eps is not None and isinstance(eps.default, float) else {}
@@ -114,7 +114,7 @@ def any_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _with_each_optimizer(strategy: str, tmp: str) -> dict[str, Trained | str]:
-    """What comes of two steps of each optimizer, or why it is refused."""
+    """The outcome of two steps of each optimizer, or the error."""
     fabric = new_fabric(strategy)
     used: Any = fabric.strategy
     outcomes: dict[str, Trained | str] = {}
@@ -131,7 +131,7 @@ def _with_each_optimizer(strategy: str, tmp: str) -> dict[str, Trained | str]:
 
 
 def _fit_epochs(strategy: str, tmp: str, module_class: type[Lit], epochs: int) -> Trained:
-    """Fit two steps an epoch, each epoch by a ``fit`` of its own."""
+    """Fit two steps per epoch, with one ``fit`` per epoch."""
     module = module_class()
     for _ in range(epochs):
         run = new_trainer(tmp, strategy, 2)
@@ -152,10 +152,10 @@ def _two_steps(fabric: Fabric, model: Any, optimizer: Any, sharded: Sharded | No
 
 
 def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
-    """Set an optimizer of unsharded parameters up, together with the model or after it.
+    """Set up an optimizer over unsharded parameters, together with the model or after it.
 
     Returns:
-        What :func:`assert_all_trained` checks, and how many elements this rank's optimizer holds.
+        Losses and weights for :func:`assert_all_trained`, and the number of elements in this rank's optimizer.
     """
     fabric = new_fabric(strategy)
     net = oracle.new_net(width=WIDE)
@@ -173,7 +173,7 @@ def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
 
 
 def built_after_evaluation(strategy: str, optimizer: str) -> Trained:
-    """A forward pass without a backward pass may leave parameters gathered; then an optimizer is built over them."""
+    """Build an optimizer after a forward pass without a backward pass, which may leave parameters unsharded."""
     fabric = new_fabric(strategy)
     model = fabric.setup_module(oracle.new_net())
     with torch.no_grad():
@@ -182,7 +182,7 @@ def built_after_evaluation(strategy: str, optimizer: str) -> Trained:
 
 
 def assert_all_trained(got: Trained, optimizer: str = "adamw_groups", **net: Any) -> None:
-    """The losses are the oracle's, and every parameter has moved that moves there."""
+    """Assert that losses equal the oracle's, and that every parameter that the oracle trains was trained."""
     losses, state = got
     want_losses, want = oracle.train_plain(2, getattr(oracle, optimizer), net=oracle.new_net(**net))
     assert losses[:2] == pytest.approx(want_losses, abs=FP32_TOLERANCE)
@@ -192,7 +192,7 @@ def assert_all_trained(got: Trained, optimizer: str = "adamw_groups", **net: Any
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
     start = oracle.new_net(**net).state_dict()
     moved = [name for name in want if not torch.allclose(want[name], start[name], atol=2e-4)]
-    assert len(moved) > 15, f"the oracle moves {len(moved)} parameters, too few to show anything: {moved}"
+    assert len(moved) > 15, f"the oracle trains {len(moved)} parameters, too few for this clause: {moved}"
     for name in moved:
         assert not torch.allclose(state[name], start[name], atol=1e-4), f"{name} was not trained"
 
@@ -226,7 +226,7 @@ def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
 
 
 class OptimizersSuite(Clauses):
-    """No optimizer trains parameters that nobody uses any more."""
+    """No optimizer trains parameters that are no longer the model's."""
 
     @pytest.mark.parametrize(
         ("module_class", "epochs"), [(ListsInInit, 1), (ListsInInit, 2), (OptimizerInInit, 1), (OfTrainersModel, 2)]
@@ -234,12 +234,14 @@ class OptimizersSuite(Clauses):
     def test_parameters_from_before_sharding_are_trained(
         self, ranks: Ranks, tmp_path: Path, module_class: type[Lit], epochs: int
     ) -> None:
+        """An optimizer built from parameters of before sharding must train the shards."""
         for got in ranks.run(2, _fit_epochs, self.strategy, str(tmp_path), module_class, epochs):
             assert_all_trained(got)
-            assert len(got[0]) == 2 * epochs, f"{len(got[0])} steps were trained, of {2 * epochs}"
+            assert len(got[0]) == 2 * epochs, f"{len(got[0])} steps were trained instead of {2 * epochs}"
 
     @pytest.mark.parametrize("joint", [True, False])
     def test_fabrics_optimizer_from_before_sharding_is_repointed(self, ranks: Ranks, joint: bool) -> None:
+        """Fabric must repoint an optimizer built before sharding to this rank's shards."""
         got = ranks.run(2, built_before_sharding, self.strategy, joint)
         for trained, _ in got:
             assert_all_trained(trained, width=WIDE)
@@ -247,12 +249,13 @@ class OptimizersSuite(Clauses):
         assert_sharded([held for _, held in got], total)
 
     def test_optimizer_built_after_evaluation_trains_the_shards(self, ranks: Ranks) -> None:
+        """An optimizer built after a forward pass without a backward pass must train the shards."""
         for got in ranks.run(2, built_after_evaluation, self.strategy, "momentum"):
             assert_all_trained(got, "momentum")
 
-    @on_ranks("processes")  # elsewhere each is a program to compile
+    @on_ranks("processes")  # XLA would compile a program for each
     def test_every_optimizer_of_torch_is_right_or_refused(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Also one that makes state when it is built; and what all elements are alike to is refused nowhere."""
+        """Each torch optimizer must give plain torch's results, or be refused. Elementwise ones must not be refused."""
         got = ranks.run(2, _with_each_optimizer, self.strategy, str(tmp_path))
         for name in [*OF_TORCH, "Adagrad, Trainer"]:
             kind = name.partition(",")[0]
@@ -272,7 +275,7 @@ class OptimizersSuite(Clauses):
                     assert_says(of_rank[name], kind, "Use")
                 continue
             want_losses, want = oracle.train_plain(2, partial(any_optimizer, kind))
-            # Muon computes in bf16, where directions of no gradient come out as those of rounding
+            # Muon computes in bf16, where directions without a gradient get those of rounding errors
             tolerance = 1e-2 if kind == "Muon" else FP32_TOLERANCE
             for of_rank in got:
                 losses, state = of_rank[name]
@@ -281,6 +284,7 @@ class OptimizersSuite(Clauses):
                     torch.testing.assert_close(state[of], tensor, atol=tolerance, rtol=tolerance, msg=f"{name}: {of}")
 
     def test_optimizers_over_other_parameters_are_refused(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Optimizers over other parameters, or with a step taken before sharding, must be refused."""
         (told,) = ranks.run(1, _refusals, self.strategy, str(tmp_path))
         for message in told["foreign"]:
             assert_says(message, "param group 0 of SGD", "the sharded model's, so training would leave it stale")

@@ -1,4 +1,4 @@
-"""Nothing is left behind by a run: process groups, threads, files, environment variables."""
+"""Runs leave nothing behind: no process groups, threads, files or environment variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["LeftoversSuite"]
 
 
 def _under_trainer(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
-    """Fit, validate, save, go on from that."""
+    """Fit, validate, save, and resume."""
     module = Lit("momentum")
     run = new_trainer(tmp, strategy, 2, options)
     run.fit(module, loader(1, 2), loader(1, 2))
@@ -38,7 +38,7 @@ def _under_trainer(strategy: str, tmp: Path, path: Path | None, options: Mapping
 
 
 def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
-    """Set up, step, save, load, and close what writes in the background."""
+    """Set up, step, save, load, and tear down, which ends background saves."""
     fabric = new_fabric(strategy, 2, options)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
@@ -55,9 +55,9 @@ def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[
 def _left(
     strategy: str, tmp: str, front_end: FrontEnd, saves: bool, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What two runs leave: of variables and files, anything; of groups and threads, more than the first of them.
+    """What two runs leave behind. Process groups are counted from the second run on.
 
-    The first one opens the process group of the world, which Lightning keeps until the process ends.
+    The first run creates the default process group, which Lightning keeps until the process ends.
     """
     rank, folder = here().rank, Path(tmp)
     places = [folder / f"cwd{rank}", folder / f"tmp{rank}"]
@@ -83,7 +83,7 @@ def _left(
 
 
 def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
-    """What of a run is still there when nobody holds it. All parameters count: 0-dim ones are often kept otherwise."""
+    """The objects that outlive a run. Checks every parameter, for 0-dim ones are often stored differently."""
 
     def run() -> dict[str, weakref.ref[Any]]:
         if front_end == "trainer":
@@ -102,8 +102,8 @@ def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
         return {"module": weakref.ref(module), "backend": weakref.ref(used.backend), **parameters}
 
     known = run()
-    # more than once: what a weak dictionary holds is garbage only when its key has gone, and a collection that another
-    # rank's thread is at does nothing
+    # repeated: values of a weak dictionary are garbage only after their keys, and gc.collect() does nothing while
+    # another rank's thread is collecting
     for _ in range(50):
         gc.collect()
         if all(one() is None for one in known.values()):
@@ -116,17 +116,18 @@ _NOTHING = {"environment variables": [], "threads": [], "process groups": 0, "fi
 
 
 class LeftoversSuite(Clauses):
-    """A process may train as often as it likes, and is as it was before."""
+    """A process can train any number of times, and is afterwards as it was before."""
 
     @on_ranks("processes", "one controller")  # threads share what this looks at
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_nothing_is_left_behind(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
+        """A run must leave no environment variables, threads, process groups or temporary files behind."""
         for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, False, None):
             assert left == _NOTHING
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_what_nobody_holds_is_gone(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
-        """A sweep of many runs in one process needs the memory of one, and the threads of one process group."""
+        """The module, its parameters and the backend must be garbage-collected once nothing references them."""
         for alive in ranks.run(2, _alive, self.strategy, str(tmp_path), front_end):
             assert alive == []
 
@@ -139,6 +140,7 @@ class LeftoversSuite(Clauses):
     def test_checkpoints_leave_nothing_else_behind(
         self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd, options: dict[str, Any]
     ) -> None:
+        """A run that saves and resumes must leave nothing behind but its checkpoints."""
         for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, True, options):
             assert left == _NOTHING
         kept = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(("cwd", "tmp")))
