@@ -304,7 +304,7 @@ def test_the_plugin_is_light_and_says_what_a_report_may_be_called(tiny: Site) ->
     assert pytest_on(tiny, source, light=True).returncode == 0
     done = pytest_on(tiny, source, "--fsdp-report=found.txt", light=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--fsdp-report=found.txt is of no known kind" in done.stderr
+    assert "--fsdp-report=found.txt has an unknown suffix" in done.stderr
 
 
 class Promised:

@@ -201,7 +201,7 @@ def _torch_file(archive: TorchFile, order: ParameterOrder, drop: tuple[str, ...]
     nest = _models(archive, drop) if weights_only else _read(archive, drop, None)
     if not isinstance(nest, dict):
         raise CheckpointFormatError(
-            f"{archive.file} holds no dict, but {type(nest).__name__}: there is no model in it."
+            f"{archive.file} does not hold a dict, but {type(nest).__name__}: it contains no model."
         )
     return of_keys(
         {str(key): value for key, value in nest.items()}, order, "a file of torch.save", weights_only=weights_only

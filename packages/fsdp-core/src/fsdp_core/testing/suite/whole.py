@@ -1,4 +1,4 @@
-"""The whole of the suite under one class, and the part of it for a name that only fixes another name's options."""
+"""The whole suite in one class, and the part of it for presets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StrategySuite(
     BadCheckpointsSuite,
     BrokenElsewhereSuite,
 ):
-    """Everything that a strategy promises, on real ranks, under Trainer and Fabric.
+    """All requirements of a strategy, on real ranks, under Trainer and Fabric.
 
     Example:
         .. code-block:: python
@@ -74,7 +74,7 @@ class StrategySuite(
 
 
 class PresetSuite(ListingSuite, ContractSuite, CapabilitiesSuite, LeftoversSuite, PresetClauses):
-    """The tests for a name that only fixes options of another strategy, for which the whole suite runs.
+    """The tests for a preset, which only fixes options of another strategy, for which the whole suite runs.
 
     They check that it is listed and implements the contracts, trains as the oracle does, saves and resumes, declares
     what it can do, and leaves nothing behind.

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: the same as those that training waits for, and no failure is lost."""
+"""Checkpoints written in the background: the same as synchronous ones, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ class Slow(TorchCheckpointIO):
         self.used = used
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        """Wait, take the room, and write."""
+        """Wait, reserve the space, and write."""
         self.used.wait()
         self.used.take(1000)
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
 def options_of(kind: str, used: Disk) -> dict[str, Any]:
-    """The options of a strategy that writes this kind of checkpoints to this disk."""
+    """The options for background saves of this kind to this disk."""
     full = {"state_dict_type": "full", "checkpoint_io": Slow(used)}
     return {**ASYNC, **(full if kind == "full" else {})}
 
 
 class Watch(pl.Callback):
-    """Sees before each step that what is complete stays until the next one is."""
+    """Checks before each step that complete checkpoints stay until newer ones are complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.seen = folder, 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Look at what is there."""
+        """Check the folder."""
         if not trainer.is_global_zero or not self.folder.is_dir():
             return
         there = [path for path in self.folder.iterdir() if "partial" not in path.name and path.name != "last.ckpt"]
@@ -74,7 +74,7 @@ class Watch(pl.Callback):
         assert whole >= min(self.seen, 2), (whole, self.seen)
         self.seen = max(self.seen, whole)
         last = self.folder / "last.ckpt"
-        assert not os.path.lexists(last) or last.exists(), "the link leads nowhere"
+        assert not os.path.lexists(last) or last.exists(), "the link is broken"
         assert not last.is_symlink() or is_checkpoint(last)
 
 
@@ -100,7 +100,7 @@ def _kept(strategy: str, tmp: str, asynchronous: bool, save_last: Any) -> dict[s
     names = sorted(path.name for path in folder.iterdir())
     for name in names:
         verify(folder / name)
-    run.save_checkpoint(folder / "after")  # nothing trains: it is complete when the call returns
+    run.save_checkpoint(folder / "after")  # outside of fit(), the checkpoint is complete when the call returns
     verify(folder / "after")
     return {
         "names": names,
@@ -112,7 +112,7 @@ def _kept(strategy: str, tmp: str, asynchronous: bool, save_last: Any) -> dict[s
 
 
 def _resumed(strategy: str, tmp: str, path: str) -> dict[str, Any]:
-    """Go on from a checkpoint; the losses, and the whole state at the end."""
+    """Resume from a checkpoint; the losses, and the whole state at the end."""
     module = Lit("adamw_groups", dropout=0.2)
     run = new_trainer(tmp, strategy, 2, ASYNC, max_epochs=2, limit_train_batches=5)
     with oracle.seeded(6):
@@ -126,13 +126,13 @@ def _resumed(strategy: str, tmp: str, path: str) -> dict[str, Any]:
 
 
 class AtStep(pl.Callback):
-    """Does something once, after a step of training."""
+    """Calls a function once, after a training step."""
 
     def __init__(self, step: int, do: Callable[[pl.Trainer], None]) -> None:
         self.step, self.do = step, do
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Do it."""
+        """Call the function."""
         if batch_idx + 1 == self.step:
             self.step = 0
             self.do(trainer)
@@ -165,7 +165,7 @@ def _changed_at_once(strategy: str, tmp: str, kind: str) -> tuple[bool, bool]:
 
 
 def _stall(strategy: str, tmp: str, kind: str, seconds: float) -> tuple[float, int, float]:
-    """Save to a disk that takes so long for each file: the time of the call, the steps meanwhile, and of the fit."""
+    """Save to a disk that stalls at each file: the time of the call, the steps meanwhile, and the time of the fit."""
     path, took, steps = f"{tmp}/it", [0.0], [0]
 
     def save(trainer: pl.Trainer) -> None:
@@ -186,7 +186,7 @@ def _stall(strategy: str, tmp: str, kind: str, seconds: float) -> tuple[float, i
 
 
 def _fails(strategy: str, tmp: str, kind: str, when: str) -> dict[str, Any]:
-    """Fit on a disk that gets full on the last rank, before the second save; then fit again, on another."""
+    """Fit on a disk that gets full before the second save, on one rank; then fit again with free space."""
     folder = Path(tmp, "kept")
     rank = here().rank
     bad_rank = 0 if kind == "full" else 1
@@ -227,12 +227,12 @@ def _interrupts_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # no other can be interrupted
+        if threading.current_thread() is threading.main_thread():  # only the main thread has signal handlers
             signal.signal(signal.SIGINT, signal.default_int_handler)  # the Trainer leaves interrupts ignored
 
 
 def _exception(strategy: str, tmp: str, exception: type[BaseException], room: int | None) -> str:
-    """Raise in a step while a save is pending; gives what was said beside the exception."""
+    """Raise in a step while a save is pending; the notes of the exception."""
     path = f"{tmp}/it"
 
     def save(trainer: pl.Trainer) -> None:
@@ -245,12 +245,12 @@ def _exception(strategy: str, tmp: str, exception: type[BaseException], room: in
         with pytest.raises(raised) as error:
             run.fit(Lit("momentum"), loader(3, 2))
     assert is_checkpoint(path) == (room is None)
-    run.fit(Lit("momentum"), loader(1, 2))  # the strategy is as good as before
+    run.fit(Lit("momentum"), loader(1, 2))  # the strategy can be used again
     return "\n".join(getattr(error.value, "__notes__", []))
 
 
 def _fabric_steps(strategy: str, tmp: str) -> dict[str, Any]:
-    """Save behind steps under Fabric, on a disk that gets full on rank 1; at which step it is told."""
+    """Save during steps under Fabric, on a disk that gets full on rank 1; the error, and at which step it is raised."""
     fabric = new_fabric(strategy, 2, ASYNC)
     used: Any = fabric.strategy
     net = oracle.new_net()
@@ -287,14 +287,14 @@ _WHEN = ("step", "save", "end")
 
 
 class AsyncSavesSuite(Clauses):
-    """With ``async_save=True`` checkpoints are the same, training goes on meanwhile, and no failure is lost."""
+    """With ``async_save=True``, checkpoints are the same, training continues meanwhile, and no failure is lost."""
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("save_last", [True, "link"])
     def test_callbacks_keep_what_they_keep_in_a_synchronous_run(
         self, ranks: Ranks, tmp_path: Path, save_last: Any
     ) -> None:
-        """And the losses are the same, and what follows from each of them."""
+        """``ModelCheckpoint`` must keep the checkpoints of a synchronous run, and resuming from them must be the same."""
         tmp = str(tmp_path)
         want = ranks.run(2, _kept, self.strategy, tmp, False, save_last)
         got = ranks.run(2, _kept, self.strategy, tmp, True, save_last)
@@ -311,20 +311,22 @@ class AsyncSavesSuite(Clauses):
     @requires("async_save")
     @KINDS
     def test_what_is_changed_after_the_call_is_not_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """Changes to weights and plain data after ``save_checkpoint()`` returns must not reach the checkpoint."""
         for complete, kept in ranks.run(2, _changed_at_once, self.strategy, str(tmp_path), kind):
-            assert not complete, "the save was complete when the call returned, and shows nothing of later changes"
-            assert kept, "what was changed after the call is in the checkpoint"
+            assert not complete, "the save was complete when the call returned, so this test shows nothing"
+            assert kept, "a change made after the call is in the checkpoint"
 
     @requires("async_save")
     @KINDS
     def test_training_goes_on_while_a_slow_disk_writes(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """Training must continue while a checkpoint is written, and ``fit()`` must wait for it at the end."""
         for call, steps, fit in ranks.run(2, _stall, self.strategy, str(tmp_path), kind, 2.0):
             assert call < 1.8, f"save_checkpoint() took {call:.2f} s, as long as the disk that stalls for 2 s"
             assert steps == 4, f"{steps} of 4 steps were taken while the disk stalled"
             assert fit > 2.0, f"fit() returned after {fit:.2f} s, before the disk, which stalls for 2 s, had written"
 
     @requires("async_save")
-    @on_ranks("processes")  # each with a disk of its own
+    @on_ranks("processes")  # each with its own disk
     @pytest.mark.parametrize(
         ("kind", "when"),
         [
@@ -335,43 +337,48 @@ class AsyncSavesSuite(Clauses):
     def test_a_save_that_fails_ends_the_fit_on_every_rank(
         self, ranks: Ranks, tmp_path: Path, kind: str, when: str
     ) -> None:
+        """A failed background save must end ``fit()`` at the same step on every rank, and keep older checkpoints."""
         first, second = ranks.run(2, _fails, self.strategy, str(tmp_path), kind, when)
         for got in (first, second):
             assert "in the background has failed" in got["told"]
             assert "No space left on device" in got["told"]
-            # what a newer checkpoint was to replace is still there
+            # the checkpoint to be replaced by the failed one still exists
             assert got["left"] == ["first.ckpt", *(["newest-step=1.ckpt"] if when == "save" else [])]
         assert first["losses"] == second["losses"]
         if when == "step":
-            assert 3 <= first["losses"] < 400, f"the fit ended after {first['losses']} steps, of 3 to 400"
+            assert 3 <= first["losses"] < 400, f"the fit ended after {first['losses']} steps, not after 3 to 399"
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         "exception",
-        # Lightning answers an interrupt in the main thread alone
+        # Lightning handles interrupts in the main thread only
         [ZeroDivisionError, pytest.param(KeyboardInterrupt, marks=on_ranks("processes", "one controller"))],
     )
     def test_an_exception_lets_the_pending_save_finish(
         self, ranks: Ranks, tmp_path: Path, exception: type[BaseException]
     ) -> None:
+        """After an exception in a step, the pending save must be completed."""
         for notes in ranks.run(2, _exception, self.strategy, str(tmp_path), exception, None):
             assert notes == ""
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
     def test_an_exception_takes_the_failure_with_it(self, ranks: Ranks, tmp_path: Path) -> None:
+        """An exception in a step must carry the error of a pending save that failed, as a note."""
         for notes in ranks.run(2, _exception, self.strategy, str(tmp_path), ZeroDivisionError, 10):
             assert "No space left on device" in notes
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    @on_ranks("processes")  # each with a disk of its own
+    @on_ranks("processes")  # each with its own disk
     def test_fabric_tells_a_failure_at_one_step(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Under Fabric, a failed background save must raise at the same step on every rank."""
         first, second = ranks.run(2, _fabric_steps, self.strategy, str(tmp_path))
         assert first == second
         assert "No space left on device" in first["told"]
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    @on_ranks("processes")  # which a script starts by itself
+    @on_ranks("processes")  # launched by a script
     def test_a_script_that_ends_leaves_it_complete(self, tmp_path: Path) -> None:
+        """A script that ends while a save is pending must complete it and exit without errors."""
         ended = start(tmp_path, "async_save.py", self.strategy, str(tmp_path), "ends")
         assert ended.status == 0, ended.output
         assert [one["loaded"] for one in ended.said] == [2, 2]
@@ -382,10 +389,13 @@ class AsyncSavesSuite(Clauses):
             assert trouble not in ended.output, ended.output
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    @on_ranks("processes")  # which a script starts by itself
+    @on_ranks("processes")  # launched by a script
     def test_a_script_that_ends_tells_what_nobody_was_told(self, tmp_path: Path) -> None:
+        """If the last background save fails, the script must print the error and exit with status 1."""
         ended = start(tmp_path, "async_save.py", self.strategy, str(tmp_path), "fails")
         assert ended.status == 1, ended.output
         assert "No space left on device" in ended.output
         step, world_size = load(tmp_path / "2")["step"], read_manifest(tmp_path / "2").world_size
-        assert (step, world_size) == (2, 2), f"the checkpoint is of step {step} by {world_size} ranks, not step 2 by 2"
+        assert (step, world_size) == (2, 2), (
+            f"the checkpoint is of step {step} on {world_size} ranks, not of step 2 on 2"
+        )

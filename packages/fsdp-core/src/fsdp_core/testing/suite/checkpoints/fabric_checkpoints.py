@@ -1,4 +1,4 @@
-"""Checkpoints under Fabric: several models, filters, and the Trainer's folders."""
+"""Checkpoints under Fabric: several models, filters, and the Trainer's checkpoints."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["FabricCheckpointsSuite"]
 
 
 class Tally:
-    """Anything with a state of its own."""
+    """A stateful object."""
 
     def __init__(self) -> None:
         self.n = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The count."""
+        """Return the count."""
         return {"n": self.n}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -128,7 +128,7 @@ def _partly(strategy: str, tmp: str) -> None:
 
 
 def _blocks_first_or_last(strategy: str, path: str, load: bool) -> dict[str, dict[str, Any]]:
-    """The state of an optimizer over the blocks, and of one over them in the opposite order that was given it."""
+    """The state of an optimizer over the blocks: save it, or load it into one over them in reverse order."""
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     blocks = [*reversed(net.blocks)] if load else [*net.blocks]
@@ -145,7 +145,7 @@ def _blocks_first_or_last(strategy: str, path: str, load: bool) -> dict[str, dic
 
 
 def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bool]]:
-    """Save state dicts instead of the objects themselves: what is refused, and what came back whole."""
+    """Save state dicts instead of objects: the errors, and whether each loaded tensor equals the whole one."""
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
@@ -154,19 +154,19 @@ def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bo
     optimizer.step()
     used: Any = fabric.strategy
     weights, moments = full_state(used), full_optimizer_state(used, optimizer)
-    by_name: Any = optimizer.state_dict()  # Lightning asks the strategy for it
+    by_name: Any = optimizer.state_dict()  # Lightning gets it from the strategy
     fabric.save(f"{tmp}/by name", {"optimizer": by_name})
     saved = _whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
     kept = [torch.equal(saved[name][key], whole) for name, held in moments.items() for key, whole in held.items()]
     refused = []
     shards: dict[str, Callable[[], dict[str, Any]]] = {
-        "weights": model.state_dict,  # which may refuse this itself
+        "weights": model.state_dict,  # may raise itself
         "moments": lambda: {"nested": [optimizer.optimizer.state_dict()]},
     }
     for name, state in shards.items():
         save = partial(lambda path, state: fabric.save(path, state()), f"{tmp}/{name}", state)
         message = refusal((CheckpointValueError, ShardingError), save)
-        if message.endswith("nothing was raised"):  # its tensors say that they are shards, and of what
+        if message.endswith("nothing was raised"):  # its tensors describe their shards
             found = _whole(fabric.load(f"{tmp}/{name}"))
             if name == "weights":
                 kept += [torch.equal(found[key], whole) for key, whole in weights.items()]
@@ -180,7 +180,7 @@ def _whole(state: Any) -> Any:
 
 
 def _goes_back(strategy: str, kind: str, path: str) -> list[dict[str, Any]]:
-    """Save after two steps and take two more, twice: the second time from what was saved, in the same objects."""
+    """Save after two steps, take two more, load into the same objects, and take two more: both outcomes."""
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
@@ -212,7 +212,7 @@ def _goes_back(strategy: str, kind: str, path: str) -> list[dict[str, Any]]:
 def _four_steps(
     net: Any, model: Any, optimizer: Any, backward: Callable[[Tensor], None], batches: Any, done: int = 0
 ) -> None:
-    """Take those of four steps that are not done yet. In the second, the first block is frozen."""
+    """Take the remaining ones of four steps. In the second step, the first block is frozen."""
     for i in range(done, done + len(batches)):
         x, y = batches[i - done]
         net.blocks[0].requires_grad_(i != 1)
@@ -232,12 +232,12 @@ def _adamw(net: Any, lr: float, weight_decay: float, beta: float) -> torch.optim
     return torch.optim.AdamW(net.parameters(), lr=lr, eps=1e-3, weight_decay=weight_decay, betas=(beta, 0.99))
 
 
-#: What a run begins with, and what another has instead of it before it loads the first one's checkpoint.
+#: The settings of a run, and those of another run before it loads the first one's checkpoint.
 _FIRST, _OTHER = (0.01, 0.3, 0.8), (0.5, 0.0, 0.0)
 
 
 def _goes_on_elsewhere(strategy: str, path: str) -> dict[str, Any]:
-    """Take two steps and save; load beside other weights and options, and take the other two: the weights."""
+    """Take two steps and save; load over other weights and settings, and take two more: the weights."""
     fabric = new_fabric(strategy)
     net = _net(1, 0.5)
     model, optimizer = fabric.setup(net, _adamw(net, *_FIRST))
@@ -245,7 +245,7 @@ def _goes_on_elsewhere(strategy: str, path: str) -> dict[str, Any]:
     fabric.save(path, {"model": model, "optimizer": optimizer})
     fabric = new_fabric(strategy)
     net = _net(7, 7.0)
-    net.blocks[0].requires_grad_(False)  # as it was in the last step before the save
+    net.blocks[0].requires_grad_(False)  # as in the last step before the save
     model, optimizer = fabric.setup(net, _adamw(net, *_OTHER))
     fabric.load(path, {"model": model, "optimizer": optimizer})
     _four_steps(net, model, optimizer, fabric.backward, whole_batches(fabric, 4)[2:], 2)
@@ -253,7 +253,7 @@ def _goes_on_elsewhere(strategy: str, path: str) -> dict[str, Any]:
 
 
 def _weights_alone(strategy: str, path: str) -> dict[str, Any]:
-    """Load weights, and no optimizer's state, into a model that is set up with its optimizer; take two steps."""
+    """Load only weights into a model that is set up with its optimizer, and take two steps."""
     fabric = new_fabric(strategy)
     fabric.save(path, {"model": fabric.setup(oracle.new_net())})
     fabric = new_fabric(strategy)
@@ -261,7 +261,7 @@ def _weights_alone(strategy: str, path: str) -> dict[str, Any]:
     model, optimizer = fabric.setup(net, oracle.momentum(net))
     batches = whole_batches(fabric, 2)
     with torch.no_grad():
-        model(batches[0][0])  # what is gathered for this is not what is loaded
+        model(batches[0][0])  # unshards weights that the load must replace
     fabric.load(path, {"model": model})
     for x, y in batches:
         fabric.backward(mse_loss(model(x), y))
@@ -271,10 +271,11 @@ def _weights_alone(strategy: str, path: str) -> dict[str, Any]:
 
 
 class FabricCheckpointsSuite(Clauses):
-    """What Fabric saves, with all that its users put beside a model, is restored bit for bit."""
+    """Fabric's checkpoints are restored bit for bit, with everything that users save along with a model."""
 
     @KINDS
     def test_fabric_save_and_load(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """``fabric.load`` must restore models, optimizers and other state bit for bit, and return the rest."""
         path = str(tmp_path / "checkpoint")
         saved = ranks.run(2, _round_trip, self.strategy, kind, path)[0]
         for got in ranks.run(2, _round_trip, self.strategy, None, path):
@@ -284,14 +285,14 @@ class FabricCheckpointsSuite(Clauses):
 
     @KINDS
     def test_fabric_goes_back(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
-        """What is loaded wins over what was trained since, and training from there is the same again."""
+        """Loading a checkpoint into the objects that were saved must undo later steps; training repeats bit for bit."""
         for first, again in ranks.run(2, _goes_back, self.strategy, kind, str(tmp_path / "checkpoint")):
             assert again["losses"] == first["losses"]
             assert_bit_equal(again, first)
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_a_checkpoint_wins_over_what_it_is_loaded_into(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Frozen weights, options of param groups, counts of steps, and moments of what was trained and is frozen."""
+        """Loading must replace frozen weights, param group options, step counts, and moments of frozen parameters."""
         net = _net(1, 0.5)
         _four_steps(net, net, _adamw(net, *_FIRST), Tensor.backward, oracle.global_batches(4))
         got = ranks.run(2, _goes_on_elsewhere, self.strategy, str(tmp_path / "checkpoint"))
@@ -299,12 +300,14 @@ class FabricCheckpointsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_loaded_weights_are_trained_by_an_optimizer_that_is_older(self, ranks: Ranks, tmp_path: Path) -> None:
+        """An optimizer set up before ``fabric.load`` must train the loaded weights."""
         _, want = oracle.train_plain(2, oracle.momentum)
         got = ranks.run(2, _weights_alone, self.strategy, str(tmp_path / "checkpoint"))
         assert_same([([], state) for state in got], ([], want))
 
     @KINDS
     def test_state_dicts_are_saved_whole_or_refused(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """State dicts saved instead of objects must be restored whole, or be refused."""
         for refused, kept in ranks.run(2, _state_dicts, self.strategy, str(tmp_path), kind):
             assert all(kept)
             for message in refused:
@@ -313,16 +316,18 @@ class FabricCheckpointsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_filter(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``fabric.save(filter=...)`` must save the matching weights only."""
         for saved, expected in ranks.run(2, _filtered, self.strategy, str(tmp_path)):
             assert saved == expected
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_leaves_an_optimizer_that_nobody_asked_for_in_its_files(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``fabric.load`` without the optimizer must return its state as ``SavedTensor``, without reading it."""
         ranks.run(2, _partly, self.strategy, str(tmp_path))
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_knows_an_optimizers_state_by_name(self, ranks: Ranks, tmp_path: Path) -> None:
-        """And not by the order in which the optimizer was given its parameters."""
+        """Optimizer state must be matched by parameter name, whatever the order of the optimizer's parameters."""
         path = str(tmp_path / "checkpoint")
         saved = ranks.run(2, _blocks_first_or_last, self.strategy, path, False)[0]
         for got in ranks.run(2, _blocks_first_or_last, self.strategy, path, True):
@@ -330,4 +335,5 @@ class FabricCheckpointsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_reads_the_trainers_folder(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``fabric.load`` must restore the weights of the Trainer's sharded checkpoint bit for bit."""
         ranks.run(2, _trainer_to_fabric, self.strategy, str(tmp_path))

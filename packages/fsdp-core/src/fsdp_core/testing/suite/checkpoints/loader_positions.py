@@ -1,4 +1,4 @@
-"""The position of the data loader in a checkpoint: which samples a run that goes on sees, on any number of ranks."""
+"""The position of the dataloader in a checkpoint: which samples a resumed run sees, on any world size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["LoaderPositionsSuite"]
 
 
 class LoaderPositionsSuite(Clauses):
-    """Whoever goes on from a checkpoint sees the samples that are left, each once."""
+    """A resumed run sees the remaining samples once each."""
 
     def _fit_of(self, ranks: Ranks, tmp_path: Path, world_size: int, run: Run) -> list[Seen]:
         return each_ranks(ranks, ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, run))
@@ -58,6 +58,7 @@ class LoaderPositionsSuite(Clauses):
     def test_what_is_left_of_an_epoch_is_divided(
         self, ranks: Ranks, tmp_path: Path, saved_on: int, loaded_on: int, run: Run, following: Mapping[str, Any]
     ) -> None:
+        """A resumed run must see the epoch's remaining samples once each, in order, on any world size."""
         path = str(tmp_path / "saved")
         saving = replace(run, save=("batch end", 1, 1), path=path, trainer=TWO_EPOCHS)
         first = self._fit_of(ranks, tmp_path, saved_on, saving)
@@ -70,9 +71,10 @@ class LoaderPositionsSuite(Clauses):
     @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_divided_again(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A run that was resumed within an epoch must be resumable again, on another world size."""
         run, one, two = Run(size=40), str(tmp_path / "one"), str(tmp_path / "two")
         self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 1), path=one, trainer=TWO_EPOCHS))
-        # of 40 samples, 8 are seen; 3 ranks with batches of 3 would have seen 1 batch of 5
+        # 8 of 40 samples are seen; to 3 ranks with batches of 3, that is less than one of 5 batches
         third: Any = {"resume": one, "save": ("batch end", 1, 2), "path": two, "trainer": TWO_EPOCHS}
         again = replace(run, batch=3, workers=2, **third)
         assert_sees(self._fit_of(ranks, tmp_path, 3, again), 1, 40, begins=8)
@@ -105,13 +107,13 @@ class LoaderPositionsSuite(Clauses):
         save: tuple[str, int, int],
         trainer: Mapping[str, Any],
     ) -> None:
-        """On the same ranks the run that goes on sees what the first one did."""
+        """On the same world size, a resumed run must see what the first one saw, whenever the checkpoint was saved."""
         path = str(tmp_path / "saved")
         run = Run(data=data, trainer=trainer)
         first = self._fit_of(ranks, tmp_path, 2, replace(run, save=save, path=path))
         resumed = self._fit_of(ranks, tmp_path, 2, replace(run, resume=path))
         assert [rank.steps for rank in resumed] == [steps_after(rank, save) for rank in first]
-        if save[2] == 5:  # the epoch is over, and other ranks can begin another one, whatever the data
+        if save[2] == 5:  # the epoch is over, so another world size can start the next one, with any data
             others = self._fit_of(ranks, tmp_path, 3, replace(run, resume=path))
             assert {step.epoch for step in others[0].steps} == {step.epoch for step in resumed[0].steps}
             if data == "stateful":
@@ -120,6 +122,7 @@ class LoaderPositionsSuite(Clauses):
     @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_saved_after_a_fit_that_stopped_amid_an_epoch(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A checkpoint saved after ``max_steps`` ended a fit must hold the position within the epoch."""
         path = str(tmp_path / "saved")
         self._fit_of(ranks, tmp_path, 2, Run(data="plain", path=path, trainer={"max_steps": 8}))
         resumed = self._fit_of(ranks, tmp_path, 3, Run(data="plain", resume=path))
@@ -129,6 +132,7 @@ class LoaderPositionsSuite(Clauses):
     @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_batch_of_a_step_that_failed_comes_again(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A checkpoint saved in ``on_exception`` must make the resumed run repeat the batch of the failed step."""
         path = str(tmp_path / "saved")
         self._fit_of(ranks, tmp_path, 2, Run(fails=(1, 3), path=path))
         resumed = self._fit_of(ranks, tmp_path, 3, Run(resume=path))
@@ -138,10 +142,11 @@ class LoaderPositionsSuite(Clauses):
     @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_lightning_validates_at_its_count_of_batches(self, ranks: Ranks, tmp_path: Path) -> None:
+        """On another world size, ``val_check_interval`` must count the batches of an epoch on that world size."""
         path, run = str(tmp_path / "saved"), Run(size=48, trainer={"val_check_interval": 4})
         saving = replace(run, save=("batch end", 1, 4), path=path, trainer={**TWO_EPOCHS, "val_check_interval": 4})
         self._fit_of(ranks, tmp_path, 2, saving)
-        # 20 of 48 samples are seen: of 3 ranks' 8 batches, 5 are left
+        # 20 of 48 samples are seen: 3 ranks have 5 of 8 batches left
         resumed = self._fit_of(ranks, tmp_path, 3, replace(run, resume=path))
         assert_sees(resumed, 1, 48, begins=20)
         assert resumed[0].validated == [(1, 3), (1, 7), (2, 3), (2, 7)]
@@ -150,6 +155,7 @@ class LoaderPositionsSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("loaded_on", [2, 3])
     def test_limited_epochs_and_smaller_batches_left_out(self, ranks: Ranks, tmp_path: Path, loaded_on: int) -> None:
+        """``limit_train_batches`` and ``drop_last`` must apply to the resumed epoch."""
         path, limit = str(tmp_path / "saved"), {"limit_train_batches": 6}
         run = Run(size=50, drop_last=True, trainer=limit)
         saving = replace(run, save=("batch end", 1, 2), path=path, trainer={**TWO_EPOCHS, **limit})
@@ -166,7 +172,7 @@ class LoaderPositionsSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("loaded_on", [2, 3])
     def test_each_of_two_loaders_has_its_own(self, ranks: Ranks, tmp_path: Path, loaded_on: int) -> None:
-        """The shorter one has begun anew when the checkpoint is saved."""
+        """Each of two dataloaders must resume at its own position, also one that has started again."""
         path, run = str(tmp_path / "saved"), Run(data="two")
         self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 3), path=path, trainer=TWO_EPOCHS))
         resumed = self._fit_of(ranks, tmp_path, loaded_on, replace(run, resume=path))
@@ -183,7 +189,7 @@ class LoaderPositionsSuite(Clauses):
         ids=["stream", "stream with workers", "counting", "own sampler"],
     )
     def test_state_of_each_rank(self, ranks: Ranks, tmp_path: Path, run: Run) -> None:
-        """Each rank goes on where it was, and no other number of ranks can."""
+        """A loader with a state per rank must resume exactly on as many ranks, and be refused on others."""
         path, save = str(tmp_path / "saved"), ("batch end", 1, 1)
         first = self._fit_of(ranks, tmp_path, 2, replace(run, save=save, path=path))
         resumed = self._fit_of(ranks, tmp_path, 2, replace(run, resume=path))
@@ -196,6 +202,7 @@ class LoaderPositionsSuite(Clauses):
     @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_another_dataset(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Within an epoch, a dataset of another size must be refused; at the end of an epoch it must work."""
         path = str(tmp_path / "saved")
         self._fit_of(ranks, tmp_path, 2, Run(save=("batch end", 1, 1), path=path, trainer=TWO_EPOCHS))
         run = Run(size=30, resume=path)
@@ -206,7 +213,7 @@ class LoaderPositionsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_samples_divided_by_hand(self, ranks: Ranks, tmp_path: Path) -> None:
-        """A loader without a position: what is left of an epoch is trained, with its first samples, and it is told."""
+        """A loader without a position must train the rest of the epoch from its first samples, with a warning."""
         results = ranks.run(2, divided_by_hand, self.strategy, str(tmp_path))
         assert [batches for batches, _ in each_ranks(ranks, results)] == [3] * len(each_ranks(ranks, results))
         texts = [text for _, warnings in results for text in warnings]
@@ -215,7 +222,7 @@ class LoaderPositionsSuite(Clauses):
     @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.FULL_CHECKPOINT)
     def test_checkpoint_of_a_plain_trainer(self, ranks: Ranks, tmp_path: Path) -> None:
-        """It says nothing of a plain loader's position, and of a stateful loader's, nothing that could be divided."""
+        """From an unsharded Trainer, a plain loader must resume with a warning; a stateful one must be refused."""
         path = str(tmp_path / "plain.ckpt")
         fit("auto", str(tmp_path), 1, Run(data="plain", save=("batch end", 1, 1), path=path))
         resumed = self._fit_of(ranks, tmp_path, 2, Run(data="plain", resume=path))
@@ -239,6 +246,7 @@ class LoaderPositionsSuite(Clauses):
     def test_what_is_left_of_an_epoch_under_fabric(
         self, ranks: Ranks, tmp_path: Path, saved_on: int, loaded_on: int, run: Run
     ) -> None:
+        """Under Fabric, a resumed run must see the epoch's remaining samples once each, in order, on any world size."""
         path, size = str(tmp_path / "saved"), run.size
         kwargs = (self.strategy, saved_on, replace(run, path=path), [0, 1], 2)
         first = each_ranks(ranks, ranks.run(saved_on, fabric_epochs, *kwargs))
@@ -253,6 +261,7 @@ class LoaderPositionsSuite(Clauses):
     @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_at_the_end_of_an_epoch(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Under Fabric, a checkpoint saved between epochs must resume on any world size, with the next epoch."""
         path = str(tmp_path / "saved")
         ranks.run(2, fabric_epochs, self.strategy, 2, Run(path=path), [0, 1])
         resumed = ranks.run(3, fabric_epochs, self.strategy, 3, Run(resume=path), [2])
@@ -265,6 +274,7 @@ class LoaderPositionsSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("workers", [0, 2])
     def test_fabric_state_of_each_rank(self, ranks: Ranks, tmp_path: Path, workers: int) -> None:
+        """Under Fabric, a loader with a state per rank must resume on as many ranks, and be refused on others."""
         path, run = str(tmp_path / "saved"), Run(data="stream", workers=workers)
         whole = ranks.run(2, fabric_epochs, self.strategy, 2, run, [0, 1])
         ranks.run(2, fabric_epochs, self.strategy, 2, replace(run, path=path), [0, 1], 2)
@@ -275,7 +285,7 @@ class LoaderPositionsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_needs_a_loader_that_tells(self, ranks: Ranks, tmp_path: Path) -> None:
-        """To go on within its epoch; another is left out of what is saved and loaded, with one warning."""
+        """Under Fabric, a loader without a state must be left out of checkpoints, with one warning."""
         plain = Run(data="plain", path=str(tmp_path / "saved"), resume=str(tmp_path / "saved"))
         said = each_ranks(ranks, ranks.run(2, fabric_leaves_out, self.strategy, 2, plain))
         (warning,) = [one for rank in said for one in rank]

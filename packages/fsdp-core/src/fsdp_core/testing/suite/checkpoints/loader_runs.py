@@ -1,4 +1,4 @@
-"""Runs over data that are counted, saved and gone on from: which samples each rank has seen, and when."""
+"""Runs that record which samples each rank sees, and that save and resume."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Sample = tuple[Tensor, Tensor, int]
 
 
 class Numbered(Dataset[Sample]):
-    """Samples that tell their number."""
+    """Samples with their index."""
 
     def __init__(self, size: int) -> None:
         self.rows = oracle.dataset(size)
@@ -58,7 +58,7 @@ class Numbered(Dataset[Sample]):
 
 
 class Counting(Numbered):
-    """Samples that can be looked up, and a state beside them: their numbers go up by what was looked up before."""
+    """A map-style dataset with a state: it adds the number of earlier lookups, times 100, to each index."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -69,7 +69,7 @@ class Counting(Numbered):
         return (*self.rows[index], index + 100 * self.looked_up)
 
     def state_dict(self) -> dict[str, int]:
-        """How many were looked up."""
+        """Return the number of lookups."""
         return {"looked_up": self.looked_up}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -78,7 +78,7 @@ class Counting(Numbered):
 
 
 class Stream(IterableDataset[Sample]):
-    """Samples without a length. Each rank and each worker goes through the rows by steps of its own."""
+    """An iterable dataset. Each rank and each worker goes through the rows with its own stride."""
 
     def __init__(self, size: int, rank: int, ranks: int) -> None:
         self.rows = oracle.dataset(size)
@@ -93,10 +93,10 @@ class Stream(IterableDataset[Sample]):
             index, self.at = self.at % len(self.rows), self.at + 1 + rank + ranks * part
             self.given += 1
             yield (*self.rows[index], index)
-        self.given = 0  # but the next epoch goes on where this one has ended
+        self.given = 0  # the next epoch starts where this one ended
 
     def state_dict(self) -> dict[str, int]:
-        """The position."""
+        """Return the position."""
         return {"at": self.at, "given": self.given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -105,7 +105,7 @@ class Stream(IterableDataset[Sample]):
 
 
 class OddsFirst(Sampler[int]):
-    """An order that only its user knows."""
+    """A user's own sampler: odd indices first."""
 
     def __init__(self, size: int) -> None:
         self.order = [*range(1, size, 2), *range(0, size, 2)]
@@ -119,29 +119,29 @@ class OddsFirst(Sampler[int]):
 
 FULL = {"state_dict_type": "full"}
 
-#: Of a run that is saved in its second epoch, and whose third one nobody looks at.
+#: For a run that saves in its second epoch and needs no third.
 TWO_EPOCHS = {"max_epochs": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A fit: its data, when to save, and where to go on from.
+    """A fit: its data, when to save, and what to resume from.
 
     Attributes:
-        data: What kind of loader; see :meth:`loader`.
-        size: How many samples.
-        batch: How many of them a rank sees in a step.
-        workers: How many processes load them.
-        drop_last: Whether the loader leaves out the last batch where it is smaller.
-        save: When to save: the moment, the epoch, the number of the batch.
-        fails: When a step fails: the epoch, the number of the batch. The checkpoint is saved then.
-        path: Where to save to.
-        resume: Where to go on from.
-        seed: What shuffling follows from.
+        data: The kind of dataloader; see :meth:`loader`.
+        size: The number of samples.
+        batch: The batch size of a rank.
+        workers: The number of worker processes.
+        drop_last: Whether the loader drops a smaller last batch.
+        save: When to save: the moment, the epoch, the batch index.
+        fails: When a step fails: the epoch, the batch index. The checkpoint is saved then.
+        path: The checkpoint to save.
+        resume: The checkpoint to resume from.
+        seed: The seed for shuffling.
         trainer: Arguments of the Trainer.
         options: The strategy's options.
-        asks_steps: Whether ``configure_optimizers`` asks how many steps there will be, for which Lightning makes the
-            loaders before it reads the checkpoint.
+        asks_steps: Whether ``configure_optimizers`` reads the number of steps, for which Lightning creates the loaders
+            before it reads the checkpoint.
     """
 
     data: str = "stateful"
@@ -159,12 +159,12 @@ class Run:
     asks_steps: bool = False
 
     def loader(self, world_size: int) -> Any:
-        """The loader, as its user writes it."""
+        """The loader, as a user writes it."""
         kwargs: dict[str, Any] = {
             "batch_size": self.batch,
             "num_workers": self.workers,
             "drop_last": self.drop_last,
-            # ranks of a RankPool were spawned, and would spawn workers, which takes seconds
+            # ranks of a RankPool would otherwise spawn their workers, which takes seconds
             "multiprocessing_context": "fork" if self.workers else None,
         }
         numbered, shorter, counting = Numbered(self.size), Numbered(self.size // 2), Counting(self.size)
@@ -192,7 +192,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a rank saw in a step, and what Lightning said of it."""
+    """What a rank saw in a step, with Lightning's counters."""
 
     epoch: int
     batch: int
@@ -212,7 +212,7 @@ class Seen:
 
 
 class Watching(Lit):
-    """Notes what it sees. What it trains doesn't matter, so that is small."""
+    """Records its samples. The model is small, as its values don't matter."""
 
     def __init__(self, run: Run) -> None:
         super().__init__("sgd", blocks=1)
@@ -243,7 +243,7 @@ class Watching(Lit):
 
     def configure_optimizers(self) -> Any:
         if self.asks_steps:
-            assert self.trainer.estimated_stepping_batches > 0, "the Trainer expects no step"
+            assert self.trainer.estimated_stepping_batches > 0, "the Trainer expects no steps"
         return super().configure_optimizers()
 
 
@@ -276,7 +276,7 @@ class SaveOnce(Callback):
 
 
 def fit(strategy: str, tmp: str, world_size: int, run: Run) -> Seen:
-    """Fit on this rank."""
+    """Run a fit on this rank."""
     allow_workers()
     module = Watching(run)
     loop: dict[str, Any] = {"max_epochs": 3, "callbacks": [SaveOnce(run)], **(run.trainer or {})}
@@ -298,17 +298,17 @@ def fit(strategy: str, tmp: str, world_size: int, run: Run) -> Seen:
 
 
 def allow_workers() -> None:
-    """Let this rank of a RankPool, which is a daemon, have loaders with workers."""
+    """Allow workers on this rank, which is a daemon process of a RankPool."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 def refused(strategy: str, tmp: str, world_size: int, run: Run) -> str:
-    """What a fit is refused with."""
+    """The error of a fit that must be refused."""
     return refusal(CheckpointMismatchError, lambda: fit(strategy, tmp, world_size, run))
 
 
 def divided_by_hand(strategy: str, tmp: str) -> tuple[int, list[str]]:
-    """How many batches a run does that goes on after one of four, over each rank's own samples; and its warnings."""
+    """The batches of a run resumed after one of four, over each rank's own samples, and its warnings."""
     samples: Any = list(oracle.dataset(8))[here().rank :: here().shares(2)]
     loader: Any = DataLoader(samples, batch_size=len(samples) // 4)
     own: dict[str, Any] = {"use_distributed_sampler": False}
@@ -323,20 +323,20 @@ def divided_by_hand(strategy: str, tmp: str) -> tuple[int, list[str]]:
 
 
 def order_of(epoch: int, size: int) -> list[int]:
-    """The samples of an epoch in the order of one process, by torch's own sampler."""
+    """The sample indices of an epoch, in the order of torch's sampler on one process."""
     sampler: Any = DistributedSampler(range(size), 1, 0)  # type: ignore[arg-type]
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
 def in_turns(by_rank: list[list[list[int]]]) -> list[int]:
-    """What all ranks together saw, given each one's steps, in the order in which they take turns."""
+    """Merge the samples of all ranks' steps, in round-robin order."""
     steps = zip(*by_rank, strict=True)
     return [index for step in steps for turn in zip_longest(*step) for index in turn if index is not None]
 
 
 def assert_sees(ranks: list[Seen], epoch: int, size: int, *, begins: int = 0) -> None:
-    """From ``begins`` on, the epoch's samples come in order and once each, but for turns that don't come out even."""
+    """Assert that the epoch's samples from ``begins`` on come in order, once each apart from padding at the end."""
     order, repeated = order_of(epoch, size), -(size - begins) % len(ranks)
     assert in_turns([[step.samples for step in rank.steps if step.epoch == epoch] for rank in ranks]) == (
         order[begins:] + order[:repeated]
@@ -357,7 +357,7 @@ def steps_after(rank: Seen, save: tuple[str, int, int]) -> list[Step]:
 def fabric_epochs(
     strategy: str, world_size: int, run: Run, epochs: list[int], stop: int | None = None
 ) -> list[list[list[int]]]:
-    """Under Fabric, on this rank: each epoch's batches, of the last one ``stop`` at most; from or to a checkpoint."""
+    """Run epochs under Fabric, the last one up to ``stop`` batches; resumes or saves. This rank's batches by epoch."""
     allow_workers()
     fabric = new_fabric(strategy, world_size, run.options)
     model = fabric.setup(oracle.new_net(blocks=1))
@@ -379,13 +379,13 @@ def fabric_epochs(
 
 
 def fabric_refused(strategy: str, world_size: int, run: Run) -> str:
-    """What saving or loading under Fabric is refused with."""
+    """The error of a save or load under Fabric that must be refused."""
     errors = (CheckpointMismatchError, CheckpointValueError)
     return refusal(errors, lambda: fabric_epochs(strategy, world_size, run, [0]))
 
 
 def fabric_leaves_out(strategy: str, world_size: int, run: Run) -> list[str]:
-    """Save twice and load a state with a loader of which nothing is held; what was warned of it."""
+    """Save twice and load, with a loader that has no state; the warnings about it."""
     fabric = new_fabric(strategy, world_size, run.options)
     state: dict[str, Any] = {"model": fabric.setup(oracle.new_net()), "step": 3}
     with warnings.catch_warnings(record=True) as caught:

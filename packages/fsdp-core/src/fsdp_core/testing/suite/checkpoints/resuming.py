@@ -1,4 +1,4 @@
-"""Exact resume: a run that goes on from a checkpoint repeats the run that wrote it, bit for bit on as many ranks."""
+"""Exact resume: a resumed run repeats the uninterrupted one, bit for bit on the same number of ranks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_train
 
 __all__ = ["MOMENTS", "ExactResumeSuite", "assert_goes_on_between_micro_batches"]
 
-#: Batches of an epoch; with two micro-batches to a step, the last step has one.
+#: Batches per epoch; with two micro-batches per step, the last step has one.
 STEPS, EPOCHS = 5, 3
 
-#: When a checkpoint may be written: in which hook, after which batch of the second epoch, and the Trainer's arguments.
+#: When a checkpoint is saved: the hook, the batch index in the second epoch, and the Trainer's arguments.
 MOMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "between two steps": ("on_train_batch_end", 1, {}),
     "between the micro-batches of a step": ("on_train_batch_end", 2, {}),
@@ -48,10 +48,10 @@ MOMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "after the fit": ("on_fit_end", 4, {}),
 }
 
-#: Some at which the next epoch begins, and so what its order is drawn from.
+#: Moments after which the next epoch begins and its order is drawn.
 BETWEEN_EPOCHS = ["after the last batch", "after the last validation", "after the epoch, without validation"]
 
-#: What a backend may keep accumulated gradients by.
+#: Options on which a backend's handling of accumulated gradients may depend.
 ACCUMULATIONS: list[dict[str, Any]] = [
     {},
     {"options": {"sync_each_batch": True}},
@@ -63,7 +63,7 @@ ACCUMULATIONS: list[dict[str, Any]] = [
 
 
 class Noisy(Dataset[Any]):
-    """The suite's data, with noise from every generator of a process, and from the seed of the loader's workers."""
+    """The suite's data, with noise from all random generators of the process and from the loader's worker seed."""
 
     def __init__(self, noise: bool) -> None:
         self.data = oracle.dataset(BATCH * STEPS)
@@ -82,7 +82,7 @@ class Noisy(Dataset[Any]):
 
 
 class SeedingLoader(DataLoader[Any]):
-    """Tells its dataset the seed that it would give to workers."""
+    """Sets its dataset's seed to the one that workers would get."""
 
     def __iter__(self) -> Any:
         iterator = super().__iter__()
@@ -92,9 +92,9 @@ class SeedingLoader(DataLoader[Any]):
 
 
 class Scheduled(Lit):
-    """Dropout, param groups, a schedule, and hooks that draw random numbers where a run begins and where it validates.
+    """Has dropout, param groups, a scheduler, and hooks that draw random numbers at the start and in validation.
 
-    What the beginning draws is drawn once more when a run is resumed.
+    The numbers at the start are drawn again when a run is resumed.
     """
 
     def __init__(self, dropout: float = 0.2) -> None:
@@ -136,7 +136,7 @@ class ByHand(Scheduled):
 
 
 class Saving(pl.Callback):
-    """Saves once, in a hook of the second epoch, and notes how many losses there were."""
+    """Saves once, in a hook of the second epoch, and records the number of losses so far."""
 
     def __init__(self, path: str, hook: str, batch: int) -> None:
         self.path, self.hook, self.batch = path, hook, batch
@@ -163,7 +163,7 @@ class Saving(pl.Callback):
 
 
 def _batches(world_size: int, seeded: bool) -> DataLoader[Any]:
-    """Shuffled by Lightning's sampler, or by numbers that the loader draws itself."""
+    """A loader shuffled by Lightning's sampler, or by a seed that the loader draws itself."""
     kind = SeedingLoader if seeded else DataLoader
     size = BATCH // here().shares(world_size) if not seeded else BATCH
     return kind(Noisy(noise=here().own_generators), batch_size=size, shuffle=True)
@@ -180,8 +180,8 @@ def _fit(
     options: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> tuple[dict[str, Any], pl.Trainer]:
-    rank = here().rank  # every rank draws numbers of its own
-    with oracle.seeded(seed + rank):  # and not while another rank, with the same generators, makes its net
+    rank = here().rank  # every rank draws its own numbers
+    with oracle.seeded(seed + rank):  # locked, as a rank that is a thread shares the generators
         random.seed(seed + rank)
         numpy.random.seed(seed + rank)
     accumulating = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3} if module.automatic_optimization else {}
@@ -204,7 +204,7 @@ def _continued(
     seeded: bool = False,
     by_hand: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run that saves and goes on, and one that goes on from what it saved: what both did from there."""
+    """The outcomes of a run that saves and continues, and of one that resumes from there, both after the save."""
     hook, batch, arguments = MOMENTS[moment]
     path, module = f"{tmp}/checkpoint", ByHand if by_hand else Scheduled
     given = {**arguments, **how, **({"use_distributed_sampler": False} if seeded else {})}
@@ -240,7 +240,7 @@ def _plain_data(world_size: int) -> DataLoader[Any]:
 def _elsewhere(
     strategy: str, tmp: str, world_size: int, path: str, moment: str, resume: bool, options: Mapping[str, Any]
 ) -> list[float]:
-    """Each step's mean loss of a run without randomness, after the moment at which it is saved, or from there."""
+    """The mean losses of a run without randomness, after its save or after its resume."""
     hook, batch, arguments = MOMENTS[moment]
     saving = Saving(path, hook, batch)
     data = _plain_data(world_size)
@@ -251,14 +251,14 @@ def _elsewhere(
 
 
 def _fabric(strategy: str, tmp: str, kind: str) -> list[dict[str, Any]]:
-    """A loop that saves between two micro-batches and goes on, and one that goes on from there."""
+    """The outcomes of a loop that saves between two micro-batches and continues, and of one that resumes from there."""
     return [_fabric_run(strategy, tmp, kind, load) for load in (False, True)]
 
 
 def _fabric_run(strategy: str, tmp: str, kind: str, load: bool) -> dict[str, Any]:
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
     net = oracle.new_net(dropout=0.2)
-    with oracle.seeded(100 * load + fabric.global_rank):  # devices have generators of their own
+    with oracle.seeded(100 * load + fabric.global_rank):  # devices have their own generators
         pass
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
     state: dict[str, Any] = {
@@ -312,14 +312,14 @@ def _warnings(strategy: str, tmp: str) -> list[str]:
 
 
 def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """Two runs did the very same: losses, what else was drawn, weights and optimizer state."""
+    """Assert that two runs have the same losses, random numbers, weights and optimizer state."""
     assert got["losses"] == want["losses"]
     assert got.get("drawn") == want.get("drawn")
     assert_bit_equal(got, want)
 
 
 def assert_goes_on_between_micro_batches(ranks: Ranks, tmp_path: Path, strategy: str, how: Mapping[str, Any]) -> None:
-    """Gradients that wait for their step are restored bit for bit; for a backend's own options too."""
+    """Assert that accumulated gradients are restored bit for bit. Backends may pass their own options."""
     moment = "between the micro-batches of a step"
     for whole, resumed in ranks.run(2, _continued, strategy, str(tmp_path), moment, how):
         assert_same(resumed, whole)
@@ -332,15 +332,16 @@ def _accumulating(how: Mapping[str, Any]) -> Any:
 
 
 class ExactResumeSuite(Clauses):
-    """Losses, weights, optimizer state and random numbers after a resume are those of the run that was not stopped.
+    """Losses, weights, optimizer state and random numbers after a resume are those of an uninterrupted run.
 
-    With dropout, random data, a schedule, clipping, gradient accumulation, param groups, and parameters that are
-    frozen, tied, 0-dim and of uneven sizes.
+    Runs use dropout, random data, a schedule, clipping, gradient accumulation, param groups, and parameters that are
+    frozen, tied, 0-dim or of uneven sizes.
     """
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("moment", MOMENTS)
     def test_resume_is_exact(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
+        """A resumed run must repeat the uninterrupted one bit for bit, whenever the checkpoint was saved."""
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}):
             assert_same(resumed, whole)
 
@@ -348,24 +349,28 @@ class ExactResumeSuite(Clauses):
     @on_ranks("processes", "one controller")  # threads draw from one generator, in any order
     @pytest.mark.parametrize("moment", BETWEEN_EPOCHS)
     def test_order_and_seeds_that_loaders_draw(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
+        """Shuffling and worker seeds that a loader draws itself must be the same after a resume."""
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
             assert_same(resumed, whole)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("how", [_accumulating(how) for how in ACCUMULATIONS])
     def test_accumulated_gradients(self, ranks: Ranks, tmp_path: Path, how: dict[str, Any]) -> None:
+        """A checkpoint saved between micro-batches must restore accumulated gradients bit for bit."""
         assert_goes_on_between_micro_batches(ranks, tmp_path, self.strategy, how)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.MANUAL_OPTIMIZATION, Capability.SHARDED_CHECKPOINT)
     def test_gradients_accumulated_by_hand(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Gradients accumulated under manual optimization must be restored bit for bit."""
         moment = "between the micro-batches of a step"
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, False, True):
             assert_same(resumed, whole)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     def test_saving_and_validating_change_nothing(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Saving a checkpoint, and validating within an epoch, must not change training."""
         for never, amid_step, amid_epoch in ranks.run(2, _saved_or_not, self.strategy, str(tmp_path)):
-            assert_same(amid_step, never)  # validates after an epoch alone
+            assert_same(amid_step, never)  # validates only after the epoch
             assert_same(amid_epoch, never)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
@@ -377,24 +382,26 @@ class ExactResumeSuite(Clauses):
     def test_on_another_number_of_ranks(
         self, ranks: Ranks, tmp_path: Path, saved_on: int, resumed_on: int, options: dict[str, Any]
     ) -> None:
-        """Nothing random, and gradients of half a step: what goes on differs by rounding alone."""
+        """On another world size, a run without randomness must resume with accumulated gradients, up to rounding."""
         tmp, path, moment = str(tmp_path), str(tmp_path / "checkpoint"), "between the micro-batches of a step"
         whole = ranks.run(saved_on, _elsewhere, self.strategy, tmp, saved_on, path, moment, False, options)[0]
         resumed = ranks.run(resumed_on, _elsewhere, self.strategy, tmp, resumed_on, path, moment, True, options)[0]
         expected = STEPS * EPOCHS - STEPS - 3
-        told = f"{len(whole)} and {len(resumed)} steps were left, in one piece and resumed, of {expected}"
+        told = f"{len(whole)} uninterrupted and {len(resumed)} resumed steps instead of {expected}"
         assert len(whole) == len(resumed) == expected, told
         assert resumed == pytest.approx(whole, abs=RESUME_TOLERANCE)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
     @KINDS
     def test_resume_is_exact_under_fabric(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """Under Fabric, a run that saves and loads RandomState and AccumulatedGradients must repeat bit for bit."""
         for whole, resumed in ranks.run(2, _fabric, self.strategy, str(tmp_path), kind):
             assert_same(resumed, whole)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @on_ranks("processes", "one controller")  # threads have one list of warnings
     def test_fabric_says_what_a_save_leaves_out(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``fabric.save`` must warn, on rank 0, if it leaves out accumulated gradients."""
         on_first, *on_others = each_ranks(ranks, ranks.run(2, _warnings, self.strategy, str(tmp_path)))
         assert len(on_first) == 1, f"rank 0 gave {len(on_first)} warnings instead of one: {on_first}"
         assert not any(on_others)

@@ -1,4 +1,4 @@
-"""Checkpoints under the Trainer: sharded and full, on other numbers of ranks, continued."""
+"""Checkpoints under the Trainer: sharded and full, loaded and resumed on any world size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def two_epochs(
     options: Mapping[str, Any] | None = None,
     max_epochs: int = 2,
 ) -> dict[str, Any]:
-    """Fit epochs of two steps, from a checkpoint or to one; the losses, and the whole state at the end."""
+    """Fit epochs of two steps, optionally resuming or saving; the losses, and the whole state at the end."""
     module = Lit(optimizer)
     names = _spoil_buffers(module) if resume else set(module.state_dict())
     run = new_trainer(tmp, strategy, world_size, options, max_epochs=max_epochs)
@@ -61,7 +61,7 @@ def loaded(
     module = Lit(optimizer)
     names = _spoil_buffers(module)
     run = new_trainer(tmp, strategy, world_size, options, max_epochs=1)
-    run.fit(module, loader(2, world_size), ckpt_path=path)  # the epoch is done already: nothing is trained
+    run.fit(module, loader(2, world_size), ckpt_path=path)  # the epoch is complete: nothing is trained
     assert not module.losses
     model = full_state(run.strategy)
     assert set(model) == names, "of what a module holds, a part is not in its state"
@@ -72,7 +72,7 @@ def loaded(
 
 
 def _spoil_buffers(module: torch.nn.Module) -> set[str]:
-    """Give buffers values that only a checkpoint can put right; the names of all that is in the module's state."""
+    """Zero all buffers, so that only a checkpoint can restore them; the names in the module's state."""
     for buffer in module.buffers():
         buffer.zero_()
     return set(module.state_dict())
@@ -93,7 +93,7 @@ def oracle_epochs(optimizer: str) -> list[float]:
 
 
 def assert_bit_equal(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """The state of model and optimizer is the same, bit for bit."""
+    """Assert that the states of model and optimizer are equal, bit for bit."""
     assert got["model"].keys() == want["model"].keys()
     for name, tensor in want["model"].items():
         assert torch.equal(got["model"][name], tensor), name
@@ -117,16 +117,16 @@ def assert_continues(
     optimizer: str,
     kind: str = "sharded",
 ) -> None:
-    """What one strategy saves, another (or the same) restores bit for bit on any number of ranks, and goes on with.
+    """Assert that one strategy restores another's (or its own) checkpoint bit for bit, and resumes from it.
 
     Args:
-        ranks: To run on.
+        ranks: The ranks to run on.
         tmp_path: An empty folder.
         saver: The name of the strategy that trains the first epoch.
-        reader: The name of the strategy that trains the second.
-        saved_on: The first one's number of ranks.
-        loaded_on: The second one's; it goes on training with the last of them.
-        optimizer: The name of the oracle's function that builds it.
+        reader: The name of the strategy that trains the second epoch.
+        saved_on: The world size of the first epoch.
+        loaded_on: World sizes to load on. The last one trains the second epoch.
+        optimizer: The name of the oracle's function that builds the optimizer.
         kind: ``"sharded"`` or ``"full"``.
     """
     path, tmp, options = str(tmp_path / "checkpoint"), str(tmp_path), {"state_dict_type": kind}
@@ -180,7 +180,7 @@ def _weights_only(strategy: str, tmp: str) -> list[str]:
 
 
 class ExportsAverage(Lit):
-    """Looks at what it saves, of which the weights are averages."""
+    """Records the types in its checkpoint, whose weights are averages."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.saved = {name: type(value).__name__ for name, value in checkpoint["state_dict"].items()}
@@ -195,7 +195,7 @@ def _average_saved(strategy: str, tmp: str) -> dict[str, str]:
 
 
 class Exporting(Lit):
-    """Computes on what it saves, in hooks that were written for one process, and exports what it has trained."""
+    """Changes its checkpoint in hooks written for one process, and exports its weights."""
 
     def __init__(self) -> None:
         super().__init__("momentum")
@@ -234,7 +234,7 @@ def _exported(strategy: str, tmp: str, kind: str) -> dict[str, Any]:
     return {"want": want, "exported": whole, "names": list(exported), "said": module.said, "norm": module.norm}
 
 
-# by how many ranks it is saved, as what, and with which optimizer; each layout, kind and optimizer meets the others
+# world size of the save, kind and optimizer; the cases combine each with the others
 _SHARDED = [
     (1, "sharded", "adamw_groups"),
     (2, "sharded", "momentum"),
@@ -245,7 +245,7 @@ _FULL = [(1, "full", "momentum"), (2, "full", "sgd"), (3, "full", "adamw_groups"
 
 
 class CheckpointsSuite(Clauses):
-    """What the Trainer saves is restored bit for bit, and training goes on as if nothing had happened."""
+    """The Trainer's checkpoints are restored bit for bit, and training continues as if uninterrupted."""
 
     @pytest.mark.parametrize(
         ("saved_on", "kind", "optimizer"),
@@ -257,6 +257,7 @@ class CheckpointsSuite(Clauses):
     def test_saved_on_n_loaded_on_m(
         self, ranks: Ranks, tmp_path: Path, saved_on: int, kind: str, optimizer: str
     ) -> None:
+        """A checkpoint must be restored bit for bit on any world size, and training must equal the oracle's."""
         assert_continues(
             ranks,
             tmp_path,
@@ -270,6 +271,7 @@ class CheckpointsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_same_layout_goes_on_bit_for_bit(self, ranks: Ranks, tmp_path: Path) -> None:
+        """On the same world size, a resumed run must equal the uninterrupted one bit for bit."""
         tmp, path = str(tmp_path), str(tmp_path / "checkpoint")
         whole = ranks.run(2, two_epochs, self.strategy, tmp, 2, "adamw_groups")[0]
         first = ranks.run(2, two_epochs, self.strategy, tmp, 2, "adamw_groups", path, None, None, 1)[0]
@@ -279,6 +281,7 @@ class CheckpointsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_folder_holds_no_pickle_and_is_read_without_lightning(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A sharded checkpoint must hold JSON and safetensors only, which ``fsdp_core.load_state_dict`` reads."""
         path = tmp_path / "checkpoint"
         run = (self.strategy, str(tmp_path), 2, "momentum", str(path), None, None, 1)
         saved = ranks.run(2, two_epochs, *run)[0]
@@ -291,7 +294,7 @@ class CheckpointsSuite(Clauses):
 
     @requires(Capability.FULL_CHECKPOINT)
     def test_full_file_is_a_plain_checkpoint(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Read by plain torch, by load_from_checkpoint, and resumed by a Trainer without sharding."""
+        """A full checkpoint must load in plain torch, ``load_from_checkpoint`` and an unsharded Trainer."""
         path, tmp, options = tmp_path / "full.ckpt", str(tmp_path), {"state_dict_type": "full"}
         run = (self.strategy, tmp, 2, "adamw_groups", str(path), None, options, 1)
         saved = ranks.run(2, two_epochs, *run)[0]
@@ -308,6 +311,7 @@ class CheckpointsSuite(Clauses):
 
     @requires(Capability.FULL_CHECKPOINT)
     def test_plain_checkpoint_goes_on_in_shards(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Training must resume from an unsharded Trainer's checkpoint."""
         path, tmp = str(tmp_path / "plain.ckpt"), str(tmp_path)
         plain = Lit("adamw_groups")
         run = new_trainer(tmp, "auto")
@@ -320,15 +324,16 @@ class CheckpointsSuite(Clauses):
 
     @requires(Capability.FULL_CHECKPOINT)
     def test_hooks_see_a_whole_average(self, ranks: Ranks, tmp_path: Path) -> None:
+        """With ``EMAWeightAveraging``, ``on_save_checkpoint`` must see the whole averages, on rank 0."""
         first, *others = each_ranks(ranks, ranks.run(2, _average_saved, self.strategy, str(tmp_path)))
         assert set(first.values()) == {"Tensor"}
         missing = {"net.inp.weight", "net.blocks.0.gain"} - first.keys()
-        assert not missing, f"the average that the hook saw is without {missing}"
+        assert not missing, f"the average in the hook lacks {missing}"
         assert not any(others)
 
     @KINDS
     def test_hooks_compute_on_what_is_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
-        """What is saved is what they make of it; what can't be computed of parts is refused."""
+        """Changes by ``on_save_checkpoint`` must be saved; computations that shards can't give must be refused."""
         everything = each_ranks(ranks, ranks.run(2, _exported, self.strategy, str(tmp_path), kind))
         for rank, got in enumerate(everything):
             want, said = got["want"], got["said"]
@@ -359,17 +364,20 @@ class CheckpointsSuite(Clauses):
 
     @KINDS
     def test_model_checkpoint(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """``ModelCheckpoint`` must keep the best checkpoints, and ``ckpt_path`` must accept ``best`` and ``last``."""
         for got in ranks.run(2, _model_checkpoint, self.strategy, str(tmp_path), kind):
-            assert len(got["names"]) == 3, f"kept were {got['names']}, which should be 3"
+            assert len(got["names"]) == 3, f"{got['names']} were kept, which should be 3"
             assert "last.ckpt" in got["names"]
             assert got["best"] == pytest.approx(got["score"], abs=FP32_TOLERANCE)
-            assert got["epoch"] == 5, f"went on in epoch {got['epoch']}, not 5"
+            assert got["epoch"] == 5, f"the resumed run ended in epoch {got['epoch']}, not 5"
 
     @requires(Capability.SHARDED_CHECKPOINT, Capability.FULL_CHECKPOINT)
     def test_either_kind_replaces_the_other(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Saving to the path of an older checkpoint must replace it, whatever the kinds."""
         kinds = ["sharded", "full", "full", "sharded", "sharded"]
         ranks.run(2, _overwritten, self.strategy, str(tmp_path), kinds)
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_weights_only(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``weights_only=True`` must save the model alone, which can be validated but not resumed from."""
         assert ranks.run(2, _weights_only, self.strategy, str(tmp_path)) == [["model"], ["model"]]

@@ -1,4 +1,4 @@
-"""Checkpoints that can't be loaded or saved: refused with what to do next, and nothing is lost or half loaded."""
+"""Checkpoints that can't be loaded or saved: the error says what to do, and nothing is lost or half loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["BadCheckpointsSuite"]
 SavedAt = Callable[[str, str, Path], None]
 
 
-#: So that every rank has elements of some parameter, also where shards are padded to multiples of some size.
+#: Large enough that every rank holds elements of a parameter, even if shards are padded.
 _WIDTH = 50
 
 
@@ -44,7 +44,7 @@ def _lit(**net: Any) -> Lit:
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    """One with the same values on every rank, also where ranks draw from one generator."""
+    """A layer with the same values on every rank, even if ranks share a random generator."""
     linear = nn.Linear(inputs, outputs)
     nn.init.constant_(linear.weight, 0.5)
     nn.init.constant_(linear.bias, 0.25)
@@ -52,7 +52,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Keeper(Callback):
-    """Has state, and notes whether any was given to it."""
+    """Has state, and records whether it was restored."""
 
     def __init__(self) -> None:
         self.seen, self.restored = 7, False
@@ -96,7 +96,7 @@ def _refused_by_trainer(
 
 
 def _refused_by_fabric(strategy: str, path: str, module: Lit, error: type[Exception]) -> str:
-    """The model, its optimizer and plain data at once, as users load them."""
+    """Load the model, its optimizer and plain data together; the error."""
     before = copied_state(module)
     fabric = new_fabric(strategy)
     model, optimizer = fabric.setup(module, module.configure_optimizers())
@@ -108,7 +108,7 @@ def _refused_by_fabric(strategy: str, path: str, module: Lit, error: type[Except
     return told
 
 
-# -- what is no checkpoint ---------------------------------------------------------------------------------------------
+# -- damaged checkpoints ------------------------------------------------------------------------------------------------
 
 
 def _load_damaged(strategy: str, tmp: str, path: str) -> list[str]:
@@ -119,11 +119,11 @@ def _load_damaged(strategy: str, tmp: str, path: str) -> list[str]:
     ]
 
 
-# -- checkpoints of something else -------------------------------------------------------------------------------------
+# -- checkpoints that don't match ---------------------------------------------------------------------------------------
 
 
 class Renamed(Lit):
-    """A block less than the checkpoint has, and a layer more."""
+    """Has a block less than the checkpoint, and an additional layer."""
 
     def __init__(self) -> None:
         super().__init__("adamw_groups", width=_WIDTH, blocks=2)
@@ -131,7 +131,7 @@ class Renamed(Lit):
 
 
 class Resized(Lit):
-    """Another head."""
+    """Has a head of another size."""
 
     def __init__(self) -> None:
         super().__init__("adamw_groups", width=_WIDTH)
@@ -139,7 +139,7 @@ class Resized(Lit):
 
 
 class TwoOptimizers(Lit):
-    """Trains two parts by hand."""
+    """Has two optimizers, under manual optimization."""
 
     def __init__(self) -> None:
         super().__init__(width=_WIDTH)
@@ -150,7 +150,7 @@ class TwoOptimizers(Lit):
 
 
 class MoreTrained(Lit):
-    """Trains a layer more than the checkpoint's optimizer did, from other weights."""
+    """Trains a layer that was frozen in the checkpoint, from other weights."""
 
     def __init__(self) -> None:
         super().__init__("adamw_groups", width=_WIDTH)
@@ -159,7 +159,7 @@ class MoreTrained(Lit):
 
 
 class MoreGroups(Lit):
-    """Has a block learn at a rate of its own, which the checkpoint's optimizer had in a group with others."""
+    """Has an own param group for a block that shared a group in the checkpoint."""
 
     def __init__(self) -> None:
         super().__init__("adamw_groups", width=_WIDTH)
@@ -180,7 +180,7 @@ class MoreGroups(Lit):
 
 
 class RegroupsLater(Lit):
-    """Builds the param groups that were saved, and changes them when they are loaded: one parameter is trained on."""
+    """Builds the saved param groups, and changes them after they are loaded: only one parameter is trained further."""
 
     def __init__(self) -> None:
         super().__init__("adamw_groups", width=_WIDTH)
@@ -193,7 +193,7 @@ class RegroupsLater(Lit):
         optimizer.param_groups[1]["lr"] = 0.0
 
 
-#: Into what the checkpoint is loaded, and what the refusal says.
+#: Modules into which the checkpoint is loaded, and parts of the error.
 MISFITS: dict[type[Lit], list[str]] = {
     Renamed: ["2 are missing in it:\n    extra.weight", "7 are only in it:\n    net.blocks.2.gain", "nothing was"],
     Resized: [
@@ -219,7 +219,7 @@ def _load_misfit(strategy: str, tmp: str, path: str, front_end: str, module_clas
 
 
 def _regrouped(strategy: str, tmp: str, path: str) -> tuple[list[str], list[str]]:
-    """Names of what has changed since the checkpoint, and of what was to."""
+    """The names of the parameters that have changed since the checkpoint, and of those that should."""
     run, module = new_trainer(tmp, strategy, 2, max_epochs=2), RegroupsLater()
     run.fit(module, loader(1, 2), ckpt_path=path)
     used: Any = run.strategy
@@ -229,7 +229,7 @@ def _regrouped(strategy: str, tmp: str, path: str) -> tuple[list[str], list[str]
 
 
 def _load_absent_key(strategy: str, tmp: str, path: str) -> tuple[str, str]:
-    """What Fabric says to a key that is not there, and a Trainer to what Fabric has saved."""
+    """Fabric's error for a missing key, and the Trainer's error for Fabric's checkpoint."""
     fabric = new_fabric(strategy)
     lit = Lit()
     nn.init.ones_(lit.net.inp.weight)
@@ -240,7 +240,7 @@ def _load_absent_key(strategy: str, tmp: str, path: str) -> tuple[str, str]:
     return told, _refused_by_trainer(strategy, tmp, path, Lit(), KeyError)
 
 
-# -- what can't be saved -----------------------------------------------------------------------------------------------
+# -- objects that can't be saved ----------------------------------------------------------------------------------------
 
 
 def _save_over_a_folder(strategy: str, tmp: str, kind: str) -> list[str]:
@@ -248,7 +248,7 @@ def _save_over_a_folder(strategy: str, tmp: str, kind: str) -> list[str]:
     run.fit(Lit(), loader(1, 2))
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
     model = fabric.setup(oracle.new_net())
-    # of a full file, only the rank that writes knows more than that it failed
+    # for a full checkpoint, only the rank that writes knows the reason
     error = CheckpointExistsError if run.is_global_zero or kind == "sharded" else CheckpointError
     return [
         refusal(error, lambda: run.save_checkpoint(f"{tmp}/mine")),
@@ -257,7 +257,7 @@ def _save_over_a_folder(strategy: str, tmp: str, kind: str) -> list[str]:
 
 
 class Tokenizer:
-    """No plain data."""
+    """An object that is not plain data."""
 
 
 class HoldsAnObject(Lit):
@@ -297,12 +297,12 @@ def _save_objects(strategy: str, tmp: str) -> list[str]:
 
 
 class BadCheckpointsSuite(Clauses):
-    """Both front ends refuse, on every rank, before they change anything."""
+    """Trainer and Fabric raise the error on every rank, before they change anything."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def saved(cls, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> SavedAt:
-        """Puts a good checkpoint of ``Lit("adamw_groups")``, saved by a front end on two ranks, at a path."""
+        """A function that copies a valid checkpoint of ``Lit("adamw_groups")``, saved on two ranks, to a path."""
         made: dict[tuple[str, str], Path] = {}
 
         def put(front_end: str, kind: str, path: Path) -> None:
@@ -324,6 +324,7 @@ class BadCheckpointsSuite(Clauses):
         [pytest.param(one, marks=on_ranks("processes", "threads") if one in OF_RANK_ONE else []) for one in DAMAGE],
     )
     def test_what_is_no_checkpoint(self, ranks: Ranks, tmp_path: Path, saved: SavedAt, case: str) -> None:
+        """Loading a damaged or foreign file or folder must be refused on every rank, and change nothing."""
         path = tmp_path / "checkpoint"
         saved("trainer", "sharded", path)
         damage, words = DAMAGE[case]
@@ -343,18 +344,20 @@ class BadCheckpointsSuite(Clauses):
     def test_another_models_checkpoint_under_trainer(
         self, ranks: Ranks, tmp_path: Path, saved: SavedAt, module_class: type[Lit], kind: str
     ) -> None:
+        """A checkpoint that doesn't match the module must be refused on every rank, and change nothing."""
         path = tmp_path / "checkpoint"
         saved("trainer", kind, path)
         for told in ranks.run(2, _load_misfit, self.strategy, str(tmp_path), str(path), "trainer", module_class):
             assert_says(told, *MISFITS[module_class])
             if module_class is Renamed:
-                assert_says(told, "strict_loading = False")  # the Trainer knows no strict=
+                assert_says(told, "strict_loading = False")  # the Trainer has no argument strict=
 
     @KINDS
     @pytest.mark.parametrize("module_class", [Renamed, Resized, MoreTrained, MoreGroups])
     def test_another_models_checkpoint_under_fabric(
         self, ranks: Ranks, tmp_path: Path, saved: SavedAt, module_class: type[Lit], kind: str
     ) -> None:
+        """A checkpoint that doesn't match the module must be refused on every rank, and change nothing."""
         path = tmp_path / "checkpoint"
         saved("fabric", kind, path)
         for told in ranks.run(2, _load_misfit, self.strategy, str(tmp_path), str(path), "fabric", module_class):
@@ -364,15 +367,16 @@ class BadCheckpointsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_new_param_groups_on_purpose(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:
-        """As the refusal of :class:`MoreGroups` says."""
+        """Param groups changed in ``on_train_start``, as the error suggests, must take effect after a resume."""
         saved("trainer", "sharded", tmp_path / "checkpoint")
         for changed, kept in ranks.run(2, _regrouped, self.strategy, str(tmp_path), str(tmp_path / "checkpoint")):
-            assert len(kept) == 1, f"of one weight the state was to be new, and it was of {kept}"
-            told = f"changed were {sorted(changed)}, and the new group holds {kept}"
-            assert set(kept) <= set(changed) <= {*kept, "net.out.weight"}, told  # which is tied to the first
+            assert len(kept) == 1, f"one parameter should be in the new group, which holds {kept}"
+            told = f"{sorted(changed)} have changed, and the new group holds {kept}"
+            assert set(kept) <= set(changed) <= {*kept, "net.out.weight"}, told  # tied to the first
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_checkpoint_without_a_key(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:
+        """``fabric.load`` with a key that was not saved must be refused, and so must ``fit`` from Fabric's checkpoint."""
         saved("fabric", "sharded", tmp_path / "checkpoint")
         for told, trainer in ranks.run(2, _load_absent_key, self.strategy, str(tmp_path), str(tmp_path / "checkpoint")):
             assert_says(told, "no 'scheduler'", "'model', 'optimizer', 'step'", "strict=False")
@@ -380,6 +384,7 @@ class BadCheckpointsSuite(Clauses):
 
     @KINDS
     def test_folder_of_something_else_is_not_replaced(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """A save must not replace a folder that is not a checkpoint."""
         mine = {"notes.txt": "mine", "manifest.json": json.dumps({"of": "another program"})}
         (tmp_path / "mine").mkdir()
         for name, text in mine.items():
@@ -392,6 +397,7 @@ class BadCheckpointsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_objects_are_refused_before_anything_is_trained_or_written(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Objects in hyper-parameters or state must be refused before training and before anything is written."""
         ((module, datamodule, fabric),) = ranks.run(1, _save_objects, self.strategy, str(tmp_path))
         found = f"{Tokenizer.__module__}.Tokenizer"
         assert_says(module, "hyper_parameters/tokenizer", found, "save_hyperparameters(ignore=['tokenizer'])")

@@ -1,4 +1,4 @@
-"""Modules that can't be sharded: refused before anything is trained, with what to do instead."""
+"""Modules that can't be sharded: refused before training, with an error that says what to do instead."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _hooked(fabric: Fabric, path: str) -> None:
 
 
 def _two_dtypes(strategy: str) -> tuple[str, bool]:
-    """What is said of a unit with parameters of two dtypes, and whether each parameter has kept its own."""
+    """The error for a unit with parameters of two dtypes, or whether each parameter has kept its dtype."""
     fabric, net = new_fabric(strategy), oracle.new_net()
     blocks: Any = net.blocks
     blocks[0].up.to(torch.bfloat16)
@@ -85,7 +85,7 @@ def _written_in_forward(fabric: Fabric, path: str) -> None:
 
 
 class Packed(Tensor):
-    """Stands for what libraries of quantisation put instead of weights."""
+    """Stands for the tensor subclasses of quantisation libraries."""
 
 
 def _quantised(fabric: Fabric, path: str) -> None:
@@ -101,7 +101,7 @@ def _part_first(fabric: Fabric, path: str) -> None:
 
 
 class Unfilled(nn.Linear):
-    """Its ``reset_parameters`` leaves its buffer out."""
+    """Has a buffer that ``reset_parameters`` doesn't initialise."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -115,7 +115,7 @@ def _unfilled(fabric: Fabric, path: str) -> None:
 
 
 class Initialising(nn.Sequential):
-    """Initialises its parts by itself, in its constructor."""
+    """Initialises its layers itself, in its constructor."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(3, 3))
@@ -141,7 +141,7 @@ def _fewer_parameters(fabric: Fabric, path: str) -> None:
     fabric.load(path, {"optimizer": optimizer})
 
 
-#: What a user does, and what the refusal says.
+#: What a user does, and parts of the error.
 REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
     "gradient hook": (_hooked, ["'blocks.0.up.weight'", "hook"]),
     "weights that a forward pass writes": (_written_in_forward, ["'table'", "Leave max_norm out"]),
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
 
 
 class Longer(nn.Module):
-    """A layer more on one rank: without a comparison, the others would wait for it in vain."""
+    """Has an additional layer on all ranks but the first: unless ranks are compared, they would hang."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def _frozen_on_one(rank: int) -> nn.Module:
     return net.requires_grad_(False) if rank else net
 
 
-#: What each rank sets up, and what the refusal says.
+#: The module by rank, and parts of the error.
 UNLIKE: dict[str, tuple[Callable[[int], nn.Module], list[str]]] = {
     "frozen": (_frozen_on_one, ["'inp.weight' is (6, 6) in torch.float32, frozen", "trained"]),
     "width": (lambda rank: nn.Linear(4, 4 + rank), ["'weight' is (5, 4) in torch.float32", "rank 0's is (4, 4)"]),
@@ -188,7 +188,7 @@ UNLIKE: dict[str, tuple[Callable[[int], nn.Module], list[str]]] = {
 
 
 def _unlike(strategy: str) -> dict[str, str]:
-    """What is said of each of the table's cases, up to the first that is not refused: what comes of that may wait."""
+    """The errors by case, up to the first case that is not refused, after which ranks may hang."""
     fabric = new_fabric(strategy)
     told: dict[str, str] = {}
     for case, (build, _) in UNLIKE.items():
@@ -212,21 +212,22 @@ _NEEDS = {
 
 
 def refused_setup(strategy: str, case: str, path: str) -> str:
-    """What is said of one of the table's cases under Fabric."""
+    """The error of a case of ``REFUSED`` under Fabric."""
     fabric = new_fabric(strategy)
     return refusal((ShardingError, CheckpointMismatchError), lambda: REFUSED[case][0](fabric, path))
 
 
 class BadModulesSuite(Clauses):
-    """Each message says what was asked, why it can't be, and what to type next."""
+    """Each error says what was requested, why it is impossible, and what to type next."""
 
     def test_module_without_parameters(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A module without parameters must be refused."""
         (told,) = ranks.run(1, _without_parameters, self.strategy, str(tmp_path))
         for message, name in zip(told, ["NoParameters", "Tanh"], strict=True):
             assert_says(message, f"{name} has no parameters", "configure_model", "strategy='ddp'")
 
     def test_pruning(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Refused before anything is trained: it is done to whole weights."""
+        """``ModelPruning``, which needs whole weights, must be refused before training."""
         ((told, steps),) = ranks.run(1, _pruned, self.strategy, str(tmp_path))
         assert_says(told, "ModelPruning", repr(self.own_name("trainer")), "load_from_checkpoint()", "strategy='ddp'")
         assert not steps
@@ -241,26 +242,27 @@ class BadModulesSuite(Clauses):
         ids=options_id,
     )
     def test_module_sharded_on_other_terms(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
-        """Any option that a sharded module can't follow is named, with what it was and what it is."""
+        """A sharded module must refuse other options, with an error that names the option and both values."""
         (told,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path), options)
         ((name, value),) = options.items()
         now = value if isinstance(value, bool) else describe_policy(value)
         assert_says(told, f"{name} ", f", now {now!r}", "Use the same options", "build the module again")
 
     def test_two_dtypes_in_a_unit(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Refused, or each parameter keeps its own dtype."""
+        """A unit with parameters of two dtypes must be refused, or keep the dtype of each."""
         for told, kept in ranks.run(2, _two_dtypes, self.strategy):
             if not kept:
                 assert_says(told, "torch.bfloat16", "torch.float32", "one dtype")
 
     @pytest.mark.parametrize("case", [pytest.param(one, marks=_NEEDS.get(one, [])) for one in REFUSED])
     def test_module_that_is_refused(self, ranks: Ranks, tmp_path: Path, case: str) -> None:
+        """The model, or the operation on it, must be refused on every rank, with an error that says what to do."""
         for told in ranks.run(2, refused_setup, self.strategy, case, str(tmp_path / "checkpoint")):
             assert_says(told, *REFUSED[case][1])
 
     @on_ranks("processes", "threads")
     def test_ranks_with_different_models(self, ranks: Ranks) -> None:
-        """Each rank names the first difference, and none waits for another."""
+        """If ranks build different models, each must raise an error with the first difference: no rank may hang."""
         for told in ranks.run(2, _unlike, self.strategy):
             for case, message in told.items():
                 assert_says(
@@ -270,6 +272,7 @@ class BadModulesSuite(Clauses):
     @on_ranks("processes", "threads")
     @requires(Capability.GRADIENT_ACCUMULATION)
     def test_ranks_with_different_loops(self, ranks: Ranks, tmp_path: Path) -> None:
+        """If ``accumulate_grad_batches`` differs between ranks, each must raise an error before training."""
         for told, steps in ranks.run(2, _unlike_in_loops, self.strategy, str(tmp_path)):
             assert_says(told, "rank 1", "accumulate_grad_batches is 2, and rank 0's is 1")
             assert not steps

@@ -1,4 +1,4 @@
-"""Options, names, hardware and plugins that can't be: refused before anything is trained, with what to type next."""
+"""Invalid options, names, hardware and plugins: refused before training, with what to type next."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BOTH = pytest.mark.parametrize("front_end", ["trainer", "fabric"])
 
 
 class Wrapping(Lit):
-    """Any module under the Trainer."""
+    """Wraps any module for the Trainer."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Wrapping(Lit):
 def set_up(
     strategy: str, tmp: str, front_end: FrontEnd, module: nn.Module, options: Mapping[str, Any] | None = None
 ) -> None:
-    """As a user begins: ``fit`` under the Trainer, ``setup`` under Fabric. Nothing may be trained if it fails."""
+    """Call ``fit`` under the Trainer, or ``setup`` under Fabric. Asserts that nothing is trained if it fails."""
     if front_end == "fabric":
         new_fabric(strategy, 1, options).setup(module)
         return
@@ -59,7 +59,7 @@ def set_up(
         assert not lit.losses
 
 
-#: Options that don't fit the model, and what the refusal says.
+#: Options that don't fit the model, and parts of the error.
 MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "matches nothing": (
         {"auto_wrap_policy": {nn.Conv2d}},
@@ -94,14 +94,14 @@ MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def assert_refused_at_once(made: Callable[..., Any], options: Mapping[str, Any], words: list[str]) -> None:
-    """The constructor refuses options; for a backend's own table too."""
+    """Assert that the constructor refuses options. Backends may pass their own options."""
     assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
 
 
 def unfit_options(
     strategy: str, tmp: str, front_end: FrontEnd, options: dict[str, Any], error: type[Exception]
 ) -> tuple[str, bool]:
-    """What is said of options that don't fit the suite's net, and whether the net is as it was."""
+    """The error for options that don't fit the suite's model, and whether the model is unchanged."""
 
     def described(module: nn.Module) -> list[Any]:
         return [(name, type(p), tuple(p.shape)) for name, p in module.named_parameters()]
@@ -124,7 +124,7 @@ class FabricsOwn(FabricPrecision):
 
 
 class BadOptionsSuite(Clauses):
-    """Each message says what was asked, why it can't be, and what to type next."""
+    """Each error says what was requested, why it is impossible, and what to type next."""
 
     @BOTH
     @pytest.mark.parametrize(
@@ -140,10 +140,12 @@ class BadOptionsSuite(Clauses):
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
     def test_option_that_is_refused_at_once(self, front_end: FrontEnd, options: dict[str, Any], words: Any) -> None:
+        """The constructor must refuse an invalid value of an option."""
         assert_refused_at_once(self.strategy_class(front_end), options, words)
 
     @BOTH
     def test_option_that_does_not_exist(self, front_end: FrontEnd) -> None:
+        """The constructor must refuse an unknown option, and suggest the similar one."""
         words = [repr(self.own_name(front_end)), "'state_dict_typ'", "Did you mean 'state_dict_type'?", "fsdp describe"]
         assert_refused_at_once(self.strategy_class(front_end), {"state_dict_typ": "full"}, words)
 
@@ -152,6 +154,7 @@ class BadOptionsSuite(Clauses):
     def test_option_that_does_not_fit_the_model(
         self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd, case: str
     ) -> None:
+        """An option that doesn't fit the model must be refused, and leave the model unchanged."""
         ((told, as_it_was),) = ranks.run(1, _misused, self.strategy, str(tmp_path), front_end, case)
         assert_says(told, *MISUSED[case][1])
         assert as_it_was
@@ -165,6 +168,7 @@ class BadOptionsSuite(Clauses):
         ]
 
     def test_misspelt_name(self) -> None:
+        """A misspelt name must raise UnknownStrategyError, which suggests the strategy and lists the package's others."""
         provider = registry.provider(self.strategy)
         siblings = [name for name in registry.strategies() if registry.provider(name) == provider]
         misspelt = f"{self.strategy}{self.strategy[-1]}"
@@ -174,15 +178,16 @@ class BadOptionsSuite(Clauses):
 
     @pytest.mark.parametrize("accelerator", ["cuda", "mps"])
     def test_accelerator_that_is_not_there(self, accelerator: str) -> None:
-        """Lightning's own message."""
+        """An accelerator that is not available must raise Lightning's own error."""
         if getattr(torch, accelerator).is_available():
-            pytest.skip(f"{accelerator} is there")
+            pytest.skip(f"{accelerator} is available")
         for build in self.front_ends(accelerator=accelerator):
             with pytest.raises(Exception, match=r"can not run on your system.*'cpu'"):
                 build()
 
     @BOTH
     def test_device_of_another_strategy(self, front_end: FrontEnd) -> None:
+        """A device type that the backend does not support must be refused."""
         backend = self.strategy_class(front_end)().backend
         others = [device for device in ("mps", "xla", "meta") if device not in backend.accelerators]
         assert others
@@ -198,17 +203,20 @@ class BadOptionsSuite(Clauses):
 
     @pytest.mark.parametrize("precision", ["64-true", "transformer-engine"])
     def test_precision_without_meaning_for_shards(self, precision: str) -> None:
+        """A precision string that shards don't support must be refused."""
         for build in self.front_ends(precision=precision):
             assert_says(refusal(ValueError, build), repr(precision), "'32-true'", "'bf16-mixed'")
 
     @pytest.mark.parametrize("plugin", [TrainersOwn, DoublePrecision])
     def test_precision_plugin_that_shards_cannot_follow(self, plugin: type[Precision]) -> None:
+        """A precision plugin that shards don't support must be refused, with a precision string to use instead."""
         under_trainer, _ = self.front_ends(plugins=[plugin()])
         assert_says(refusal(UnsupportedCapabilityError, under_trainer), plugin.__name__, "precision='bf16-mixed'")
         _, under_fabric = self.front_ends(plugins=[FabricsOwn()])
         assert_says(refusal(UnsupportedCapabilityError, under_fabric), "FabricsOwn", "precision='bf16-mixed'")
 
     def test_checkpoint_io_that_cannot_write_shards(self) -> None:
+        """A CheckpointIO plugin that can't write shards must be refused."""
         under_trainer, _ = self.front_ends(plugins=[AsyncCheckpointIO()])
         _, under_fabric = self.front_ends(plugins=[TorchCheckpointIO()])
         for name, build in {"AsyncCheckpointIO": under_trainer, "TorchCheckpointIO": under_fabric}.items():

@@ -1,4 +1,4 @@
-"""What befalls a checkpoint on a disk, and what the refusal to load it says."""
+"""Damage to a checkpoint on disk, and the error on loading it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _remove(name: str) -> Callable[[Path], None]:
 
 
 def _flip(name: str) -> Callable[[Path], None]:
-    """Change one bit of the last byte."""
+    """Flip one bit of the last byte."""
 
     def flip(path: Path) -> None:
         (file,) = path.glob(name)
@@ -68,7 +68,7 @@ def _cut(name: str) -> Callable[[Path], None]:
 
 
 def _move_out(name: str) -> Callable[[Path], None]:
-    """Put a file beside the checkpoint, and a link to it in its place."""
+    """Move a file out of the checkpoint, and replace it by a link."""
 
     def move(path: Path) -> None:
         (file,) = path.glob(name)
@@ -78,7 +78,7 @@ def _move_out(name: str) -> Callable[[Path], None]:
     return move
 
 
-#: What is done to a good checkpoint, and what the refusal says.
+#: Damage to a valid checkpoint, and parts of the error.
 DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "missing": (shutil.rmtree, ["there is no checkpoint", "Check the path"]),
     "no manifest": (
@@ -115,5 +115,5 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "pickle": (_replace_by_pickle, ["can't be read", "RankPool", "add_safe_globals"]),
 }
 
-#: Those that befall a file of the second rank: a controller, which is one rank, writes none.
+#: Damage to a file of rank 1, which a controller, being one rank, doesn't write.
 OF_RANK_ONE = ("no part", "flipped weight", "cut part", "parts exchanged")
