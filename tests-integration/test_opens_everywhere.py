@@ -22,7 +22,7 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE, momentum
 from fsdp_core.testing.processes import start
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.loops import losses_of
+from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 from one_device import train
 

@@ -21,7 +21,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, sharded_by
-from fsdp_core.testing.suite.parity import assert_same
+from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 

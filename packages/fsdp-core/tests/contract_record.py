@@ -220,8 +220,8 @@ def _of_suite(name: str) -> Iterator[tuple[str, str]]:
     """The clauses that a class inherits: expected_failures goes by their names."""
     classes = {
         name: node
-        for path in sorted((SOURCES / "testing/suite").glob("*.py"))
-        for name, node in _definitions(_parsed(f"testing/suite/{path.name}").body)
+        for path in sorted((SOURCES / "testing/suite").rglob("*.py"))
+        for name, node in _definitions(_parsed(path.relative_to(SOURCES).as_posix()).body)
         if isinstance(node, ast.ClassDef)
     }
 

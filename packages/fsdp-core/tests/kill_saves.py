@@ -1,4 +1,4 @@
-"""Kills saves at random instants and looks at what is published after each; a script.
+"""Kills saves at random instants and looks at what is committed after each; a script.
 
 Each save is a process forked from this one, which has torch imported already: that takes milliseconds.
 """
@@ -47,7 +47,7 @@ def save_version(path: Path, version: float, runtime: ProcessGroupRuntime) -> No
 
 
 def version_of(path: Path) -> float:
-    """The version that is published, once every byte of it has been verified and every element says it."""
+    """The version that is committed, once every byte of it has been verified and every element says it."""
     nest = load(path)
     tensors = [*nest["model"].values(), *(entry["exp_avg"] for entry in nest["optimizer"][0]["state"].values())]
     version = float(nest["version"])
@@ -155,11 +155,11 @@ def main(folder: Path, seed: int, kills: int, ranks: int) -> None:
     version, ahead, interrupted = 3.0, 0, 0
     for number in range(kills):
         acknowledged = kill_once(path, folder / f"meeting-{number}", ranks, version, choice, pace)
-        published = version_of(path)
-        assert acknowledged <= published <= acknowledged + 1, f"{acknowledged} was saved, and {published} is there"
-        ahead += published > acknowledged
+        committed = version_of(path)
+        assert acknowledged <= committed <= acknowledged + 1, f"{acknowledged} was saved, and {committed} is there"
+        ahead += committed > acknowledged
         interrupted += files_in(path) != {*read_manifest(path).files, "manifest.json"}
-        version = published
+        version = committed
     save_version(path, version + 1, alone)
     assert version_of(path) == version + 1
     first, halves = folder / "first", 0

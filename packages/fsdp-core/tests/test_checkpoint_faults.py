@@ -218,7 +218,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path, folder: Path) -> None:
     xla_shards = Path(__file__).parent / "xla_shards"
     refused(xla_shards, "as Lightning's XLAFSDPStrategy writes: type `fsdp checkpoint import .*xla_shards NEW`")
     (folder / "manifest.json").unlink()
-    refused(folder, "a save began and was interrupted before it was published .* Load an earlier checkpoint")
+    refused(folder, "a save began and was interrupted before it was committed .* Load an earlier checkpoint")
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     refused(tmp_path / "dangling", "the path does not exist")
     assert not any(map(is_checkpoint, tmp_path.iterdir()))

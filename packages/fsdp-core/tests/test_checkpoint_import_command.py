@@ -74,8 +74,8 @@ def test_prefixes(tmp_path: Path) -> None:
     torch.save(state, old)
     done = run(old, tmp_path / "new", "--strip-prefix", "module.", "--add-prefix", "model.")
     assert done.exit_code == 0, done.output
-    assert "The Trainer's optimizers have numbers: 0 is 'opt', 1 is 'other'.\n" in done.stdout
-    assert "Of no effect but for your on_load_checkpoint: 'step'.\n" in done.stdout
+    assert "The Trainer numbers its optimizers: 0 is 'opt', 1 is 'other'.\n" in done.stdout
+    assert "Used only by your own on_load_checkpoint: 'step'.\n" in done.stdout
     assert f'trainer.fit(model, ckpt_path="{tmp_path / "new"}")' in done.stdout
     manifest, nest = read_manifest(tmp_path / "new"), load(tmp_path / "new")
     assert manifest.aliases == {"model/model.b.w": "model/model.a.w"}
@@ -89,8 +89,8 @@ def test_prefixes(tmp_path: Path) -> None:
     for arguments, told in (
         (["--add-prefix", "model"], "type --add-prefix model."),
         (["--strip-prefix", "model."], "'module.a.w' of net does not begin with 'model.', and 1 more"),
-        (["--add-prefix", "model."], "there are 2: net, ema.\nLeave all but one out by `--drop KEY`."),
-        (["--add-prefix", "model.", "--drop", "ema"], "Leave it out by `--drop epoch --drop callbacks`"),
+        (["--add-prefix", "model."], "there are 2: net, ema.\nLeave out all but one with `--drop KEY`."),
+        (["--add-prefix", "model.", "--drop", "ema"], "Leave it out with `--drop epoch --drop callbacks`"),
     ):
         refused = run(old, tmp_path / "never", *arguments)
         assert refused.exit_code == 1

@@ -214,7 +214,7 @@ def rewritten(path: Path, change: Callable[[bytes], bytes], compression: int = z
     [
         (b"K\x02K\x02\x86", b"K\x02K\x63\x86", "beyond the 16 bytes of its storage"),  # its shape or its strides
         (b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x007", "lacks 'data/7'"),
-        (b"FloatStorage", b"QuuuuStorage", "a storage of the kind 'QuuuuStorage'"),
+        (b"FloatStorage", b"QuuuuStorage", "a storage of unknown type 'QuuuuStorage'"),
         (b"_rebuild_tensor_v2", b"_rebuild_tensor_v9", r"torch\._utils\._rebuild_tensor_v9"),
     ],
     ids=["beyond", "other-file", "kind", "function"],
@@ -344,9 +344,7 @@ LARGE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("kind", LARGE)
 def test_tensors_that_would_fill_the_disk(tmp_path: Path, kind: str) -> None:
     LARGE[kind](tmp_path / "old")
-    with pytest.raises(
-        CheckpointError, match=r"than 16 times the bytes that are stored of them|no room for it"
-    ) as error:
+    with pytest.raises(CheckpointError, match=r"than 16 times their stored bytes|which is too few") as error:
         import_checkpoint(tmp_path / "old", tmp_path / "new")
     assert str(tmp_path / "old") in str(error.value)
     assert not (tmp_path / "new").exists()

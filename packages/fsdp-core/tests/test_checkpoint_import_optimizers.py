@@ -65,7 +65,7 @@ def test_all_parameters_in_their_order(tmp_path: Path, kind: Any) -> None:
     imported = import_checkpoint(tmp_path / "old.ckpt", tmp_path / "new")
     assert_state_is_right(tmp_path / "new", net, optimizer)
     (note,) = imported.notes
-    assert note.startswith("Optimizer 0 numbers its 7 parameters: they were taken to come in the order of the model's")
+    assert note.startswith("Optimizer 0 numbers its 7 parameters: they were assumed to be in the model's order")
 
 
 def test_names_in_the_file(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ UNCERTAIN = {
     ),
     "unlike": (
         lambda net: [torch.optim.AdamW(reversed(list(net.parameters())))],
-        "shapes are not those of the model's",
+        "shapes don't match the model's",
     ),
     "several": (
         lambda net: [torch.optim.AdamW(net.first.parameters()), torch.optim.SGD(net.second.parameters(), 0.1)],
@@ -137,7 +137,7 @@ def test_what_is_not_certain_is_refused(tmp_path: Path, which: str) -> None:
         (lambda order: order[:-1], "has 7 parameters, and --parameter-order gives 6"),
         (lambda order: [*order, "x"], "gives 8 names, and the optimizers have 7"),
         (lambda order: ["x", *order[1:]], "names 'x', which the model does not have"),
-        (lambda order: [order[0], *order[2:], order[1]], "a place where optimizer 0 holds state of another shape"),
+        (lambda order: [order[0], *order[2:], order[1]], "where optimizer 0 holds state of another shape"),
         (lambda order: [order[0], *order[:-1]], "gives 6 different names"),
     ],
     ids=["short", "long", "unknown", "moved", "twice"],

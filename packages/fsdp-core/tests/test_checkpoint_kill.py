@@ -1,4 +1,4 @@
-"""Saves killed at random instants: what is published is always whole, and never older than what was acknowledged."""
+"""Saves killed at random instants: what is committed is always whole, and never older than what was acknowledged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs: an S3 server of this process, and fsspec's own memory. The manifest is what publishes."""
+"""Checkpoints behind URLs: an S3 server of this process, and fsspec's own memory. Putting the manifest commits."""
 
 from __future__ import annotations
 
@@ -205,10 +205,10 @@ def test_nothing_is_renamed_and_the_manifest_is_put_last(store: Store) -> None:
         assert written[-1] == "c/manifest.json"
         assert sorted(written) == sorted(f"c/{name}" for name in names_in(path))
         # What was there is removed only after the manifest that no longer names it.
-        published = next(i for i, one in enumerate(store.requests) if one.method == "PUT" and "manifest" in one.key)
+        committed = next(i for i, one in enumerate(store.requests) if one.method == "PUT" and "manifest" in one.key)
         removed = [i for i, one in enumerate(store.requests) if one.method == "DELETE" and ".writer-" not in one.key]
         assert len(removed) == len(before - {"manifest.json"})
-        assert all(index > published for index in removed)
+        assert all(index > committed for index in removed)
 
 
 def test_no_folder_and_no_bucket_is_made(store: Store) -> None:
@@ -281,11 +281,11 @@ def test_an_interrupted_save_is_no_checkpoint_and_the_next_one_clears_it(
         if value is not None:
             save_state(url, value)
         with monkeypatch.context() as patched, contextlib.suppress(Stop):
-            patched.setattr(Folder, "publish", die)
+            patched.setattr(Folder, "commit", die)
             save_state(url, 2.0)
         if value is None:
             assert not is_checkpoint(url)
-            with pytest.raises(CheckpointFormatError, match="a save began and was interrupted before it was published"):
+            with pytest.raises(CheckpointFormatError, match="a save began and was interrupted before it was committed"):
                 load(url)
             remove(url)
             assert not names_in(url)
@@ -433,8 +433,8 @@ def test_a_file_that_was_written_in_part_is_not_put(store: Store, sent: int) -> 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("manifest.json", "publishing s3://.* failed: PermissionError"),
-        ("state-", "publishing s3://.* failed: PermissionError"),
+        ("manifest.json", "committing s3://.* failed: PermissionError"),
+        ("state-", "committing s3://.* failed: PermissionError"),
         ("model/", "writing s3://.* failed: PermissionError"),
         ("optimizer/", "writing s3://.* failed: PermissionError"),
     ],
@@ -546,7 +546,7 @@ def test_ranks_that_are_threads(url: str, ranks: int) -> None:
         assert is_tidy(url)
 
 
-@pytest.mark.parametrize("step", ["mark", "writing", "publish", "remove"])
+@pytest.mark.parametrize("step", ["mark", "writing", "commit", "remove"])
 def test_another_job_that_saves_meanwhile(url: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the two is whole whenever that is, and it is one that has reported success."""
     save_state(url, 1.0)
@@ -561,7 +561,7 @@ def test_another_job_that_saves_meanwhile(url: str, step: str, monkeypatch: pyte
     told = pytest.raises(CheckpointExistsError, match=f"another job has saved to {url} while this one did")
     warned = pytest.warns(UserWarning, match="it also holds files of another save")
     # Just before the manifest is put nothing can tell; the job that puts its own then finds the other's files.
-    with {"publish": warned, "remove": contextlib.nullcontext()}.get(step, told):
+    with {"commit": warned, "remove": contextlib.nullcontext()}.get(step, told):
         save_state(url, 2.0)
-    assert value_of(url) == (2.0 if step == "publish" else 3.0)
-    assert is_tidy(url) == (step != "publish")
+    assert value_of(url) == (2.0 if step == "commit" else 3.0)
+    assert is_tidy(url) == (step != "commit")

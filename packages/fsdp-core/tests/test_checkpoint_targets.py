@@ -395,7 +395,7 @@ def test_whatever_a_filesystem_refuses(full: str, at: str, error: OSError, messa
         save_value(full, 1.0)
     before = {name: file.getvalue() for name, file in Full.store.items()}
     Full.error, Full.at = error, at
-    doing = "writing" if at == "model/" else "publishing"
+    doing = "writing" if at == "model/" else "committing"
     with pytest.raises(CheckpointError, match=f"^{doing} {full} failed: {type(error).__name__}: .*{message}"):
         save_value(full, 2.0)
     Full.error = None

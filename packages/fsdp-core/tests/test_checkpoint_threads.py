@@ -226,7 +226,7 @@ def test_several_parameters_in_one_flat_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("bad", [0, 1, -1])
-@pytest.mark.parametrize("step", ["plan", "write", "hole", "publish"])
+@pytest.mark.parametrize("step", ["plan", "write", "hole", "commit"])
 def test_a_failure_on_one_thread_is_raised_on_all_and_leaves_the_old_one(
     tmp_path: Path, ranks: int, bad: int, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,20 +234,20 @@ def test_a_failure_on_one_thread_is_raised_on_all_and_leaves_the_old_one(
     bad %= ranks
     assert on_threads(ranks, lambda runtime: save_shards(path, runtime, padded_cuts)) == [None] * ranks
     before = sorted(path.rglob("*"))
-    writing, publish = Folder.writing, Folder.publish
+    writing, commit = Folder.writing, Folder.commit
 
     def failing_write(folder: Folder, name: str) -> Any:
         if step == "write" and f"-rank-{bad:05d}" in name:
             raise OSError(28, "No space left on device")
         return writing(folder, name)
 
-    def failing_publish(folder: Folder, *args: Any, **kwargs: Any) -> None:
-        if step == "publish":
+    def failing_commit(folder: Folder, *args: Any, **kwargs: Any) -> None:
+        if step == "commit":
             raise OSError(5, "Input/output error")
-        publish(folder, *args, **kwargs)
+        commit(folder, *args, **kwargs)
 
     monkeypatch.setattr(Folder, "writing", failing_write)
-    monkeypatch.setattr(Folder, "publish", failing_publish)
+    monkeypatch.setattr(Folder, "commit", failing_commit)
 
     def work(runtime: ThreadRuntime) -> None:
         tensors = {"w": torch.ones(ranks * PADDING, 3)}
@@ -263,7 +263,7 @@ def test_a_failure_on_one_thread_is_raised_on_all_and_leaves_the_old_one(
         "plan": (CheckpointValueError, "'hook': builtins.builtin_function_or_method"),
         "write": (CheckpointError, "No space left on device. There is no space left: free some"),
         "hole": (CheckpointMismatchError, "'model/w': nothing covers"),
-        "publish": (CheckpointError, "Input/output error"),
+        "commit": (CheckpointError, "Input/output error"),
     }[step]  # type: ignore[assignment]
     errors = on_threads(ranks, work)
     assert len({str(error) for error in errors}) == 1

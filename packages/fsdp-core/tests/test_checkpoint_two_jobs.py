@@ -31,12 +31,12 @@ from fsdp_core.checkpoint import (
     save,
     verify,
 )
-from fsdp_core.checkpoint.storage import folder, publishing, rereading, writers
+from fsdp_core.checkpoint.storage import commit, folder, rereading, writers
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.cli import checkpoint as command
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.lightning.checkpoints.full.opening import read_whole
-from test_checkpoint_publishing import Stop, files_in, interrupt, is_tidy, save_state, value_of
+from test_checkpoint_commit import Stop, files_in, interrupt, is_tidy, save_state, value_of
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -224,7 +224,7 @@ def at_call(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], Any]
 
         monkeypatch.setattr(Folder, name, noting)
 
-    for name in ("read", "files", "size", "writing", "publish", "remove", "mark", "move_to"):
+    for name in ("read", "files", "size", "writing", "commit", "remove", "mark", "move_to"):
         patch(name)
     return calls
 
@@ -295,7 +295,7 @@ def test_half_folders_are_removed_when_their_writer_is_gone(
     tmp_path: Path, writer: dict[str, Any], left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(publishing, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
+        patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
         interrupted(tmp_path / "epoch=1.ckpt", 4, patched)
         (half,) = tmp_path.iterdir()
         (half / "notes.txt").write_text("mine")
@@ -308,22 +308,22 @@ def test_half_folders_are_removed_when_their_writer_is_gone(
     assert left or files_in(half) == {"notes.txt"}
 
 
-@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("writer", [GONE, ELSEWHERE])
 def test_files_in_a_checkpoint_are_removed_when_their_writer_is_gone(
-    tmp_path: Path, writer: dict[str, Any], published: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, writer: dict[str, Any], committed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that a save had replaced, which ended before it removed them."""
     path = tmp_path / "last.ckpt"
     save_state(path, 1.0)
     with monkeypatch.context() as patched:
-        patched.setattr(publishing, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
-        if published:
-            patched.setattr(publishing.Place, "tidy", lambda *args: None)
+        patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
+        if committed:
+            patched.setattr(commit.Place, "tidy", lambda *args: None)
             save_state(path, 5.0)
         else:
             interrupted(path, 6, patched)
-    assert value_of(path) == (5.0 if published else 1.0)
+    assert value_of(path) == (5.0 if committed else 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         save_state(path, 3.0)
@@ -334,7 +334,7 @@ def test_files_in_a_checkpoint_are_removed_when_their_writer_is_gone(
         assert not told
     else:
         assert len(told) == 1
-        assert published or "on gpu-07, of which nothing is known here), which are kept" in told[0]
+        assert committed or "on gpu-07, of which nothing is known here), which are kept" in told[0]
 
 
 def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(
@@ -357,24 +357,24 @@ def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(
 def test_a_manifest_that_can_not_be_read_when_a_save_fails_may_be_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So nothing is removed: the save may have been published all the same."""
+    """So nothing is removed: the save may have been committed all the same."""
     path = tmp_path / "last.ckpt"
     save_state(path, 1.0)
     read = Folder.read
 
     def fails(self: Folder, name: str, *args: Any) -> bytes:
-        if published:
+        if committed:
             raise OSError(5, "Input/output error")
         return read(self, name, *args)
 
-    def publish(self: Folder, *args: Any, **kwargs: Any) -> None:
+    def commit(self: Folder, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
-        published.append(True)
+        committed.append(True)
 
-    plain, published = Folder.publish, list[bool]()
+    plain, committed = Folder.commit, list[bool]()
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "read", fails)
-        patched.setattr(Folder, "publish", publish)
+        patched.setattr(Folder, "commit", commit)
         with pytest.raises(CheckpointError, match="Input/output error"):
             save_state(path, 2.0)
     assert value_of(path) == 2.0

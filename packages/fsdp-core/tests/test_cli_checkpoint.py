@@ -124,7 +124,7 @@ BAD_INPUT: list[tuple[Callable[[Path], Any], str]] = [
     (nothing_there, "the path does not exist. Check the path"),
     (a_file, "is a file, but a sharded checkpoint is a folder"),
     (a_foreign_folder, "is not a checkpoint of this format"),
-    (an_interrupted_save, "interrupted before it was published"),
+    (an_interrupted_save, "interrupted before it was committed"),
     (a_newer_version, "has format version 2, and this fsdp-core reads version 1: pip install --upgrade fsdp-core"),
     (a_changed_manifest, "can't read"),
     (a_hole, "tensor 'model/wte.weight': nothing covers"),

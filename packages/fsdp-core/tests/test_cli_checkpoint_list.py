@@ -16,16 +16,16 @@ import torch
 
 from cli_checkpoints import run, save_alone, save_trained
 from conftest import Site
-from fsdp_core.checkpoint.storage import publishing, writers
-from test_checkpoint_publishing import Stop, interrupt, save_state
+from fsdp_core.checkpoint.storage import commit, writers
+from test_checkpoint_commit import Stop, interrupt, save_state
 
 pytestmark = pytest.mark.timeout(100)
 
 
 def interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, **writer: Any) -> None:
-    """Let a save end before it is published, of this process or of another one."""
+    """Let a save end before it is committed, of this process or of another one."""
     with monkeypatch.context() as patched:
-        patched.setattr(publishing, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
+        patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
         interrupt(patched, os, "fsync", 5)
         with contextlib.suppress(Stop):
             save_state(path, 5.0)

@@ -321,7 +321,7 @@ def test_which_of_fabrics_models_and_optimizers(tmp_path: Path) -> None:
     for place, arguments, said in (
         ("a", [], ["holds 3 models ('gen', 'disc', 'other')", "--key"]),
         ("a", ["--key", "disk"], ["no model under 'disk'", "'disc'", "--key"]),
-        ("a", ["--key", "gen"], ["('opt_a', 'opt_b') that may be those of 'gen' and 'disc'", "--optimizer-key, once"]),
+        ("a", ["--key", "gen"], ["('opt_a', 'opt_b') that may belong to 'gen' and 'disc':", "--optimizer-key, once"]),
         ("a", ["--key", "gen", "--optimizer-key", "o"], ["no optimizer under 'o'", "'opt_a'", "--optimizer-key"]),
         ("a", ["--key", "gen", "--optimizer-key", "opt_v"], ["trains 'v', which is not in the model 'gen'"]),
         ("none", [], ["holds no model, but 'step'", 'fabric.save(path, {"model": model']),

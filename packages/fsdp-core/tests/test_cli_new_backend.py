@@ -179,14 +179,14 @@ def test_what_is_written_takes_effect(site: Site, written: Path) -> None:
     [
         ("My_FSDP", ["a strategy can't be called 'My_FSDP'", "lower-case letter", "'my_fsdp'"]),
         ("8bit", ["a strategy can't be called '8bit'"]),
-        ("shards_", ["a package can't be called after the strategy 'shards_'", "ends in '_'", "'shards'"]),
+        ("shards_", ["a package can't be named after the strategy 'shards_'", "ends in '_'", "'shards'"]),
         ("ddp", ["'ddp' is taken by Lightning itself", "fsdp new-backend my_ddp"]),
         ("fsdp", ["'fsdp' is taken by Lightning itself"]),
         ("fsdp2", ["'fsdp2' is taken by fsdp-fsdp2", "fsdp new-backend my_fsdp2"]),
         ("xla_fsdp", ["'xla_fsdp' is taken by fsdp-xla", "fsdp new-backend my_xla_fsdp"]),
         ("theirs", ["'theirs' is taken by their-plugin 3.1"]),
         ("broken_plugin", ["'broken_plugin' is taken by broken-plugin 1.0"]),
-        ("core", ["a package 'fsdp-core'", "there is one of that name"]),
+        ("core", ["a package 'fsdp-core'", "which already exists"]),
         ("present", ["a package 'fsdp-present'"]),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_folder_that_is_there(site: Site) -> None:
     (site.path / "mine").mkdir()
     done = site.fsdp("new-backend", "my_shards", "--path", "mine", check=False)
     assert done.returncode == 1
-    assert "'mine' is there already; nothing in it was touched.\nGive another one: --path DIR" in done.stderr
+    assert "'mine' already exists; nothing in it was changed.\nGive another folder: --path DIR" in done.stderr
     assert not list((site.path / "mine").iterdir())
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
-from fsdp_core.testing.suite.capabilities import ASKED
 from fsdp_core.testing.suite.clauses import Clauses
-from fsdp_core.testing.suite.contract import misfits
+from fsdp_core.testing.suite.interface.capabilities import ASKED
+from fsdp_core.testing.suite.interface.contract import misfits
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -304,7 +304,7 @@ def test_the_plugin_is_light_and_says_what_a_report_may_be_called(tiny: Site) ->
     assert pytest_on(tiny, source, light=True).returncode == 0
     done = pytest_on(tiny, source, "--fsdp-report=found.txt", light=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--fsdp-report=found.txt is of no known kind" in done.stderr
+    assert "--fsdp-report=found.txt has an unknown suffix" in done.stderr
 
 
 class Promised:
@@ -353,9 +353,9 @@ class Method(Promised):
     [
         (Extended, []),
         (Forwarding, []),
-        (OtherDefault, ["'norm' is 1.0 by default, and not 2.0"]),
+        (OtherDefault, ["'norm' is 1.0 by default, not 2.0"]),
         (NeedsMore, ["'more' has no default"]),
-        (Method, ["Method.rank is function, and not property"]),
+        (Method, ["Method.rank is function, not property"]),
     ],
 )
 def test_signatures_that_calls_fit(made: type, words: list[str]) -> None:

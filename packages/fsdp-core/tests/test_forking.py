@@ -273,7 +273,7 @@ def fail_alone() -> None:
 def test_a_rank_that_waited_is_not_said_to_have_taken_too_long(pool: RankPool) -> None:
     with pytest.raises(RankError) as raised:
         pool.run(2, fail_alone, timeout=50)
-    assert "ended, as it waited for one that failed" in str(raised.value)
+    assert "ended, because it waited for a rank that failed" in str(raised.value)
     assert "no answer within" not in str(raised.value)
 
 

@@ -165,6 +165,19 @@ def test_an_unknown_name_where_nothing_is_near_or_installed(site: Site) -> None:
     assert error(site, "qqq") == (f"UnknownStrategyError: no strategy named 'qqq'.\nInstalled: none.\n{NOT_INSTALLED}")
 
 
+@pytest.mark.parametrize("path", ["good.Zeta", "good.impl.zeta", "Zeta"])
+def test_the_path_of_a_class_instead_of_a_name(site: Site, path: str) -> None:
+    preset = 'name="preset", trainer="good.impl:Zeta", options=[Option(name="level", default=1)], presets={"level": 3}'
+    site.provide("good-plugin", f"{preset}, {CPU}", f'name="alpha", trainer="good.impl:Zeta", {CPU}')
+    module = path.rpartition(".")[0] or "good.impl"
+    assert error(site, path).partition("\n")[0] == (
+        f"UnknownStrategyError: no strategy named {path.lower()!r}. Zeta is the class of 'alpha': write "
+        "strategy='alpha', or pass an object of the class. On LightningCLI's command line, type "
+        f"--trainer.strategy alpha, or, to set options, --trainer.strategy.class_path {module}.Zeta"
+    )
+    assert "class" not in error(site, f"other.{path}")
+
+
 @pytest.mark.parametrize(("name", "package"), registry.FIRST_PARTY.items())
 def test_a_name_whose_package_is_not_installed(site: Site, name: str, package: str) -> None:
     site.provide("good-plugin", f'name="fsdp7", trainer="a:B", {CPU}')

@@ -34,7 +34,7 @@ def mute(source: str) -> Iterator[ast.Assert]:
                 yield node
 
 
-@pytest.mark.parametrize("file", sorted(SUITE.glob("*.py")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(SUITE.rglob("*.py")), ids=lambda file: file.stem)
 def test_a_comparison_of_numbers_says_what_they_are(file: Path) -> None:
     found = [f"{file.name}:{node.lineno}: {ast.unparse(node)}" for node in mute(file.read_text(encoding="utf-8"))]
     assert not found, 'give them messages: assert call < 1.8, f"the call took {call} s"\n' + "\n".join(found)

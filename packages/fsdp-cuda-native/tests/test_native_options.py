@@ -35,10 +35,10 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE, Block, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import sharded_by
-from fsdp_core.testing.suite.bad_options import BOTH, unfit_options
-from fsdp_core.testing.suite.loops import losses_of
-from fsdp_core.testing.suite.parity import assert_same
-from fsdp_core.testing.suite.precision import seen_by_a_block
+from fsdp_core.testing.suite.numerics.parity import assert_same
+from fsdp_core.testing.suite.numerics.precision import seen_by_a_block
+from fsdp_core.testing.suite.refusals.bad_options import BOTH, unfit_options
+from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedStrategy
 
@@ -107,9 +107,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"activation_checkpointing": [Block, "Block"]}, ["activation_checkpointing=[", "=MyBlock, a list of classes"]),
     ({"activation_checkpointing": []}, ["activation_checkpointing=[]", "=MyBlock, a list of classes"]),
     ({"activation_checkpointing": Block()}, ["activation_checkpointing=Block(", "=MyBlock, a list of classes"]),
-    ({"activation_checkpointing": int}, ["is no class of modules", "=MyBlock, a list of classes"]),
-    ({"device_mesh": 4}, ["device_mesh=4 is no mesh", "device_mesh=(2, 4)"]),
-    ({"device_mesh": "2x2"}, ["device_mesh='2x2' is no mesh", "device_mesh=(2, 4)"]),
+    ({"activation_checkpointing": int}, ["is not a class of modules", "=MyBlock, a list of classes"]),
+    ({"device_mesh": 4}, ["device_mesh=4 is not a mesh", "device_mesh=(2, 4)"]),
+    ({"device_mesh": "2x2"}, ["device_mesh='2x2' is not a mesh", "device_mesh=(2, 4)"]),
     # what FSDP1 can't do
     ({"sync_each_batch": True, "cpu_offload": True}, ["sync_each_batch=True", "cpu_offload", "strategy='fsdp2'"]),
 ]

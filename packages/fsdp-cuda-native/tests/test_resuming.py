@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.suite.resuming import assert_goes_on_between_micro_batches
+from fsdp_core.testing.suite.checkpoints.resuming import assert_goes_on_between_micro_batches
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])

@@ -29,8 +29,8 @@ from fsdp_core.testing.state import (
     sharded_by,
     trained_by,
 )
-from fsdp_core.testing.suite.checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.parity import assert_same, options_id
+from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
+from fsdp_core.testing.suite.numerics.parity import assert_same, options_id
 from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
 
 CLIP = 0.2
@@ -628,5 +628,57 @@ def test_layers_that_one_rank_skips(ranks: RankPool, nested: bool) -> None:
     """Each is called with tensors alone, or with what has to be searched for them."""
     want = skip_in_one_process(nested)
     got = ranks.run(2, skip_on_rank_0, nested)[0]
+    assert got.keys() == want.keys()
+    torch.testing.assert_close(got, dict(want), rtol=0, atol=FP32_TOLERANCE)
+
+
+class Probe(nn.Module):
+    """A layer that returns its input and keeps a loss of its own, as a head for deep supervision does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.loss = self.linear(x).square().mean()
+        return x
+
+
+class Probed(nn.Module):
+    """Probes between layers; returns the output and the sum of the probes' losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with oracle.seeded(1):
+            self.layers = nn.Sequential(nn.Linear(FEATURES, FEATURES), Probe(), nn.Linear(FEATURES, FEATURES), Probe())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.layers(x)
+        _, first, _, second = self.layers
+        return output, first.loss + second.loss
+
+
+def train_probed(net: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], None], rank: int | None) -> None:
+    for x, y in oracle.global_batches(2):
+        rows = slice(rank, None, 2 if rank is not None else 1)
+        output, loss = net(x[rows])
+        backward(mse_loss(output, y[rows]) + loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def probe_on_ranks() -> dict[str, Any]:
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {Probe}})
+    net = Probed()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    train_probed(model, optimizer, fabric.backward, fabric.global_rank)
+    return full_state(fabric.strategy)
+
+
+def test_a_unit_that_returns_its_input_is_gathered_for_a_loss_that_it_keeps(ranks: RankPool) -> None:
+    """The backward pass comes to the unit's output first, although the input waits for the loss's gradient."""
+    net = Probed()
+    train_probed(net, oracle.sgd(net), torch.Tensor.backward, None)
+    got, want = ranks.run(2, probe_on_ranks)[0], net.state_dict()
     assert got.keys() == want.keys()
     torch.testing.assert_close(got, dict(want), rtol=0, atol=FP32_TOLERANCE)

@@ -16,8 +16,8 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.bad_modules import refused_setup
-from fsdp_core.testing.suite.bad_options import BOTH, assert_refused_at_once, set_up, unfit_options
+from fsdp_core.testing.suite.refusals.bad_modules import refused_setup
+from fsdp_core.testing.suite.refusals.bad_options import BOTH, assert_refused_at_once, set_up, unfit_options
 from fsdp_core.testing.training import Lit, new_fabric
 
 #: Options of FSDP1, and what to write for them here.
@@ -50,6 +50,13 @@ MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 def misused(tmp: str, front_end: FrontEnd, case: str) -> tuple[str, bool]:
     return unfit_options("fsdp2", tmp, front_end, MISUSED[case][0], UnsupportedCapabilityError)
+
+
+@BOTH
+@pytest.mark.parametrize("option", ["backend", "strategy_name"])
+def test_argument_that_the_package_passes_itself(front_end: FrontEnd, option: str) -> None:
+    words = [f"no option {option!r}", *(["Did you mean 'process_group_backend'?"] * (option == "backend"))]
+    assert_refused_at_once(fsdp_core.resolve("fsdp2", front_end), {option: "nccl"}, [*words, "fsdp describe fsdp2"])
 
 
 @BOTH

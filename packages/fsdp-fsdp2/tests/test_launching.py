@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_core.testing.processes import start
-from fsdp_core.testing.suite.launching import COMMAND
+from fsdp_core.testing.suite.training.launching import COMMAND
 
 
 def test_name_that_offloads(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import fsdp_core
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.loops import assert_root_stays_gathered
-from fsdp_core.testing.suite.parity import assert_numbers_alone
+from fsdp_core.testing.suite.numerics.parity import assert_numbers_alone
+from fsdp_core.testing.suite.training.loops import assert_root_stays_gathered
 from fsdp_core.testing.training import loader, new_trainer
 
 

@@ -16,7 +16,7 @@ from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.optimizers import assert_all_trained, built_after_evaluation
+from fsdp_core.testing.suite.training.optimizers import assert_all_trained, built_after_evaluation
 from fsdp_core.testing.training import new_fabric
 
 

@@ -16,8 +16,8 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.loops import losses_of
-from fsdp_core.testing.suite.precision import seen_by_a_block
+from fsdp_core.testing.suite.numerics.precision import seen_by_a_block
+from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_trainer
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.suite.shards import Shared
+from fsdp_core.testing.suite.modules.shards import Shared
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 

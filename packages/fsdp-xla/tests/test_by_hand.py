@@ -16,7 +16,7 @@ import spmd_runs
 from fsdp_core import load_state_dict
 from fsdp_core.testing import training
 from fsdp_core.testing.oracle import FP32_TOLERANCE
-from fsdp_core.testing.suite.loops import Gan
+from fsdp_core.testing.suite.training.loops import Gan
 from fsdp_core.testing.training import Lit
 from launching import STEPS, Launching, LaunchingSPMD, loader, means, seen, trainer
 

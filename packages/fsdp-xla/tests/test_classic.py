@@ -580,9 +580,9 @@ def no_function(_: Path) -> None:
     ("case", "words"),
     [
         (lost_weights, ["trainer.test()", "ckpt_path='best'"]),
-        (saved_too_late, ["where no rank runs", "on_train_end()"]),
+        (saved_too_late, ["outside the ranks", "on_train_end()"]),
         (in_bf16, ["keeps its shards in fp32", "precision='bf16-mixed'", "xla_fsdp_spmd"]),
-        (on_another_number, ["devices=3 was asked for", "CPU_NUM_DEVICES=2", "devices=2"]),
+        (on_another_number, ["devices=3 was requested", "CPU_NUM_DEVICES=2", "devices=2"]),
         (foreign_optimizer, ["none of the sharded model's", "fabric.setup(model, optimizer)"]),
         (no_match, ["matches no submodule of Net", "{MyBlock}"]),
         (no_forward, ["ModuleDict has no forward()", "Write a forward()"]),

@@ -8,18 +8,18 @@ import pytest
 
 from conformance_expected import CLASSIC, SPMD
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
-from fsdp_core.testing.suite.bad_modules import BadModulesSuite
-from fsdp_core.testing.suite.checkpoints import CheckpointsSuite
-from fsdp_core.testing.suite.contract import ContractSuite
-from fsdp_core.testing.suite.exceptions import ExceptionsSuite
-from fsdp_core.testing.suite.fabric_checkpoints import FabricCheckpointsSuite
-from fsdp_core.testing.suite.listing import ListingSuite
-from fsdp_core.testing.suite.optimizers import OptimizersSuite
-from fsdp_core.testing.suite.parameters import ParametersSuite
-from fsdp_core.testing.suite.parity import NumbersSuite
-from fsdp_core.testing.suite.resuming import ExactResumeSuite
-from fsdp_core.testing.suite.sharded_modules import ShardedModulesSuite
-from fsdp_core.testing.suite.shards import ShardsSuite
+from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
+from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
+from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
+from fsdp_core.testing.suite.interface.contract import ContractSuite
+from fsdp_core.testing.suite.interface.listing import ListingSuite
+from fsdp_core.testing.suite.modules.parameters import ParametersSuite
+from fsdp_core.testing.suite.modules.sharded_modules import ShardedModulesSuite
+from fsdp_core.testing.suite.modules.shards import ShardsSuite
+from fsdp_core.testing.suite.numerics.parity import NumbersSuite
+from fsdp_core.testing.suite.refusals.bad_modules import BadModulesSuite
+from fsdp_core.testing.suite.training.exceptions import ExceptionsSuite
+from fsdp_core.testing.suite.training.optimizers import OptimizersSuite
 from fsdp_xla.testing import SPMDRanks, ThreadRanks
 
 

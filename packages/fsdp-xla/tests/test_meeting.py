@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from fsdp_xla.ranks.barrier import ThreadBarrier
 from fsdp_xla.ranks.meeting import Meeting, RankLostError, StoreMeeting, ThreadMeeting
-from fsdp_xla.ranks.rendezvous import Rendezvous
 
 RANKS = 3
 SOON = timedelta(seconds=2)
@@ -56,13 +56,13 @@ def event_of_waiting(meeting: Any, rank: int) -> threading.Event:
     """Is set when a rank has brought what it exchanges, and begins to wait for the others'."""
     begun = threading.Event()
     if isinstance(meeting, ThreadMeeting):
-        wait = meeting.rendezvous.wait
+        wait = meeting.barrier.wait
 
         def wait_and_tell(*args: Any) -> None:
             begun.set()
             wait(*args)
 
-        meeting.rendezvous.wait = wait_and_tell  # type: ignore[method-assign]
+        meeting.barrier.wait = wait_and_tell  # type: ignore[method-assign]
         return begun
 
     class Store:
@@ -155,7 +155,7 @@ def test_a_broken_up_meeting_raises_at_once() -> None:
     meeting = ThreadMeeting(2)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(meeting.exchange, 0, None)
-        until(lambda: meeting.rendezvous._waiting)
+        until(lambda: meeting.barrier._waiting)
         meeting.break_up()
         with pytest.raises(RankLostError, match="another rank has failed"):
             waits.result(10.0)
@@ -178,7 +178,7 @@ def test_ranks_that_are_threads_build_from_the_same_random_state() -> None:
 
 
 def test_a_rank_that_waits_is_told_of_one_that_has_ended() -> None:
-    meeting = Rendezvous(2, LATE)
+    meeting = ThreadBarrier(2, LATE)
 
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(meeting.wait, 0, "exchanges values")

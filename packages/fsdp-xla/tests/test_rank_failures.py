@@ -86,25 +86,25 @@ def another_waits() -> None:
     """Return when a rank waits for this one."""
     from fsdp_xla.torch_xla_private import devices as xla
 
-    rendezvous, end = xla.meetings.here.rendezvous, time.monotonic() + SECONDS
-    while not rendezvous._waiting:
+    barrier, end = xla.meetings.here.barrier, time.monotonic() + SECONDS
+    while not barrier._waiting:
         assert time.monotonic() < end, "no rank has come to wait for this one"
         time.sleep(0.001)
 
 
 @contextmanager
 def told_of_calls(name: str) -> Iterator[threading.Event]:
-    """A context in which an event tells that a method of the ranks' rendezvous has been called, and has returned."""
-    from fsdp_xla.ranks.rendezvous import Rendezvous
+    """A context in which an event tells that a method of the ranks' barrier has been called, and has returned."""
+    from fsdp_xla.ranks.barrier import ThreadBarrier
 
-    method, called = getattr(Rendezvous, name), threading.Event()
+    method, called = getattr(ThreadBarrier, name), threading.Event()
 
-    def then_tell(self: Rendezvous) -> None:
+    def then_tell(self: ThreadBarrier) -> None:
         method(self)
         called.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rendezvous, name, then_tell)
+        patch.setattr(ThreadBarrier, name, then_tell)
         yield called
 
 
@@ -243,14 +243,14 @@ def item_of_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (late_rank, ["rank 1 did not come within 2 s", "rank 0 exchanges values", "timeout=timedelta("]),
+        (late_rank, ["rank 1 did not arrive within 2 s", "rank 0 exchanges values", "timeout=timedelta("]),
         (uneven, ["rank 1 has ended, while rank 0 ends a step", "DistributedSampler"]),
         (
             ended_rank,
             ["rank 1 has ended, while rank 0 exchanges values (barrier", "test_rank_failures.py line"],
         ),
         (item_of_one, ["ranks do different things", "rank 0 waits for a value", "rank 1 ends a step"]),
-        (barrier_amid_building, ["within building its model", "before or after init_module()"]),
+        (barrier_amid_building, ["while it builds its model", "before or after init_module()"]),
     ],
 )
 def test_ranks_that_can_not_meet_are_told_why(afresh: Launching, tmp_path: Path, case: Any, words: list[str]) -> None:
@@ -420,7 +420,7 @@ def backward_before(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (another_number, "devices=4 was asked for, and XLA has 2 CPU devices since a run with devices=2"),
+        (another_number, "devices=4 was requested, and XLA has 2 CPU devices since a run with devices=2"),
         (backward_before, "'xla_fsdp' can't start: this process took a backward pass before XLA was started"),
     ],
 )

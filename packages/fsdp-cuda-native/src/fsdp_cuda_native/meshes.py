@@ -85,7 +85,7 @@ def _check_groups(process_group: Any, strategy: ShardingStrategy, runtime: Runti
     shards, replicas = (dist.get_world_size(group) for group in pair)
     if shards * replicas != runtime.world_size or (shards == 1 and runtime.world_size > 1):
         raise UnsupportedCapabilityError(
-            f"process_group=(a group of {shards}, a group of {replicas}) is no division of {runtime.world_size} ranks "
+            f"process_group=(a group of {shards}, a group of {replicas}) does not divide {runtime.world_size} ranks "
             f"into replicas that {strategy.name} shards.\n"
             "Write process_group=(ranks to shard over, ranks to replicate over), the two sizes multiplying to the "
             "number of ranks and the first more than 1; or device_mesh=(replicas, ranks of each)."
@@ -95,7 +95,7 @@ def _check_groups(process_group: Any, strategy: ShardingStrategy, runtime: Runti
 def _check_hybrid(shape: tuple[int, ...], strategy: ShardingStrategy, runtime: Runtime) -> None:
     if len(shape) != 2 or shape[0] * shape[1] != runtime.world_size:
         raise UnsupportedCapabilityError(
-            f"device_mesh of shape {shape} is no division of {runtime.world_size} ranks into replicas that shard.\n"
+            f"device_mesh of shape {shape} does not divide {runtime.world_size} ranks into replicas that shard.\n"
             "Write device_mesh=(replicas, ranks of each), the two multiplying to the number of ranks."
         )
     if shape[1] == 1 and runtime.world_size > 1:

@@ -126,7 +126,7 @@ def classes_to_checkpoint(
     wrong = [one for one in classes if not (isinstance(one, type) and issubclass(one, nn.Module))]
     if wrong or not classes:
         raise UnsupportedCapabilityError(
-            f"activation_checkpointing={old!r} is no class of modules.\n"
+            f"activation_checkpointing={old!r} is not a class of modules.\n"
             "Write activation_checkpointing=MyBlock, a list of classes, "
             "or activation_checkpointing_policy with a function."
         )
@@ -171,7 +171,7 @@ def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_e
     check_mixed_precision(mixed_precision)
     if not isinstance(options["device_mesh"], DeviceMesh | tuple | None):
         raise UnsupportedCapabilityError(
-            f"device_mesh={options['device_mesh']!r} is no mesh.\n"
+            f"device_mesh={options['device_mesh']!r} is not a mesh.\n"
             "Write a DeviceMesh, or its shape: device_mesh=(2, 4) makes 2 replicas that shard over 4 ranks each."
         )
     if sync_each_batch and offload:

@@ -116,10 +116,10 @@ def check_options(options: Mapping[str, object]) -> None:
         UnsupportedCapabilityError: An option is refused; the message names what to write instead.
     """
     for name in not_passed_on(options):
-        told = INSTEAD.get(name, "It is no option of torch_xla's XlaFullyShardedDataParallel either.")
+        told = INSTEAD.get(name, "It is not an option of torch_xla's XlaFullyShardedDataParallel either.")
         raise UnsupportedCapabilityError(
             f"strategy 'xla_fsdp' has no option {name!r}. {told}\n"
-            f"Besides its own it takes {', '.join(PASSED_ON)}; `fsdp describe xla_fsdp` explains all."
+            f"Besides its own it takes {', '.join(PASSED_ON)}; `fsdp describe xla_fsdp` describes all of them."
         )
     if options.get("coalesce_all_gather_ops") and not options.get("shard_param_on_dim_0"):
         raise UnsupportedCapabilityError(

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.checkpoint.format.paths import escaped, find_part, join_path, split_path
+from fsdp_core.checkpoint.format.paths import escaped, find_part, split_path
 from fsdp_core.checkpoint.format.plain_data import Keys, TensorLeaf, encode
 from fsdp_core.checkpoint.format.safetensors_file import HEADER_KEY, unsavable
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 
-__all__ = ["Plan", "Section", "find_part", "join_path", "plan_save", "split_path"]
+__all__ = ["Plan", "Section", "plan_save"]
 
 Section = Literal["model", "optimizer", "state"]
 

@@ -1,4 +1,4 @@
-"""Saves checkpoints: each rank writes its boxes, then rank 0 checks that they cover every tensor, and publishes."""
+"""Saves checkpoints: each rank writes its boxes, then rank 0 checks that they cover every tensor, and commits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.safetensors_file import write_safetensors
 from fsdp_core.checkpoint.merging import Index, chunk_name, file_name, merge
 from fsdp_core.checkpoint.planning import Plan, plan_save
+from fsdp_core.checkpoint.storage.commit import Place, choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath
-from fsdp_core.checkpoint.storage.publishing import Place, choose_place
 from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.runtime import Runtime
@@ -50,7 +50,7 @@ def save(
     """Save a nest of sharded tensors and plain data as a checkpoint folder. Every rank calls this.
 
     Each rank writes its boxes without communicating with the others. Then rank 0 checks that the boxes cover every
-    tensor exactly, and publishes the checkpoint by replacing its manifest atomically: readers find either the complete
+    tensor exactly, and commits the checkpoint by replacing its manifest atomically: readers find either the complete
     old checkpoint or the complete new one. A failure on any rank is raised on every rank and leaves the path's previous
     content unchanged.
 
@@ -149,7 +149,7 @@ class PreparedSave:
     _versions: dict[str, str]
 
     def write(self, runtime: Runtime, *, one_after_another: bool = False) -> None:
-        """Write and publish. Every rank calls this, on any thread.
+        """Write and commit. Every rank calls this, on any thread.
 
         Args:
             runtime: The ranks, whose collectives this uses.
@@ -178,7 +178,7 @@ class PreparedSave:
                 by_rank.update((rank, index) for rank, index in enumerate(written) if index is not None)
             indexes = [by_rank[rank] for rank in sorted(by_rank)]
 
-            def publish() -> None:
+            def commit() -> None:
                 nonlocal data, previous
                 if runtime.rank == 0:
                     manifest = Manifest(
@@ -193,9 +193,9 @@ class PreparedSave:
                         **_write_state(folder, save_id, plan, indexes),
                     )
                     data = manifest.to_json().encode()
-                    previous = place.publish(data, manifest.files)
+                    previous = place.commit(data, manifest.files)
 
-            together(runtime, f"publishing {place.final}", publish)
+            together(runtime, f"committing {place.final}", commit)
         except CheckpointError:
             _discard(place, runtime, data)
             raise
@@ -263,7 +263,7 @@ def _own_versions() -> dict[str, str]:
 
 
 def _discard(place: Place, runtime: Runtime, manifest: bytes | None) -> None:
-    """Remove the files of a failed save, unless its last step has published it nevertheless."""
+    """Remove the files of a failed save, unless its last step has committed it nevertheless."""
     undone = together(runtime, "reading the manifest", lambda: runtime.rank == 0 and place.withdraw(manifest))[0]
     if undone:
         rank = None if runtime.rank == 0 else runtime.rank

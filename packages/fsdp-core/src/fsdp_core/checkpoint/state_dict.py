@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_core.checkpoint.format.paths import find_part, split_path
 from fsdp_core.checkpoint.loading import load, verify_tensors
-from fsdp_core.checkpoint.planning import find_part, split_path
 from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.rereading import begins_anew

@@ -39,13 +39,13 @@ _FILES = {
 def new_backend(name: str, path: Path | None) -> None:
     """Write the skeleton of a package that provides the strategy NAME.
 
-    Its tests run right away, and show what is left to write.
+    Its tests can be run immediately, and show what is left to write.
     """
     package = _package(name)
     _check_free(name, package)
     folder = path or Path(package)
     if folder.exists():
-        raise FSDPError(f"{str(folder)!r} is there already; nothing in it was touched.\nGive another one: --path DIR")
+        raise FSDPError(f"{str(folder)!r} already exists; nothing in it was changed.\nGive another folder: --path DIR")
     words = {
         "name": name,
         "package": package,
@@ -72,11 +72,11 @@ def _package(name: str) -> str:
         >>> _package("my_fsdp"), _package("fsdp.tpu")
         ('fsdp-my-fsdp', 'fsdp-tpu')
     """
-    StrategyInfo(name=name, summary="", trainer="a:B", accelerators=("cpu",))  # raises for what can be no name
+    StrategyInfo(name=name, summary="", trainer="a:B", accelerators=("cpu",))  # raises for an invalid name
     if not name[-1].isalnum():
         raise StrategyInfoError(
-            f"a package can't be called after the strategy {name!r}, which ends in {name[-1]!r}.\n"
-            f"Let it end in a letter or a digit, such as {name.rstrip('_.-')!r}."
+            f"a package can't be named after the strategy {name!r}, which ends in {name[-1]!r}.\n"
+            f"Choose a name that ends in a letter or a digit, such as {name.rstrip('_.-')!r}."
         )
     words = re.sub(r"[-_.]+", "-", name)
     return words if words.startswith("fsdp-") else f"fsdp-{words}"
@@ -84,7 +84,7 @@ def _package(name: str) -> str:
 
 def _check_free(name: str, package: str) -> None:
     owners = [str(provider) for provider in registry.claimants(name)]
-    if name in registry.FIRST_PARTY:  # "xla_fsdp" too, which Fabric has as well: the one name that is not kept for it
+    if name in registry.FIRST_PARTY:  # "xla_fsdp" too: the only name of Fabric's own that is not kept for it
         owners = owners or [registry.FIRST_PARTY[name]]
     elif name in LIGHTNINGS_OWN:
         owners = ["Lightning itself, which keeps it"]
@@ -99,7 +99,7 @@ def _check_free(name: str, package: str) -> None:
         taken = False
     if taken:
         raise DuplicateStrategyError(
-            f"the strategy {name!r} would be in a package {package!r}, and there is one of that name.\n"
+            f"the strategy {name!r} would be in a package {package!r}, which already exists.\n"
             f"Give another name, such as: fsdp new-backend my_{name}"
         )
 

@@ -215,7 +215,26 @@ def unknown_strategy(name: str, lightning_names: Iterable[str] = ()) -> UnknownS
     if lightnings >= max(CUTOFF, ours):
         guesses.append(f"Lightning's own {lightnings_nearest!r}")
     question = f" Did you mean {' or '.join(guesses)}?" if guesses else ""
+    question = _class_instead(name) or question
     return UnknownStrategyError("\n".join([f"no strategy named {name!r}.{question}", *_inventory()]))
+
+
+def _class_instead(name: str) -> str:
+    """What to write instead of a class path, with a leading space; empty for any other name.
+
+    Lightning passes names on in lower case.
+    """
+    path, _, last = name.rpartition(".")
+    for info in sorted(strategies().values(), key=lambda info: len(info.presets)):
+        for reference in filter(None, (info.trainer, info.fabric)):
+            module, _, attribute = reference.partition(":")
+            if last.lower() == attribute.lower() and f"{module}.".startswith(f"{path or module}."):
+                return (
+                    f" {attribute} is the class of {info.name!r}: write strategy={info.name!r}, or pass an object of "
+                    f"the class. On LightningCLI's command line, type --trainer.strategy {info.name}, or, to set "
+                    f"options, --trainer.strategy.class_path {path or module}.{attribute}"
+                )
+    return ""
 
 
 def lightnings_own(name: str) -> UnknownStrategyError:

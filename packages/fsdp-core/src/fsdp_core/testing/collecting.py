@@ -1,4 +1,4 @@
-"""How pytest collects the suite's clauses: which run, which are expected to fail, and that none is left out."""
+"""How pytest collects the suite's clauses: which run, which are expected to fail; none may be left out."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CLAUSE", "chosen", "clauses_of", "refuse_left_out"]
 
-#: What the report shows of a clause, on its pytest item.
+#: The description of a clause for the report, on its pytest item.
 CLAUSE = pytest.StashKey[dict[str, Any]]()
 
 _HERE = str(Path(__file__).parent)
 
 
 def clauses_of(cls: object) -> type[Clauses] | None:
-    """The class, if it runs clauses; without importing the suite, which most sessions of pytest don't need."""
+    """The class, if it runs clauses; does not import the suite, which most pytest sessions don't need."""
     module = sys.modules.get("fsdp_core.testing.suite.clauses")
     if module is None or not isinstance(cls, type) or not issubclass(cls, module.Clauses):
         return None

@@ -1,7 +1,7 @@
-"""Forks the processes of ranks from one that has imported torch and Lightning, which takes each seconds.
+"""Forks ranks from a process that has imported torch and Lightning already, which saves each rank seconds.
 
-That one is :mod:`multiprocessing`'s fork server. It has no threads, no process group and nothing of the tests' own
-process; what it has imported is :mod:`fsdp_core.testing.preloaded`.
+This process is :mod:`multiprocessing`'s fork server. It has no threads, no process group and no state of the tests'
+own process; it imports :mod:`fsdp_core.testing.preloaded`.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from typing import Any, Literal
 
 __all__ = ["StartMethod", "end_process", "prepare", "start_process", "start_script"]
 
-#: How a rank's process comes to be; as in :mod:`multiprocessing`.
+#: How a rank's process is started; as in :mod:`multiprocessing`.
 StartMethod = Literal["forkserver", "spawn"]
 
 #: The variable in which the fork server finds :data:`preloads`.
 PRELOADS = "FSDP_TESTS_PRELOAD"
 
-#: Set by the pytest plugin: what imports the suite is about to run it.
+#: Set by the pytest plugin: whether the session will run the tests that it collects.
 tests_will_run = False
 
-#: Further modules that the fork server imports: of libraries that start no threads and open no devices by that. Set by
-#: the pytest plugin, from ``fsdp_preload`` in pytest's configuration.
+#: Further modules that the fork server imports. Importing them must not start threads or open devices. Set by the
+#: pytest plugin, from ``fsdp_preload`` in pytest's configuration.
 preloads: list[str] = []
 
-#: What multiprocessing says of a forked process when the fork server has died, which alone knows how its children end.
+#: The exit code that multiprocessing reports if the fork server, which alone knows its children's, has died.
 _UNKNOWN = 255
 
 _PRELOADED = "fsdp_core.testing.preloaded"
 
-#: What the fork server is told before it imports anything. Threads of a numerical library would not outlive a fork.
+#: Environment variables of the fork server. Threads of a numerical library would not survive a fork.
 _OF_SERVER = {"OMP_NUM_THREADS": "1"}
 
 
 _DIED = (
-    "A process that ranks are to be forked from died before it was ready: as it imported torch and Lightning, as it "
-    "imported the script that this is called from, or because it was killed. What it wrote to stderr says which.\n"
-    "To see the first, type: python -m fsdp_core.testing.preloaded\n"
+    "The process that ranks are forked from died before it was ready: while it imported torch and Lightning, while it "
+    "imported the script that this is called from, or because it was killed. Its stderr says which.\n"
+    "To test the imports alone, type: python -m fsdp_core.testing.preloaded\n"
     'In a script, call RankPool under `if __name__ == "__main__":`, in a file; then start it again.'
 )
 
 
 def prepare() -> None:
-    """Let the fork server begin to import, where there is one, so that it need not be waited for later."""
+    """Start the fork server's imports, if the platform has one, so that later calls need not wait for them."""
     if _can_fork():
         _ensure_running()
 
@@ -65,11 +65,12 @@ def start_process(
     """Start a process that ends with this one.
 
     Args:
-        work: What it does: called with its end of a pipe, then with the arguments. Importable by module and name.
-        *arguments: Picklable.
-        method: ``"forkserver"`` takes milliseconds. Where it can't be had (not on Linux; something has threads as soon
-            as torch is imported, which no fork would have), the process is spawned.
-        environment: Its environment variables, besides those of this process.
+        work: A function that the process can import by module and name; called with its end of a pipe, then with the
+            arguments.
+        *arguments: Picklable arguments.
+        method: ``"forkserver"`` takes milliseconds. The process is spawned instead where forking is not available: not
+            on Linux, or if importing torch starts threads, which a forked process would lack.
+        environment: Its environment variables, in addition to those of this process.
 
     Returns:
         The process, and this process's end of the pipe.
@@ -84,24 +85,24 @@ def start_process(
 def start_script(
     path: Path, *arguments: str, folder: Path, output: Path, environment: Mapping[str, str], ranks: int = 1
 ) -> BaseProcess:
-    """Run a script in a process forked as ranks are; for what is not about how Python starts and ends.
+    """Run a script in a process forked as ranks are; not for tests of how Python starts and exits.
 
-    Nothing that it registers with :mod:`atexit` is called, and variables that torch or Lightning read when they are
-    imported were read before.
+    Functions that it registers with :mod:`atexit` are not called, and environment variables that torch or Lightning
+    read on import have no effect.
 
     Args:
         path: The script. Its folder comes first in ``sys.path``, and it runs as ``__main__``.
         *arguments: The rest of ``sys.argv``.
         folder: The working directory.
         output: The file that stdout and stderr go to.
-        environment: All of its environment variables. What ``PYTHONPATH`` names comes next in ``sys.path``.
-        ranks: Of how many ranks it is the first. The others are forked before it runs, and begin when it starts them as
-            Lightning's launcher does: by ``subprocess.Popen([sys.executable, script, ...], env=..., cwd=...)``. What it
-            starts in another way, or beyond that number, is started as ever.
+        environment: All of its environment variables. The folders in ``PYTHONPATH`` come next in ``sys.path``.
+        ranks: The world size; the script is the first rank. The others are forked before it runs, and begin when it
+            starts them as Lightning's launcher does: ``subprocess.Popen([sys.executable, script, ...], env=...,
+            cwd=...)``. Processes that it starts in another way, or beyond this number, start as usual.
 
     Returns:
-        The process. It is ended with this one, and its exit status is that of the script. It leads a session of its
-        own, so that ``os.killpg(process.pid, SIGKILL)`` ends what it has started, too.
+        The process. It ends with this one, and its exit status is that of the script. It leads a session of its own,
+        so that ``os.killpg(process.pid, SIGKILL)`` also ends the processes that it has started.
     """
     method: StartMethod = "forkserver" if _can_fork() and _forks_without_threads() else "spawn"
     if method == "forkserver":
@@ -135,7 +136,7 @@ def _run_script(
 
 
 class _ForkedRank:
-    """What a script has of a rank that it starts: as much of a ``Popen`` as launchers use."""
+    """A script's handle of a forked rank: the part of ``Popen`` that launchers use."""
 
     def __init__(self, pid: int, pipe: Connection) -> None:
         self.pid, self.pipe = pid, pipe
@@ -159,9 +160,10 @@ class _ForkedRank:
 
 
 def _fork_ranks(number: int) -> None:
-    """Fork processes that wait until the script starts them, and let ``subprocess.Popen`` give those to it.
+    """Fork processes that wait until the script starts them, and make ``subprocess.Popen`` return them.
 
-    Returns in this process at once, and in a forked one when it is started. One that never is ends with this one.
+    Returns in this process at once, and in a forked one when it is started. One that is never started ends with this
+    process.
     """
     waiting: list[_ForkedRank] = []
     for _ in range(number):
@@ -199,11 +201,11 @@ def _wait_to_be_started(receiver: Connection) -> None:
 
 
 def end_process(process: BaseProcess, connection: Connection) -> int | None:
-    """End a process: it is told to by ``None``, and killed if it does not listen.
+    """End a process: send it ``None``, and kill it if it does not exit.
 
     Args:
-        process: What :func:`start_process` has given.
-        connection: Likewise.
+        process: The process that :func:`start_process` returned.
+        connection: The pipe that it returned.
 
     Returns:
         Its exit status.
@@ -272,7 +274,7 @@ def _exit_after(parent: BaseProcess) -> None:
 
 
 def _can_fork() -> bool:
-    # on a Mac, system libraries have threads; a device that a hardware session tests may not live through a fork
+    # on macOS, system libraries have threads; a device that a hardware session tests may not survive a fork
     return sys.platform == "linux" and os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu") == "cpu"
 
 
@@ -280,7 +282,7 @@ _threads: list[str] | None = None
 
 
 def _forks_without_threads() -> bool:
-    """Whether the fork server has no threads, asked once; warns if it has."""
+    """Whether the fork server has no threads, queried once; warns if it has."""
     global _threads
     if _threads is None:
         _ensure_running()
@@ -295,9 +297,9 @@ def _forks_without_threads() -> bool:
         if _threads:
             warnings.warn(
                 f"Importing {', '.join(['torch', 'Lightning', *preloads])} starts threads ({', '.join(_threads)}), "
-                "which a forked process would lack. So each rank of the tests is started anew, which takes seconds.\n"
-                "Leave out of fsdp_preload what starts them. "
-                'To say so in advance, write start_method = "spawn" in a subclass of RankPool, and name it as '
+                "which a forked process would lack. So each rank of the tests is spawned, which takes seconds.\n"
+                "Remove the modules that start them from fsdp_preload. "
+                'To avoid this warning, write start_method = "spawn" in a subclass of RankPool, and name it as '
                 "rank_pool in the suite's class.",
                 stacklevel=2,
             )
@@ -323,14 +325,14 @@ def _ensure_running() -> None:
     if before is not None and server._forkserver_pid != before:
         warnings.warn(
             f"The process that ranks are forked from ({before}) has died, and another one ({server._forkserver_pid}) "
-            "was started. What killed it is not known here; the kernel's log tells if memory was short.",
+            "was started. The cause is not known here; the kernel's log shows if memory was short.",
             stacklevel=2,
         )
 
 
 @contextlib.contextmanager
 def _variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """A context with other environment variables."""
+    """A context with additional environment variables."""
     before = dict(os.environ)
     os.environ.update(environment)
     try:

@@ -26,7 +26,7 @@ __all__ = [
     "peak_of",
 ]
 
-#: Of one block of :class:`Deep`: two layers, each of which is allocated by itself.
+#: The width of one block of :class:`Deep`, and its bytes: two layers, each allocated on its own.
 WIDTH = 1024
 BLOCK_BYTES = 2 * WIDTH * (WIDTH + 1) * 4
 
@@ -66,12 +66,12 @@ class Wide(nn.Module):
 
 
 class Deep(nn.Module):
-    """Many blocks.
+    """A stack of blocks.
 
     Args:
-        blocks: How many.
-        width: Of each.
-        mark: What is done to each as it is built.
+        blocks: The number of blocks.
+        width: The width of each block.
+        mark: Applied to each block as it is built.
     """
 
     def __init__(self, blocks: int, width: int = WIDTH, mark: Callable[[Wide], Wide] = wrap) -> None:
@@ -90,7 +90,7 @@ class Deep(nn.Module):
 
 
 def built_under_fabric(strategy: str, world_size: int, blocks: int) -> tuple[int, dict[str, Tensor]]:
-    """The peak of building a model and of setting it up, and its first rows."""
+    """The peak memory of building and setting up a model in bytes, and its first rows."""
     fabric = new_fabric(strategy, world_size)
 
     def build(blocks: int, width: int = WIDTH) -> Any:
@@ -98,7 +98,7 @@ def built_under_fabric(strategy: str, world_size: int, blocks: int) -> tuple[int
             net = Deep(blocks, width)
         return fabric.setup(net)
 
-    warm = [build(2, 8)]  # what is needed once, is there then
+    warm = [build(2, 8)]  # allocates what is needed only once
     peak = peak_of(lambda: warm.append(build(blocks)))
     ours: Any = fabric.strategy
     return peak, first_rows(full_state(ours, ours.roots[-1]))
@@ -126,7 +126,7 @@ class _Configured(Lit):
 
 
 def configured_under_trainer(strategy: str, tmp: str, world_size: int, blocks: int) -> tuple[int, dict[str, Tensor]]:
-    """The same, up to where training starts."""
+    """The same for ``configure_model()`` under the Trainer, up to the start of training."""
 
     def fit(module: _Configured) -> None:
         new_trainer(tmp, strategy, world_size, max_steps=1).fit(module, loader(1, world_size))

@@ -17,7 +17,7 @@ from fsdp_core.testing.ranks import Failure, RankKind, import_function, leave_ou
 
 __all__ = ["Answer", "OneProcessRanks", "answered"]
 
-#: What a call came to on one rank: whether it returned, and what, or why not.
+#: The outcome of a call on one rank: whether it returned, and its result or its failure.
 Answer = tuple[bool, Any]
 
 
@@ -95,12 +95,12 @@ class OneProcessRanks(ABC):
             answers = [(False, Failure(f"the process died with exit code {process.exitcode}"))]
         except BaseException:
             process.kill()
-            self._end(world_size)  # or what it answers would be taken for the answer to the next call
+            self._end(world_size)  # or its answer would be taken for the answer to the next call
             raise
         failures = {rank: value for rank, (ok, value) in enumerate(answers) if not ok}
         if failures:
             self._end(world_size)
-            # where a rank waited for one that has failed, what it says of that is not the cause
+            # a rank that waited for a failed one reports a consequence, not the cause
             first = sorted(failures, key=lambda rank: self.follows_from_another(failures[rank]))
             raise_failures(function, {rank: failures[rank] for rank in first}, world_size)
         return [value for _, value in answers]
@@ -133,7 +133,7 @@ class OneProcessRanks(ABC):
 
 
 def _work(connection: Connection, caller: str, keeps: tuple[str, ...]) -> None:
-    """The life of the process: take a call, answer, until told to end."""
+    """The main loop of the process: receive a call and answer it, until ``None`` arrives."""
     while True:
         try:
             job = connection.recv()

@@ -1,4 +1,4 @@
-"""The models of the suite, their data, and the oracle: one unsharded process of plain torch, with none of our code."""
+"""The suite's models, their data, and the oracle: one unsharded process of plain torch, without any of our code."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ __all__ = [
 #: fp32: the order of additions differs between one process and several; measured differences stay below 2e-6.
 FP32_TOLERANCE = 1e-5
 
-#: fp32: a run that goes on from a checkpoint on another number of ranks; measured differences stay below 3e-7.
+#: fp32: a run that resumes from a checkpoint on another number of ranks; measured differences stay below 3e-7.
 RESUME_TOLERANCE = 1e-6
 
-#: Half precision has 8 (bf16) or 11 (fp16) bits of mantissa: a loss is right to some units of 2**-8.
+#: Half precision has 8 (bf16) or 11 (fp16) bits of mantissa: a loss is accurate to a few units of 2**-8.
 HALF_TOLERANCE = 3e-2
 
-#: A block's inner width, where ranks' shares are looked at: libraries fill up shards to a hundred elements or so.
+#: A block's inner width for tests of shard sizes: libraries pad shards by up to a hundred elements or so.
 WIDE = 701
 
 BATCH, FEATURES = 12, 6  # 12 rows divide by 1, 2, 3 and 4 ranks
@@ -95,9 +95,9 @@ _drawing = threading.RLock()
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which what is drawn from torch's generator follows from a seed, on ranks that share it too.
+    """A context that seeds torch's random-number generator, also for ranks that share one.
 
-    Threads come into it one at a time: no collective may be in it.
+    Threads enter it one at a time, so it must not contain a collective.
     """
     with _drawing:
         torch.manual_seed(seed)
@@ -105,7 +105,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def new_net(**kwargs: Any) -> Net:
-    """A net with the weights that every run of the suite starts from."""
+    """A net with the initial weights of every run of the suite."""
     with seeded(1):
         return Net(**kwargs)
 
@@ -117,7 +117,7 @@ def dataset(size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def global_batches(steps: int) -> list[tuple[Tensor, Tensor]]:
-    """What all ranks together see in each step: inputs and targets of shape ``(BATCH, FEATURES)``."""
+    """The global batch of each step: inputs and targets of shape ``(BATCH, FEATURES)``."""
     data = dataset(BATCH * steps)
     return [
         (torch.stack([x for x, _ in data[i : i + BATCH]]), torch.stack([y for _, y in data[i : i + BATCH]]))
@@ -131,12 +131,12 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def momentum(module: nn.Module) -> torch.optim.Optimizer:
-    """SGD with a tensor of state per parameter."""
+    """SGD with one state tensor per parameter."""
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
 
 def adamw_groups(module: nn.Module) -> torch.optim.Optimizer:
-    """Param groups by ndim, as everyone writes them. The large eps tames gradients that are zero but for rounding."""
+    """AdamW with param groups by ndim, as usual. The large eps damps gradients that are zero except for rounding."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     return torch.optim.AdamW(
         [
@@ -160,11 +160,11 @@ def train_plain(
     """Train in this process on whole batches.
 
     Args:
-        steps: How many batches.
+        steps: The number of batches.
         make_optimizer: Builds the optimizer over the net.
-        accumulate: How many batches make a step of the optimizer.
-        clip_norm: The largest norm of the gradient.
-        clip_value: The largest element of the gradient.
+        accumulate: The number of micro-batches per optimizer step.
+        clip_norm: The maximum norm of the gradient.
+        clip_value: The maximum absolute value of the gradient's elements.
         net: Trained in place; :func:`new_net` when ``None``.
     """
     net = net or new_net()
@@ -185,10 +185,10 @@ def train_plain(
 
 
 def is_block(module: nn.Module) -> bool:
-    """A policy for wrapping or checkpointing, as a function of the module."""
+    """A policy for wrapping or activation checkpointing, as a function of the module."""
     return isinstance(module, Block)
 
 
 def torch_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """A wrap policy in the form of torch.distributed.fsdp.wrap's."""
+    """A wrap policy with the signature of those in :mod:`torch.distributed.fsdp.wrap`."""
     return True if recurse else isinstance(module, Block)

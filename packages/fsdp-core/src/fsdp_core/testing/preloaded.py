@@ -16,7 +16,7 @@ __all__ = ["FAILURES", "THREADS"]
 #: The names in ``fsdp_preload`` that can't be imported, with the error.
 FAILURES: dict[str, str] = {}
 
-# Modules that are imported are kept. Looking for garbage among them takes a quarter of the time of importing them.
+# Imported modules stay alive. Looking for garbage among them takes a quarter of the import time.
 gc.disable()
 
 for _name in os.environ.get("FSDP_TESTS_PRELOAD", "").split():
@@ -29,14 +29,14 @@ for _name in ("torch", "lightning.pytorch", "lightning.fabric", "fsdp_core.testi
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
 
-#: The names of the threads that importing has started, which a process forked from this one lacks.
+#: The names of the threads that the imports started, which a process forked from this one lacks.
 THREADS = sorted(
     task.joinpath("comm").read_text().strip()
     for task in Path("/proc/self/task").glob("[0-9]*")
     if task.name != str(os.getpid())
 )
 
-# No rank needs to collect what modules hold: with torch and Lightning it takes 0.2 s to look at it.
+# Ranks need not collect what modules hold: with torch and Lightning that takes 0.2 s per collection.
 gc.collect()
 gc.freeze()
 gc.enable()

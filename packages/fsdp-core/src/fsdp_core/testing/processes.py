@@ -21,7 +21,7 @@ import pytest
 __all__ = ["SCRIPTS", "SECONDS", "TORCHRUN", "Ended", "fresh_environment", "interruptible", "start"]
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SECONDS = 120  # for one start; it takes ten or so
+SECONDS = 120  # per script, which takes about ten
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 _TOKEN = "FSDP_TESTS_STARTED_THIS"
 #: The variables that launchers set for ranks; training in the tests' own process leaves some of them behind.
@@ -33,11 +33,11 @@ _OF_RANKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A start that has ended.
+    """The result of a script that has ended.
 
     Attributes:
         status: The exit status; negative for a signal.
-        output: What its processes wrote.
+        output: The output of all of its processes.
         seconds: How long it took.
     """
 
@@ -51,7 +51,7 @@ class Ended:
         return [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
 
     def reports(self, front_end: str) -> list[dict[str, Any]]:
-        """What each rank reported at the end, by rank."""
+        """The final report of each rank, by rank."""
         return sorted((one for one in self.said if one.get("front_end") == front_end), key=lambda one: int(one["rank"]))
 
 
@@ -61,7 +61,7 @@ def fresh_environment() -> dict[str, str]:
 
 
 def _started_by(token: str) -> list[psutil.Process]:
-    """The descendants of a start that are still running."""
+    """The processes of a script that are still running."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -74,9 +74,9 @@ def _started_by(token: str) -> list[psutil.Process]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A context in which what is started can be interrupted, also from a job that a shell has put into the background.
+    """A context in which started processes can be interrupted, also if this one is a shell's background job.
 
-    Such a job ignores SIGINT, and what it starts does so too, unless it has a handler at that moment.
+    A background job ignores SIGINT, and so do processes that it starts, unless it has a handler at that moment.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
@@ -90,11 +90,11 @@ def interruptible() -> Iterator[None]:
 def start(
     tmp: Path, *command: str, meanwhile: Callable[[subprocess.Popen[bytes], Path], None] | None = None, **environ: str
 ) -> Ended:
-    """Run Python with a command line in the folder of the scripts, and see that it leaves no process behind.
+    """Run Python with a command line in the folder of the scripts, and check that it leaves no process behind.
 
     Args:
-        tmp: Where its output goes: a file, for a pipe would stay open as long as a process that is left behind.
-        *command: What follows ``python``.
+        tmp: The folder for its output file; a pipe would stay open as long as a process that is left behind.
+        *command: The arguments of ``python``.
         meanwhile: Called with the process and its output file while it runs.
         **environ: Environment variables.
     """

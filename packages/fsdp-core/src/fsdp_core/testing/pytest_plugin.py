@@ -23,7 +23,7 @@ pytest.register_assert_rewrite("fsdp_core.testing.suite")
 
 @pytest.fixture(scope="session")
 def _rank_pools() -> Iterator[Callable[[type[Ranks]], Ranks]]:
-    """Gives the one pool of a class, which lives through the session."""
+    """Returns the only pool of a class, which lives for the whole session."""
     pools: dict[type[Ranks], Ranks] = {}
 
     def pool_of(chosen: type[Ranks]) -> Ranks:
@@ -49,12 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="Write what the conformance suite found to FILE.html or FILE.json. May be given several times.",
+        help="Write the results of the conformance suite to FILE.html or FILE.json. May be given several times.",
     )
 
     parser.addini(
         "fsdp_preload",
-        "modules that the process imports from which ranks are forked, besides torch and Lightning",
+        "modules besides torch and Lightning to import in the process that ranks are forked from",
         type="args",
         default=[],
     )
@@ -62,12 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fsdp_requires(*needs): the capabilities and options that a clause needs")
-    config.addinivalue_line("markers", "fsdp_ranks(*kinds): what the ranks may be that a clause is about")
+    config.addinivalue_line("markers", "fsdp_ranks(*kinds): the kinds of ranks that a clause applies to")
     config.addinivalue_line("markers", "fsdp_undeclared(capability): a clause for strategies that lack a capability")
     files: list[Path] = config.getoption("--fsdp-report")
     for file in files:
         if file.suffix not in FORMATS:
-            raise pytest.UsageError(f"--fsdp-report={file} is of no known kind.\nName it FILE.html or FILE.json.")
+            raise pytest.UsageError(f"--fsdp-report={file} has an unknown suffix.\nName it FILE.html or FILE.json.")
     forking.preloads += config.getini("fsdp_preload")
     forking.tests_will_run = not config.option.collectonly
     config.pluginmanager.register(_Conformance([config.invocation_params.dir / file for file in files]))

@@ -31,13 +31,13 @@ __all__ = [
     "raise_failures",
 ]
 
-#: What ranks are: processes that meet, threads of one process, or one process that drives all devices and is one rank.
+#: What ranks are: connected processes, threads of one process, or one process that drives all devices.
 RankKind = Literal["processes", "threads", "one controller"]
 
 
 _MEETINGS = 3
 _NOT_MET = "RuntimeError: Gloo connectFullMesh failed"
-_WAITED = "ended, as it waited for one that failed"
+_WAITED = "ended, because it waited for a rank that failed"
 
 
 class RankError(AssertionError):
@@ -49,7 +49,7 @@ class RankError(AssertionError):
 
 
 class Ranks(Protocol):
-    """What the suite runs functions on: :class:`RankPool`, or what a backend brings for ranks that are no processes.
+    """What the suite runs functions on: :class:`RankPool`, or a backend's class for ranks that are not processes.
 
     Attributes:
         kind: What these ranks are. Clauses about another kind don't apply.
@@ -83,16 +83,16 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Of what was raised, the first line: ours and pytest's go on with what to do, and with details.
+        """Summarize an exception by its first line; further lines of ours and pytest's contain advice and details.
 
-        Of an assertion without a message, what it asserts: pytest shows values only where it has rewritten a module.
+        For an assertion without a message: its source line. pytest shows values only in modules that it has rewritten.
         """
         said = "".join(traceback.format_exception_only(error)).splitlines()
         if isinstance(error, AssertionError) and not error.args and error.__traceback__ is not None:
             line = traceback.extract_tb(error.__traceback__)[-1].line or ""
             if line.startswith("assert "):
                 said[0] += f": {line}"
-        # where a syntax error is comes before it, indented
+        # the location of a syntax error precedes it, indented
         return cls(next(line for line in said if not line.startswith(" ")), traceback.format_exc())
 
     @property
@@ -141,7 +141,7 @@ class RankPool:
         Raises:
             RankError: A rank raised, died, or took too long.
         """
-        __tracebackhide__ = True  # pytest then shows the test that called, and what the ranks said
+        __tracebackhide__ = True  # pytest then shows the calling test and the ranks' errors
         for meeting in range(1, _MEETINGS + 1):
             results, failures = self._run_once(world_size, function, args, timeout)
             if not failures:
@@ -149,7 +149,9 @@ class RankPool:
             if meeting == _MEETINGS or not all(failure.is_of_meeting for failure in failures.values()):
                 raise_failures(function, failures, world_size)
             told = next(failure.summary for failure in failures.values() if failure.summary != _WAITED)
-            warnings.warn(f"Ranks have not met ({told}); others are started for the same call.", stacklevel=2)
+            warnings.warn(
+                f"gloo failed to connect the ranks ({told}); new ones are started for the same call.", stacklevel=2
+            )
         return [results[rank] for rank in range(world_size)]
 
     def _run_once(
@@ -163,7 +165,7 @@ class RankPool:
             with _held_port() as port:
                 results, failures = self._call(port, world_size, function, args, timeout)
         except BaseException:
-            self._abandon()  # or what they answer would be taken for answers to the next call
+            self._abandon()  # or their answers would be taken for answers to the next call
             raise
         if failures:
             self._abandon()
@@ -229,12 +231,12 @@ class RankPool:
     def _replace_lost(self) -> None:
         """Terminate all processes if one of them has died since the last call."""
         for process, connection in self._workers:
-            if connection.poll():  # nothing is told between two calls: it is the end of the pipe
+            if connection.poll():  # nothing is sent between two calls: it is the end of the pipe
                 process.join(timeout=10)  # which may be known before the process's own
         lost = {process.pid: process.exitcode for process, _ in self._workers if not process.is_alive()}
         if lost:
             told = ", ".join(f"process {pid} with exit code {status}" for pid, status in lost.items())
-            warnings.warn(f"Ranks have died between two calls ({told}); others are started.", stacklevel=4)
+            warnings.warn(f"Ranks have died between two calls ({told}); new ones are started.", stacklevel=4)
             self.close()
 
     def _exit_code(self, rank: int) -> int | None:
@@ -283,7 +285,7 @@ def _held_port() -> Iterator[int]:
 
 
 def _work(connection: Connection) -> None:
-    """The life of a rank's process: take a call, answer, until told to end."""
+    """The main loop of a rank's process: receive a call and answer it, until ``None`` arrives."""
     import torch
 
     torch.set_num_threads(1)
@@ -342,7 +344,7 @@ _modules_left_out = 0
 
 
 def leave_out_of_collections() -> None:
-    """Let the garbage collector pass over what modules hold: with torch and Lightning it takes 0.2 s for that alone."""
+    """Exclude what modules hold from garbage collection: with torch and Lightning, it takes 0.2 s per collection."""
     global _modules_left_out
     if len(sys.modules) != _modules_left_out:
         _modules_left_out = len(sys.modules)

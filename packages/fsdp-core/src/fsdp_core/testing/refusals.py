@@ -17,7 +17,7 @@ _INSTEAD = "instead of a refusal:"
 
 
 def refusal(error: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
-    """The exception of a call, as text for :func:`assert_says`, which a rank can always return.
+    """The exception that a call raises, as text for :func:`assert_says`; a rank can return text in any case.
 
     Example:
         >>> refusal(ValueError, lambda: int("x"))
@@ -50,8 +50,8 @@ def assert_unchanged(strategy: Any, before: Mapping[str, Tensor], sharded: Shard
     """Assert that a refusal has left the module unchanged. All ranks must call it.
 
     Args:
-        strategy: A Trainer's or Fabric's.
-        before: The whole state by name.
+        strategy: The strategy of a Trainer or Fabric.
+        before: The full state by name, from before the call.
         sharded: The root; the only one when ``None``.
     """
     now = full_state(strategy, sharded)

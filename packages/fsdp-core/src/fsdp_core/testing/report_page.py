@@ -1,4 +1,4 @@
-"""The report of a conformance run as one page of HTML that needs no other file."""
+"""The report of a conformance run as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -55,10 +55,13 @@ _KINDS = {
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page.
+    """Render the report as HTML.
 
     Args:
-        found: The report as plain data, as the JSON file holds it.
+        found: The report as plain data, the content of the JSON file.
+
+    Returns:
+        The page.
     """
     versions = [(name, value) for name, value in found["versions"].items() if value]
     suites = "".join(_suite(one) for one in found["suites"]) or "<p>No clause of the suite was collected.</p>"
@@ -68,7 +71,7 @@ def page(found: Mapping[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Conformance of {escape(names or 'nothing')}</title><style>{_STYLE}</style></head><body>"
         "<h1>Conformance of sharded strategies</h1>"
-        "<p>What each strategy declares, and what its run of the suite of fsdp-core has shown.</p>"
+        "<p>The capabilities that each strategy declares, and the results of its conformance suite.</p>"
         f"{_facts(versions)}{suites}</body></html>\n"
     )
 

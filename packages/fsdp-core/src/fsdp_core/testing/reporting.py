@@ -1,4 +1,4 @@
-"""The report of a conformance run: what each clause came to, and what that says of each capability."""
+"""The report of a conformance run: the outcome of each clause, and the result for each capability."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _VERSIONS_OF = ("fsdp-core", "torch", "lightning", "pytest")
 
 
 class Results:
-    """What became of the clauses of one session of pytest.
+    """The outcomes of the clauses in one pytest session.
 
     Attributes:
-        expected: By test, what is known of each clause that was collected, whether it was then run or not.
+        expected: The description of each collected clause, by test ID, whether or not it was run.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class Results:
         self._outcomes: dict[str, dict[str, Any]] = {}
 
     def expect(self, items: Iterable[pytest.Item]) -> None:
-        """Note the clauses among what was collected."""
+        """Record the clauses among the collected tests."""
         found = [item.stash[CLAUSE] for item in items if CLAUSE in item.stash]
         self.expected.update({clause["test"]: clause for clause in found})
 
     def take(self, report: pytest.TestReport) -> None:
-        """Note what pytest says of one phase of a test: its set-up, its call, or its teardown."""
+        """Record pytest's report of one phase of a test: setup, call or teardown."""
         seen = self._outcomes.setdefault(report.nodeid, {"outcome": "passed", "reason": "", "seconds": 0.0})
         seen["seconds"] += report.duration
         if report.failed:
@@ -55,7 +55,7 @@ class Results:
             seen |= {"outcome": outcome, "reason": reason}
 
     def as_dict(self) -> dict[str, Any]:
-        """The report, as what :mod:`json` can write."""
+        """The report as JSON-serializable data."""
         suites: dict[str, list[dict[str, Any]]] = {}
         for test, clause in self.expected.items():
             suites.setdefault(clause["suite"], []).append(self._row(test, clause))
@@ -67,7 +67,7 @@ class Results:
         }
 
     def write(self, file: Path) -> None:
-        """Write the report, in the format that the file's name asks for."""
+        """Write the report as HTML or JSON, depending on the file's suffix."""
         found = self.as_dict()
         file.parent.mkdir(parents=True, exist_ok=True)
         text = page(found) if file.suffix == ".html" else json.dumps(found, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""What ranks hold, and the whole of it: how the suite looks at shards without knowing how a library keeps them."""
+"""Shards on a rank and the full state: how the suite inspects shards without knowing a library's layout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 
 
 def sharded_by(strategy: Any) -> Sharded:
-    """What a strategy knows of the one module that it has sharded.
+    """The :class:`~fsdp_core.Sharded` of the only module that a strategy has sharded.
 
     Args:
-        strategy: Of a Trainer whose stage has begun, or of a Fabric that has set one module up.
+        strategy: The strategy of a Trainer that is running, or of a Fabric that has set up one module.
     """
     (sharded,) = strategy.roots if hasattr(strategy, "roots") else [strategy.sharded]
     assert isinstance(sharded, Sharded)
@@ -37,10 +37,10 @@ def sharded_by(strategy: Any) -> Sharded:
 
 
 def full_state(strategy: Any, sharded: Sharded | None = None) -> dict[str, Any]:
-    """The whole state of a root by name, copied, on every rank. All ranks must call it.
+    """The full state of a root by name, copied, on every rank. All ranks must call it.
 
     Args:
-        strategy: A Trainer's or Fabric's.
+        strategy: The strategy of a Trainer or Fabric.
         sharded: A sharded root; the only one when ``None``.
     """
     state = (sharded_by(strategy) if sharded is None else sharded).model_state()
@@ -49,11 +49,11 @@ def full_state(strategy: Any, sharded: Sharded | None = None) -> dict[str, Any]:
 
 
 def full_optimizer_state(strategy: Any, optimizer: Any, sharded: Sharded | None = None) -> dict[str, dict[str, Any]]:
-    """The whole state of an optimizer by parameter name, on every rank. All ranks must call it.
+    """The full state of an optimizer by parameter name, on every rank. All ranks must call it.
 
     Args:
-        strategy: A Trainer's or Fabric's.
-        optimizer: The user's optimizer, or Lightning's around it.
+        strategy: The strategy of a Trainer or Fabric.
+        optimizer: The user's optimizer, or Lightning's wrapper around it.
         sharded: The root that it trains; the only one when ``None``.
     """
     plain = getattr(optimizer, "_optimizer", optimizer)
@@ -66,17 +66,17 @@ def full_optimizer_state(strategy: Any, optimizer: Any, sharded: Sharded | None 
 
 
 def copied_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state of a module that is not sharded yet."""
+    """A copy of the state of a module that is not sharded yet."""
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing memory with it."""
+    """This rank's part of a tensor, sharing memory with it."""
     return here().local(tensor)
 
 
 def held_by(parameters: Iterable[Tensor]) -> int:
-    """How many elements this rank holds of parameters."""
+    """The number of elements of some parameters that this rank holds."""
     return sum(map(here().held, parameters))
 
 
@@ -86,11 +86,11 @@ def trained_by(optimizer: Any) -> list[nn.Parameter]:
 
 
 def assert_sharded(held: Sequence[int], total: int) -> None:
-    """Every rank holds about its share, and together they hold everything.
+    """Assert that every rank holds about its share, and that together they hold everything.
 
     Args:
-        held: By rank, how many elements it holds; see :func:`held_by`.
-        total: How many there are in the unsharded model.
+        held: The number of elements that each rank holds, by rank; see :func:`held_by`.
+        total: The number of elements of the unsharded model.
 
     Example:
         >>> assert_sharded([5, 4], 9)
@@ -106,14 +106,14 @@ def assert_sharded(held: Sequence[int], total: int) -> None:
 
 
 def poison_gradient(parameters: Iterable[nn.Parameter], value: float, *, here_too: bool) -> None:
-    """Spoil one element of the gradients that one rank holds, and no other rank does. All ranks must call it.
+    """Add infinity or NaN to one gradient element on one rank only. All ranks must call it.
 
-    All of them do the same, with other numbers: what a library compiles must not differ between ranks.
+    The other ranks add zero: the graph that a library compiles must be the same on all ranks.
 
     Args:
-        parameters: Sharded ones with gradients, of which this rank holds some elements.
-        value: Infinity or NaN, which is added to it.
-        here_too: Whether this is the rank.
+        parameters: Sharded parameters with gradients, of which this rank holds some elements.
+        value: Infinity or NaN, to be added.
+        here_too: Whether to add it on this rank.
     """
     for parameter in parameters:
         if parameter.grad is not None and local(parameter.grad).numel():

@@ -1,4 +1,4 @@
-"""Training under Trainer and Fabric with the strategy of a name: what the suite runs on each rank."""
+"""Training under Trainer and Fabric with a strategy given by name: what the suite runs on each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Lit(pl.LightningModule):
-    """The net of the suite under the Trainer; keeps the losses that it saw."""
+    """The suite's net as a LightningModule; keeps the losses of all steps."""
 
     def __init__(self, optimizer: str = "sgd", **net: Any) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Lit(pl.LightningModule):
 
 
 def loader(steps: int, world_size: int) -> DataLoader[Any]:
-    """Loads batches that together, over the ranks, are the oracle's, in its order."""
+    """A dataloader whose batches, concatenated over all ranks, are the oracle's, in the same order."""
     data: Any = dataset(BATCH * steps)
     shares = here().shares(world_size)
     sampler: Any = DistributedSampler(data, shares, here().rank, shuffle=False)
@@ -78,37 +78,37 @@ def loader(steps: int, world_size: int) -> DataLoader[Any]:
 
 
 def whole_batches(fabric: Fabric, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """The oracle's batches, each whole, on the device of this rank."""
+    """The oracle's global batches, on the device of this rank."""
     return [fabric.to_device(batch) for batch in oracle.global_batches(steps)]
 
 
 def strategy_argument(name: str, front_end: FrontEnd, options: Mapping[str, Any] | None = None) -> Any:
-    """What to give Trainer or Fabric as ``strategy=``.
+    """The value to pass to Trainer or Fabric as ``strategy=``.
 
     Args:
         name: A strategy's name, ours or Lightning's.
-        front_end: Whose class to make.
-        options: The constructor's arguments; when ``None``, the name itself is what to give.
+        front_end: The front end whose class is built.
+        options: The constructor's arguments; when ``None``, the name itself is returned.
     """
     return name if options is None else fsdp_core.resolve(name, front_end)(**options)
 
 
 def _accelerator() -> str:
-    """The CPU, but for ``nox -s hardware -- cuda``."""
+    """The CPU, except under ``nox -s hardware -- cuda``."""
     return os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu")
 
 
 def new_trainer(
     tmp: str | Path, strategy: str, world_size: int = 1, options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> pl.Trainer:
-    """A Trainer of one epoch on the CPU that shows and writes nothing by itself.
+    """A Trainer for one epoch on the CPU, without progress bar, logger and checkpoints.
 
     Args:
         tmp: The folder that it may write to.
         strategy: A strategy's name.
         world_size: The number of ranks.
         options: The strategy's options; see :func:`strategy_argument`.
-        **kwargs: Arguments of the Trainer.
+        **kwargs: Arguments of the Trainer, which override these defaults.
     """
     quiet: dict[str, Any] = {
         "accelerator": _accelerator(),
@@ -157,8 +157,8 @@ def fit(
         strategy: A strategy's name.
         tmp: The folder that the Trainer may write to.
         world_size: The number of ranks.
-        steps: How many batches.
-        optimizer: The name of the oracle's function that builds it.
+        steps: The number of batches.
+        optimizer: The name of the oracle's function that builds the optimizer.
         options: The strategy's options; see :func:`strategy_argument`.
         trainer: Arguments of the Trainer.
         net: Arguments of the net.
@@ -180,17 +180,17 @@ def fabric_fit(
     clip_norm: float | None = None,
     clip_value: float | None = None,
 ) -> Trained:
-    """Train under Fabric, module and optimizer set up together.
+    """Train under Fabric, with module and optimizer set up together.
 
     Args:
         strategy: A strategy's name.
         world_size: The number of ranks.
-        steps: How many batches.
-        optimizer: The name of the oracle's function that builds it.
+        steps: The number of batches.
+        optimizer: The name of the oracle's function that builds the optimizer.
         options: The strategy's options; see :func:`strategy_argument`.
-        accumulate: How many batches make a step of the optimizer.
-        clip_norm: The largest norm of the gradient.
-        clip_value: The largest element of the gradient.
+        accumulate: The number of micro-batches per optimizer step.
+        clip_norm: The maximum norm of the gradient.
+        clip_value: The maximum absolute value of the gradient's elements.
     """
     fabric = new_fabric(strategy, world_size, options)
     net = new_net()

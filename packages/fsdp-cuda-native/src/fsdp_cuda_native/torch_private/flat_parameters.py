@@ -292,16 +292,17 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
     If a unit returns its input, as a skipped layer does, one tensor would carry the hooks of two units, or those that
     begin and end a unit's backward pass. Hooks run in registration order, which is that of the forward pass. So a
-    unit's input is replaced by a view, and so is an output that is an input.
+    unit's input is replaced by a view, and so is an output that is an input: its hook unshards the parameters, and on
+    the input it would run only after the backward pass of everything else that the unit computes from that input.
     """
     if handle_of(unit) is not None:
-        unit.register_forward_pre_hook(_tell_inputs_apart, with_kwargs=True)
+        unit.register_forward_pre_hook(_view_inputs, with_kwargs=True)
         unit.module.register_forward_pre_hook(partial(_reduce_after_all_calls, weakref.ref(unit)))
-        unit.module.register_forward_hook(_tell_output_apart, with_kwargs=True)
+        unit.module.register_forward_hook(_view_returned_inputs, with_kwargs=True)
         unit.register_forward_hook(_reduce_when_passed, with_kwargs=True)
 
 
-def _tell_inputs_apart(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
+def _view_inputs(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
     # a backward pass visits the first call of a forward pass last; from then on the flat parameter has a hook
     unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
     if not torch.is_grad_enabled():
@@ -311,7 +312,7 @@ def _tell_inputs_apart(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -
     return tree_map_only(Tensor, lambda each: each.view_as(each) if each.requires_grad else each, (args, kwargs))
 
 
-def _tell_output_apart(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def _view_returned_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
     given = args if _plain(args, kwargs) else tree_leaves((args, kwargs))

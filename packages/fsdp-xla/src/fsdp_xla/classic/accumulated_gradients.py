@@ -57,7 +57,7 @@ def restore_to_units(
     for name in (*own, *reduced):
         if name not in places:
             raise CheckpointMismatchError(
-                f"the checkpoint holds an accumulated gradient of {name!r}, which is no parameter of this model.\n"
+                f"the checkpoint holds an accumulated gradient of {name!r}, which is not a parameter of this model.\n"
                 "Load it into the model that it was saved from, or load the weights alone."
             )
     for shard, parts in layout.items():

@@ -132,7 +132,7 @@ class XLABackend(Backend):
             _place(own, self.runtime)
             buffers += [(m, name, buffer) for m in own for name, buffer in m.named_buffers(recurse=False)]
             root = self._wrapped(unit)
-            units.let_go_of_wholes(root)
+            units.free_originals(root)
             if unit is not module:
                 put_in_place(module, unit, root)
         assert root is not None
@@ -142,7 +142,7 @@ class XLABackend(Backend):
         for shard in units.shards_of(root):
             # the root's own shards: an optimizer over module.parameters() would miss them otherwise
             module.register_parameter(shard._name, shard)
-        units.reduce_what_waits(root)
+        units.reduce_pending(root)
         units.follow_freezing(root)
         root.register_forward_pre_hook(lambda root, _: units.follow_freezing(root))
         gc.collect()

@@ -184,7 +184,7 @@ class XLAFSDPStrategy(XLADeviceRanks, ShardedTrainerStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.launcher is not None and not self.is_in_a_rank:
             raise UnsupportedCapabilityError(
-                "trainer.save_checkpoint() was called where no rank runs: they ended with the fit, and their weights "
+                "trainer.save_checkpoint() was called outside the ranks, which ended with the fit, and their weights "
                 "with them.\nSave while they run: with a ModelCheckpoint, or by trainer.save_checkpoint(path) in "
                 "on_train_end() of the module or of a callback."
             )

@@ -8,5 +8,5 @@ __all__ = ["uses_cpu_devices"]
 
 
 def uses_cpu_devices() -> bool:
-    """Whether ``PJRT_DEVICE`` says that XLA is to run on the CPU."""
+    """Whether ``PJRT_DEVICE`` makes XLA run on the CPU."""
     return os.environ.get("PJRT_DEVICE", "").upper() == "CPU"

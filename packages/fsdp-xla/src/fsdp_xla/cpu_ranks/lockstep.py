@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fsdp_core import StrategyUnavailableError
 from fsdp_xla.cpu_ranks.host_operators import operators_on_the_host
-from fsdp_xla.ranks.rendezvous import Rendezvous
+from fsdp_xla.ranks.barrier import ThreadBarrier
 from fsdp_xla.torch_xla_private.devices import compiled as _XLAC
 from fsdp_xla.torch_xla_private.devices import random_numbers_kept, runtime_is_started
 
@@ -52,11 +52,11 @@ class Lockstep:
     """Runs graphs on all ranks, each once the program is compiled.
 
     Args:
-        rendezvous: Where the ranks meet, for this and for all other joint operations.
+        barrier: The barrier of the ranks, also for all their other joint operations.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
+    def __init__(self, barrier: ThreadBarrier) -> None:
+        self._barrier = barrier
         self._compiled = threading.Event()
         self._before: tuple[int, int, int] | None = None  # what has been compiled, while ranks dispatch
 
@@ -88,7 +88,7 @@ class Lockstep:
             doing: What the rank does, as the end of the sentence "rank 0 ..."; all ranks must do it.
         """
         rank = xr.global_ordinal()
-        self._rendezvous.wait(rank, doing, self._prepare)
+        self._barrier.wait(rank, doing, self._prepare)
         try:
             if rank == 0:
                 try:
@@ -97,13 +97,13 @@ class Lockstep:
                     self._compiled.set()
             else:
                 # ranks that have arrived continue even if one fails now: an incomplete collective never ends
-                while not self._compiled.is_set() and not self._is_there():
+                while not self._compiled.is_set() and not self._is_cached():
                     time.sleep(0.0005)
                 dispatch()
         except BaseException:
-            self._rendezvous.break_up()
+            self._barrier.break_up()
             raise
-        self._rendezvous.wait(rank, doing, self._done)
+        self._barrier.wait(rank, doing, self._done)
 
     def _done(self) -> None:
         self._before = None
@@ -114,7 +114,7 @@ class Lockstep:
         self._compiled.clear()
         self._before = _cache()
 
-    def _is_there(self) -> bool:
+    def _is_cached(self) -> bool:
         assert self._before is not None
         hits, misses, programs = _cache()
         hits_before, misses_before, programs_before = self._before
@@ -133,18 +133,18 @@ def _cache() -> tuple[int, int, int]:
 
 
 @contextmanager
-def lockstep(ranks: int, rendezvous: Rendezvous) -> Iterator[Lockstep]:
+def lockstep(ranks: int, barrier: ThreadBarrier) -> Iterator[Lockstep]:
     """Context in which threads of this process can be the ranks of a run. All patches are undone afterwards.
 
     Args:
         ranks: The number of ranks.
-        rendezvous: Where they wait for each other.
+        barrier: Their barrier.
 
     Raises:
         StrategyUnavailableError: XLA has been started without the settings that ranks need.
     """
     _check_environment(ranks)
-    steps = Lockstep(rendezvous)
+    steps = Lockstep(barrier)
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, value: Any) -> None:
@@ -161,14 +161,14 @@ def lockstep(ranks: int, rendezvous: Rendezvous) -> Iterator[Lockstep]:
         status = _StatusOfThread()
         for owner in (xla_checkpoint, xla_fsdp):
             put(owner, "chkpt_status", status)
-        put(
-            fabric_wrappers, "_backward_hook", lambda *_: None
-        )  # looks at a flag that another rank's backward pass sets
+        # it checks a flag that another rank's backward pass sets
+        put(fabric_wrappers, "_backward_hook", lambda *_: None)
         shared = _SharedPatches(vars(fabric_module)["_replace_dunder_methods"])
         for module in (fabric_module, data_connector):
             put(module, "_replace_dunder_methods", shared.of)
-        put(migration, "_lock", _Patched())
-        put(migration.pl_legacy_patch, "__enter__", _once(migration.pl_legacy_patch.__enter__))
+        put(migration, "_lock", _NoLock())
+        # patches for legacy checkpoints, not needed here: every rank would apply and remove them
+        put(migration.pl_legacy_patch, "__enter__", lambda self: self)
         put(migration.pl_legacy_patch, "__exit__", lambda *_: None)
         for function in {fabric_rank_zero_only, rank_zero_only}:
             put(function, "rank", _RankOfThread())
@@ -264,7 +264,7 @@ class _StatusOfThread(threading.local):
     in_chkpt_bwd = False
 
 
-class _Patched:
+class _NoLock:
     """Replaces a lock that a rank would hold while it waits for the others."""
 
     def acquire(self) -> None:
@@ -272,11 +272,6 @@ class _Patched:
 
     def release(self) -> None:
         """Nothing is held."""
-
-
-def _once(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Skip Lightning's patches for legacy checkpoints, not needed here, which every rank would apply and remove."""
-    return lambda self: self
 
 
 @functools.total_ordering

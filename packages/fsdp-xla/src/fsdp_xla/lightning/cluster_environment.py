@@ -143,6 +143,6 @@ def refuse_synced_norms(asked: str) -> NoReturn:
     """Refuse synchronized batch norms: torch's would silently compute the statistics of this rank alone."""
     raise UnsupportedCapabilityError(
         f"{asked} can't be used with several ranks of 'xla_fsdp': its statistics are exchanged through "
-        "torch.distributed, which knows nothing of XLA's ranks.\n"
+        "torch.distributed, which does not know XLA's ranks.\n"
         "Write strategy='xla_fsdp_spmd', where every batch is the global one, or leave it out."
     )

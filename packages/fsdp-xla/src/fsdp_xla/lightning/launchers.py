@@ -13,10 +13,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_xla.lightning.private import Launcher, LaunchesXLA, TunerExit, interrupt, mark_as_told
-from fsdp_xla.lightning.worker_results import bring_back, to_host, what_to_bring_back
+from fsdp_xla.lightning.private import Launcher, LaunchesXLA, TunerExit, interrupt, mark_as_reported
+from fsdp_xla.lightning.worker_results import apply_results, collect_results, to_host
+from fsdp_xla.ranks.barrier import RankLostError
 from fsdp_xla.ranks.launch import run_ranks
-from fsdp_xla.ranks.rendezvous import RankLostError
 
 __all__ = ["FabricXLALauncher", "TrainerXLALauncher"]
 
@@ -67,14 +67,14 @@ class TrainerXLALauncher(Launcher):
             if given.get("ckpt_path") is None and module in _fitted and _fitted[module] == _weights(module):
                 _refuse_what_was_lost(trainer)
         try:
-            results, told = run_ranks(self._ranks, _stage, (trainer, function, args, kwargs))
+            results, collected = run_ranks(self._ranks, _stage, (trainer, function, args, kwargs))
         except RankLostError as error:
-            mark_as_told(error)  # no rank is left to report it
+            mark_as_reported(error)  # no rank is left to report it
             raise
-        if trainer is not None and told is not None:
+        if trainer is not None and collected is not None:
             if trainer.state.fn == TrainerFn.FITTING and module is not None:
                 _fitted[module] = _weights(module)
-            bring_back(trainer, told)
+            apply_results(trainer, collected)
         return results
 
 
@@ -103,8 +103,8 @@ def _refuse_tuners(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning doesn't annotate it
         if isinstance(callback, LearningRateFinder | BatchSizeFinder):
             raise UnsupportedCapabilityError(
-                f"{type(callback).__name__} (of Tuner too) can't be used with 'xla_fsdp' on several devices: what it "
-                "finds ends with the ranks.\n"
+                f"{type(callback).__name__}, also that of Tuner, can't be used with 'xla_fsdp' on several devices: its "
+                "result is lost when the ranks end.\n"
                 "Write devices=1 for it, or strategy='xla_fsdp_spmd'."
             )
 
@@ -117,19 +117,19 @@ def _stage(job: tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]])
         raise
     except BaseException as error:
         if trainer is not None:
-            _tell(trainer, error)
+            _report(trainer, error)
         raise
-    return results, None if trainer is None else what_to_bring_back(trainer)
+    return results, None if trainer is None else collect_results(trainer)
 
 
-def _tell(trainer: pl.Trainer, error: BaseException) -> None:
+def _report(trainer: pl.Trainer, error: BaseException) -> None:
     """Report an error to the rank's callbacks and strategy while they can still save, and only there."""
     try:
         interrupt(trainer, error)
         trainer.strategy.teardown()
     except BaseException as further:
         error.add_note(f"Then on_exception() raised {type(further).__name__}: {further}")
-    mark_as_told(error)
+    mark_as_reported(error)
 
 
 LaunchesXLA.register(FabricXLALauncher)

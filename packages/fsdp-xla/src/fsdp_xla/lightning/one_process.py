@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from fsdp_core import Backend
-from fsdp_core.lightning import check_devices
+from fsdp_core.lightning import StrategyOptions, check_devices
+from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.lightning.placement import OnXLADevices
 from fsdp_xla.spmd.backend import XLASPMDBackend
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
@@ -17,12 +18,32 @@ from fsdp_xla.spmd.runtime import XLASPMDRuntime
 __all__ = ["OneProcess"]
 
 
-class OneProcess(OnXLADevices):
-    """Mixin for strategies whose single process drives all devices. Must precede core's adapter in the bases."""
+class OneProcess(OnXLADevices, StrategyOptions):
+    """Mixin for strategies whose single process drives all devices. Must precede core's adapter in the bases.
 
-    backend: Backend
-    runtime: Any
+    Its constructor takes the options of ``strategy="xla_fsdp_spmd"`` and passes the rest on to core's adapter.
+    """
+
+    backend: XLASPMDBackend
+    runtime: XLASPMDRuntime
     num_nodes: int
+
+    def __init__(
+        self,
+        *,
+        auto_wrap_policy: WrapPolicy | None,
+        activation_checkpointing_policy: ActivationCheckpointingPolicy | None,
+        tensor_parallel_size: int,
+        tensor_plan: Mapping[str, int] | None,
+        **common: Any,
+    ) -> None:
+        backend = XLASPMDBackend(
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            tensor_plan=tensor_plan,
+        )
+        runtime = XLASPMDRuntime(tensor_parallel_size)
+        super().__init__(backend, strategy_name="xla_fsdp_spmd", runtime=runtime, **common)
 
     @property
     def num_processes(self) -> int:
@@ -50,5 +71,4 @@ class OneProcess(OnXLADevices):
 
     def _shard_batch(self, batch: Any) -> Any:
         """Shard each tensor of a batch that is on the devices along its first dimension."""
-        assert isinstance(self.backend, XLASPMDBackend)
         return apply_to_collection(batch, Tensor, self.backend.shard_batch)

@@ -42,24 +42,24 @@ __all__ = [
     "ResultMetric",
     "TunerExit",
     "interrupt",
-    "mark_as_told",
+    "mark_as_reported",
     "meet_at_infinite_barriers",
 ]
 
-_TOLD = "_fsdp_xla_told_in_its_rank"
+_REPORTED = "_fsdp_xla_reported_in_its_rank"
 
 #: Reports an error to a Trainer's callbacks, data module, strategy and loggers.
 interrupt = call._interrupt
 
 
-def mark_as_told(error: BaseException) -> None:
+def mark_as_reported(error: BaseException) -> None:
     """Keep Lightning from reporting an error where the ranks were started: the ranks have reported it."""
-    setattr(error, _TOLD, True)
-    call._interrupt = _interrupt_unless_told  # type: ignore[assignment]
+    setattr(error, _REPORTED, True)
+    call._interrupt = _interrupt_unless_reported  # type: ignore[assignment]
 
 
-def _interrupt_unless_told(trainer: Any, error: BaseException) -> None:
-    if not getattr(error, _TOLD, False):
+def _interrupt_unless_reported(trainer: Any, error: BaseException) -> None:
+    if not getattr(error, _REPORTED, False):
         interrupt(trainer, error)
         return
     trainer.state.status = call.TrainerStatus.INTERRUPTED
@@ -70,7 +70,7 @@ _enter = InfiniteBarrier.__enter__
 
 
 def meet_at_infinite_barriers(barrier: Callable[[], None]) -> None:
-    """Make this thread's rank wait at ``barrier`` where Lightning has an infinite barrier, as in rank_zero_first()."""
+    """Make this thread's rank wait at ``barrier`` instead of Lightning's infinite barrier, as in rank_zero_first()."""
     _of_thread.barrier = barrier
     InfiniteBarrier.__enter__ = _enter_barrier_of_thread  # type: ignore[method-assign, assignment]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsdp_xla.lightning.private import BaseProgress, Loop
 from fsdp_xla.torch_xla_private.devices import on_host
 
-__all__ = ["bring_back", "to_host", "what_to_bring_back"]
+__all__ = ["apply_results", "collect_results", "to_host"]
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _OF_CHECKPOINTS = (
@@ -37,26 +37,26 @@ _OF_LOGGERS = ("_version", "_run_id", "_id")
 _WRITER = ("_experiment",)
 
 
-def what_to_bring_back(trainer: pl.Trainer) -> dict[str, Any]:
+def collect_results(trainer: pl.Trainer) -> dict[str, Any]:
     """Collect the results of a rank's Trainer after a stage: plain data, and tensors in host memory."""
-    told = {
+    results = {
         "metrics": {name: dict(getattr(trainer, name)) for name in _METRICS},
         "checkpoints": [_of(callback, _OF_CHECKPOINTS) for callback in trainer.checkpoint_callbacks],
         "loggers": [_of(logger, _OF_LOGGERS + _WRITER * isinstance(logger, CSVLogger)) for logger in trainer.loggers],
         "loops": [_progress(loop) for loop in _loops(trainer.fit_loop)],
     }
-    return {"state": trainer.state, **to_host(told)}
+    return {"state": trainer.state, **to_host(results)}
 
 
-def bring_back(trainer: pl.Trainer, told: dict[str, Any]) -> None:
-    """Update a Trainer with the results that :func:`what_to_bring_back` collected from a rank's copy of it."""
-    trainer.state = told["state"]
-    for name, metrics in told["metrics"].items():
+def apply_results(trainer: pl.Trainer, results: dict[str, Any]) -> None:
+    """Update a Trainer with the results that :func:`collect_results` collected from a rank's copy of it."""
+    trainer.state = results["state"]
+    for name, metrics in results["metrics"].items():
         getattr(trainer, name).update(metrics)
     pairs = [
-        *zip(trainer.checkpoint_callbacks, told["checkpoints"], strict=True),
-        *zip(trainer.loggers, told["loggers"], strict=True),
-        *zip(_loops(trainer.fit_loop), told["loops"], strict=True),
+        *zip(trainer.checkpoint_callbacks, results["checkpoints"], strict=True),
+        *zip(trainer.loggers, results["loggers"], strict=True),
+        *zip(_loops(trainer.fit_loop), results["loops"], strict=True),
     ]
     for one, attributes in pairs:
         vars(one).update(attributes)

@@ -1,1 +1,1 @@
-"""Ranks that are XLA devices: how they are started, meet, and what they leave."""
+"""Ranks that are XLA devices: launching them, and their communication on the host."""

@@ -16,9 +16,9 @@ import torch
 
 from fsdp_core import StrategyUnavailableError
 from fsdp_xla.cpu_ranks import uses_cpu_devices
+from fsdp_xla.ranks.barrier import RankLostError
 from fsdp_xla.ranks.meeting import ThreadMeeting
 from fsdp_xla.ranks.messages import from_bytes, to_bytes
-from fsdp_xla.ranks.rendezvous import RankLostError
 from fsdp_xla.seeding import follow_manual_seed
 from fsdp_xla.torch_xla_private import devices as xla
 
@@ -53,19 +53,19 @@ def check_cpu_devices(world_size: int) -> None:
     told = os.environ.get("CPU_NUM_DEVICES")
     if _started_with and _started_with[0] != world_size:
         raise StrategyUnavailableError(
-            f"devices={world_size} was asked for, and XLA has {_started_with[0]} CPU devices since a run with "
+            f"devices={world_size} was requested, and XLA has {_started_with[0]} CPU devices since a run with "
             f"devices={_started_with[0]} in this process (CPU_NUM_DEVICES={told}).\n"
             f"Write devices={_started_with[0]}, or restart Python."
         )
     if told is not None and int(told) != world_size:
         raise StrategyUnavailableError(
-            f"devices={world_size} was asked for, and CPU_NUM_DEVICES={told} says that XLA has {told} CPU "
+            f"devices={world_size} was requested, and CPU_NUM_DEVICES={told} gives XLA {told} CPU "
             f"device{'s' * (told != '1')}; ranks are its devices.\n"
             f"Write devices={told}, or set CPU_NUM_DEVICES={world_size} before Python starts."
         )
     if told is None and xla.runtime_is_started() and world_size != 1:
         raise StrategyUnavailableError(
-            f"devices={world_size} was asked for, but XLA has been used before, and has 1 CPU device since.\n"
+            f"devices={world_size} was requested, but XLA was already started in this process, with 1 CPU device.\n"
             f"Set CPU_NUM_DEVICES={world_size} before Python starts, and touch no XLA device before the launch."
         )
 
@@ -92,8 +92,8 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
     interrupted = False
     ended = [threading.Event() for _ in range(world_size)]
     seed = torch.initial_seed()
-    copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # here: copying moves on random generators
-    with lockstep(world_size, meeting.rendezvous) if world_size > 1 else nullcontext() as steps:
+    copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # not in ranks: copying may draw random numbers
+    with lockstep(world_size, meeting.barrier) if world_size > 1 else nullcontext() as steps:
 
         def rank() -> None:
             xla.meetings.here = meeting
@@ -104,7 +104,7 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
                     steps.begin(after_failure=bool(_failed))
                 _seed_device(seed)
                 results[here.rank] = function(copies[here.rank])
-                meeting.rendezvous.leave(here.rank)
+                meeting.barrier.leave(here.rank)
             except BaseException as error:
                 failures.append(error)
                 ended[here.rank].set()
@@ -115,7 +115,7 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
                 ended[here.rank].set()
 
         try:
-            xla.run_on_threads(rank, (meeting.rendezvous.interrupt, meeting.break_up))
+            xla.run_on_threads(rank, (meeting.barrier.interrupt, meeting.break_up))
         except KeyboardInterrupt:
             interrupted = True
     if failures:

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fsdp_core import ShardingError
+from fsdp_xla.ranks.barrier import RankLostError, ThreadBarrier
 from fsdp_xla.ranks.messages import from_bytes, to_bytes
-from fsdp_xla.ranks.rendezvous import RankLostError, Rendezvous
 
 __all__ = ["Meeting", "RankLostError", "StoreMeeting", "ThreadMeeting"]
 
 
 class Meeting(ABC):
-    """Where the ranks of one run meet.
+    """Exchange of values between the ranks of one run.
 
     Attributes:
         world_size: The number of ranks.
@@ -67,11 +67,11 @@ class ThreadMeeting(Meeting):
     """The ranks are threads of one process.
 
     Args:
-        world_size: How many there are.
+        world_size: The number of ranks.
         timeout: How long a rank waits for the others.
 
     Attributes:
-        rendezvous: Where its ranks wait for each other.
+        barrier: The barrier of its ranks.
 
     Example:
         >>> ThreadMeeting(1).exchange(0, "hello")
@@ -80,7 +80,7 @@ class ThreadMeeting(Meeting):
 
     def __init__(self, world_size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.world_size = world_size
-        self.rendezvous = Rendezvous(world_size, timeout)
+        self.barrier = ThreadBarrier(world_size, timeout)
         self._slots: list[Any] = [None] * world_size
         self._others: list[ThreadMeeting] = []
         self._lock = threading.RLock()
@@ -91,19 +91,19 @@ class ThreadMeeting(Meeting):
     def exchange(self, rank: int, value: Any) -> list[Any]:
         # every rank gets copies of its own, as from another process
         self._slots[rank] = to_bytes(value)
-        self.rendezvous.wait(rank, _EXCHANGES)
+        self.barrier.wait(rank, _EXCHANGES)
         gathered = [from_bytes(slot) for slot in self._slots]
-        self.rendezvous.wait(rank, _EXCHANGES)
+        self.barrier.wait(rank, _EXCHANGES)
         return gathered
 
     def another(self, rank: int) -> Meeting:
-        def make() -> None:
-            self._others.append(ThreadMeeting(self.world_size, self.rendezvous.timeout))
+        def create() -> None:
+            self._others.append(ThreadMeeting(self.world_size, self.barrier.timeout))
 
-        self.rendezvous.wait(rank, _EXCHANGES, make)
-        made = self._others[-1]
-        self.rendezvous.wait(rank, _EXCHANGES)
-        return made
+        self.barrier.wait(rank, _EXCHANGES, create)
+        created = self._others[-1]
+        self.barrier.wait(rank, _EXCHANGES)
+        return created
 
     @contextmanager
     def building(self, rank: int) -> Iterator[None]:
@@ -115,7 +115,7 @@ class ThreadMeeting(Meeting):
             RankLostError: A rank waits for the others inside the context, while they wait for their turn to build.
         """
         with self._lock:
-            outer, self.rendezvous.building = self.rendezvous.building, rank
+            outer, self.barrier.building = self.barrier.building, rank
             turn = self._built[rank]
             self._built[rank] += 1
             if turn == len(self._random_states):
@@ -124,7 +124,7 @@ class ThreadMeeting(Meeting):
             try:
                 yield
             finally:
-                self.rendezvous.building = outer
+                self.barrier.building = outer
 
     def claim(self, rank: int, module: nn.Module) -> None:
         with self._lock:
@@ -132,15 +132,15 @@ class ThreadMeeting(Meeting):
                 owner = self._claimed.setdefault(submodule, rank)
                 if owner != rank:
                     raise ShardingError(
-                        f"{type(module).__name__} is set up by rank {rank} and by rank {owner}: ranks are threads on "
-                        "the CPU, and share what the function finds outside itself.\n"
+                        f"{type(module).__name__} is set up by rank {rank} and by rank {owner}: on the CPU ranks are "
+                        "threads, which share objects that the function did not create.\n"
                         "Build the model in the function that fabric.launch() is given, or pass it: "
                         "fabric.launch(train, model) gives each rank a copy."
                     )
 
     def break_up(self) -> None:
-        """Make every rank that waits, now or later, raise."""
-        self.rendezvous.break_up()
+        """Raise in every rank that waits, now or later."""
+        self.barrier.break_up()
         for other in self._others:
             other.break_up()
 
@@ -171,7 +171,7 @@ class StoreMeeting(Meeting):
             gathered = [from_bytes(self._store.get(f"{self._count}/{r}")) for r in range(self.world_size)]
         except RuntimeError as error:
             raise RankLostError(
-                f"another rank did not come to where rank {rank} waits: {error}\nSee the other rank's error."
+                f"another rank did not arrive where rank {rank} waits: {error}\nSee the other rank's error."
             ) from error
         # every rank has read the exchange before last by now, so that its values are no longer needed
         self._store.delete_key(f"{self._count - 2}/{rank}")

@@ -16,8 +16,6 @@ from fsdp_core.plugins import refuse_unknown_options
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.lightning.one_process import OneProcess
 from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
-from fsdp_xla.spmd.backend import XLASPMDBackend
-from fsdp_xla.spmd.runtime import XLASPMDRuntime
 
 __all__ = ["XLASPMDStrategy"]
 
@@ -57,9 +55,6 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
         1
     """
 
-    backend: XLASPMDBackend
-    runtime: XLASPMDRuntime
-
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -77,13 +72,10 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
     ) -> None:
         refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, INSTEAD_IN_SPMD, always=ALWAYS_IN_SPMD)
         super().__init__(
-            XLASPMDBackend(
-                auto_wrap_policy=auto_wrap_policy,
-                activation_checkpointing_policy=activation_checkpointing_policy,
-                tensor_plan=tensor_plan,
-            ),
-            strategy_name="xla_fsdp_spmd",
-            runtime=XLASPMDRuntime(tensor_parallel_size),
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            tensor_parallel_size=tensor_parallel_size,
+            tensor_plan=tensor_plan,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             checkpoint_io=checkpoint_io,

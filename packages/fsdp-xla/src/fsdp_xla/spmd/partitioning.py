@@ -82,7 +82,7 @@ def planned_dims(module: nn.Module, plan: Mapping[str, int]) -> dict[str, int]:
             matched.add(pattern)
             if not -parameter.ndim <= dim < parameter.ndim:
                 raise ShardingError(
-                    f"tensor_plan[{pattern!r}]={dim} is no dimension of {name!r}, whose shape is "
+                    f"tensor_plan[{pattern!r}]={dim} is not a dimension of {name!r}, whose shape is "
                     f"{tuple(parameter.shape)}.\nWrite a dimension that it has, or a narrower pattern."
                 )
             dims.setdefault(name, dim % parameter.ndim)

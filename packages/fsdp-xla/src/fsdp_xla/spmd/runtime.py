@@ -40,7 +40,7 @@ class XLASPMDRuntime(Runtime):
     def __init__(self, tensor_parallel_size: int = 1) -> None:
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
             raise UnsupportedCapabilityError(
-                f"tensor_parallel_size={tensor_parallel_size!r} is no number of devices.\nWrite 1, or more."
+                f"tensor_parallel_size={tensor_parallel_size!r} is not a number of devices.\nWrite 1, or more."
             )
         self.tensor_parallel_size = tensor_parallel_size
         self._expected: int | None = None
@@ -97,8 +97,8 @@ class XLASPMDRuntime(Runtime):
         if self._expected not in (None, count):
             how = f"set CPU_NUM_DEVICES={self._expected} before Python starts, or " if uses_cpu_devices() else ""
             raise StrategyUnavailableError(
-                f"devices={self._expected} was asked for, and XLA has {count}, all of which SPMD drives.\n"
-                f"To go on, {how}write devices={count}."
+                f"devices={self._expected} was requested, and XLA has {count}, all of which SPMD drives.\n"
+                f"To continue, {how}write devices={count}."
             )
         size = self.tensor_parallel_size
         if count % size:

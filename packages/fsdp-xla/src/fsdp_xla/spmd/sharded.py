@@ -172,7 +172,7 @@ class XLASPMDSharded(Sharded):
         unknown = [name for name in (*own, *reduced) if name not in parameters]
         if unknown:
             raise CheckpointMismatchError(
-                f"the checkpoint holds an accumulated gradient of {unknown[0]!r}, which is no parameter of "
+                f"the checkpoint holds an accumulated gradient of {unknown[0]!r}, which is not a parameter of "
                 f"{type(self.root).__name__}.\nLoad it into the model that it was saved from, or load the weights "
                 "alone."
             )

@@ -19,8 +19,6 @@ from fsdp_xla.lightning.batch_shapes import BatchShapes, stage_of
 from fsdp_xla.lightning.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
 from fsdp_xla.lightning.one_process import OneProcess
 from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
-from fsdp_xla.spmd.backend import XLASPMDBackend
-from fsdp_xla.spmd.runtime import XLASPMDRuntime
 
 __all__ = ["XLASPMDStrategy"]
 
@@ -60,9 +58,6 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         1
     """
 
-    backend: XLASPMDBackend
-    runtime: XLASPMDRuntime
-
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -81,13 +76,10 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, INSTEAD_IN_SPMD, always=ALWAYS_IN_SPMD)
         self._batch_shapes = BatchShapes()
         super().__init__(
-            XLASPMDBackend(
-                auto_wrap_policy=auto_wrap_policy,
-                activation_checkpointing_policy=activation_checkpointing_policy,
-                tensor_plan=tensor_plan,
-            ),
-            strategy_name="xla_fsdp_spmd",
-            runtime=XLASPMDRuntime(tensor_parallel_size),
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            tensor_parallel_size=tensor_parallel_size,
+            tensor_plan=tensor_plan,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             checkpoint_io=checkpoint_io,

@@ -36,7 +36,7 @@ class OnThreads(Here):
         return tensor if meeting is None else torch.stack(meeting.exchange(self.rank, tensor)).mean(0)
 
     def memory(self, tensor: Tensor) -> int:
-        return _memory(tensor, math.prod(tensor.shape))  # numel() of one that was freed is what it was
+        return _memory(tensor, math.prod(tensor.shape))  # numel() does not change when a tensor is freed
 
 
 class OnAllDevices(Here):
@@ -83,14 +83,14 @@ def on_all_devices(world_size: int, function: Callable[..., Any], arguments: tup
     """Call a function once; its answer is each device's."""
     stand_on(OnAllDevices())
     if not xr.is_spmd():
-        xr.use_spmd()  # it lasts for the whole process, so that no clause inherits it unexpectedly
+        xr.use_spmd()  # for the rest of the process, which runs only clauses of SPMD
     return [answered(lambda: _on_host(function(*copy.deepcopy(arguments))))] * world_size
 
 
 def _memory(tensor: Tensor, on_device: int) -> int:
     """The bytes of a tensor. XLA's tensors have no storage that reports its size."""
-    is_there = tensor.device.type == "xla"
-    return on_device * tensor.element_size() if is_there else tensor.untyped_storage().nbytes()
+    is_on_xla = tensor.device.type == "xla"
+    return on_device * tensor.element_size() if is_on_xla else tensor.untyped_storage().nbytes()
 
 
 def _on_host(value: Any) -> Any:

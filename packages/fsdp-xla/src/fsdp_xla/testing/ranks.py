@@ -20,20 +20,20 @@ from fsdp_core.testing import Failure, OneProcessRanks, RankKind, StartMethod
 
 __all__ = ["QUICK", "SPMDRanks", "ThreadRanks"]
 
-#: For XLA_FLAGS: compiles in a quarter of the time; what is compiled computes the same.
+#: A value of ``XLA_FLAGS`` that reduces compile time to a quarter, with the same results.
 QUICK = " ".join(
     [
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",  # programs are small, and cores are taken
+        "--xla_cpu_parallel_codegen_split_count=1",  # programs are small, and other processes use the cores
     ]
 )
 
 
 class _XLARanks(OneProcessRanks):
-    start_method: ClassVar[StartMethod] = "forkserver"  # torch_xla reads its variables when it first uses a device
-    patience: ClassVar[float] = 2.5  # most of the time goes into compiling
+    start_method: ClassVar[StartMethod] = "forkserver"  # torch_xla reads its variables at the first use of a device
+    patience: ClassVar[float] = 2.5  # most of the time is spent compiling
 
     def environment(self, world_size: int) -> dict[str, str]:
         threads = str(max(8, 2 * world_size))
@@ -55,7 +55,7 @@ class ThreadRanks(_XLARanks):
     caller: ClassVar[str] = "fsdp_xla.testing.calling:on_threads"
 
     def follows_from_another(self, failure: Failure) -> bool:
-        """Whether the rank has lost another one."""
+        """Whether the rank failed because it lost another rank."""
         return "RankLostError" in failure.summary
 
 

@@ -104,7 +104,7 @@ def run_on_threads(
     Args:
         function: The function. It must not raise.
         interrupts: Called at the first keyboard interrupt, at the second, and so on, while the threads are still
-            waited for. One interrupt more abandons them.
+            waited for. One more interrupt abandons them.
 
     Raises:
         KeyboardInterrupt: There was an interrupt.
@@ -181,7 +181,7 @@ def check_autograd(device: torch.device, strategy: str, instead: str) -> None:
     Args:
         device: An XLA device.
         strategy: The strategy's name.
-        instead: What to do about it, as a sentence.
+        instead: What to do instead, as a sentence.
 
     Raises:
         StrategyUnavailableError: A backward pass was taken before XLA was started.
@@ -309,7 +309,7 @@ def meeting_of_ranks(rank: int, world_size: int, address: str, port: int, timeou
     here: ThreadMeeting | None = getattr(meetings, "here", None)
     if here is not None:
         if timeout is not None:
-            here.rendezvous.timeout = timeout
+            here.barrier.timeout = timeout
         return here
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout or timedelta(minutes=30))
     return StoreMeeting(store, world_size)

@@ -2,7 +2,7 @@
 
 torch_xla has no public API for any of this. Tested with torch_xla 2.9.0.
 
-The full parameters that torch_xla has sharded are freed here (``let_go_of_wholes``), because it was observed to keep
+The full parameters that torch_xla has sharded are freed here (``free_originals``), because it was observed to keep
 the whole model on every device.
 
 In a manual step, inside the root's forward pass, a backward pass is ended here, in the way torch_xla ends one whose
@@ -32,11 +32,11 @@ __all__ = [
     "follow_freezing",
     "follow_requires_grad",
     "free_gathered",
+    "free_originals",
     "is_shard",
-    "let_go_of_wholes",
     "no_reduction",
     "parameter_of",
-    "reduce_what_waits",
+    "reduce_pending",
     "reset",
     "resume_forward",
     "set_unreduced_gradients",
@@ -210,7 +210,7 @@ def _end_backward(root: Any, units: list[Any]) -> None:
     root._wait_for_post_backward()
 
 
-def reduce_what_waits(root: Any) -> None:
+def reduce_pending(root: Any) -> None:
     """Reduce gradients of earlier micro-batches too if the last one did not use their parameters.
 
     torch_xla reduces a gradient when the backward pass reaches the parameter, and so never one left from earlier.
@@ -249,7 +249,7 @@ def follow_requires_grad(root: Any) -> None:
     _show_gathered(root)
 
 
-def let_go_of_wholes(unit: Any) -> None:
+def free_originals(unit: Any) -> None:
     """Free the full parameters from which a unit was sharded, which torch_xla 2.9 only hides.
 
     It replaces a parameter's value, but the tensor from which the parameter was created keeps the original one, as the
@@ -270,7 +270,7 @@ _MADE_OF = "_fsdp_xla_made_of"
 
 
 def parameter_of(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Create a parameter that keeps its source tensor for :func:`let_go_of_wholes`. The tensor must not be reused."""
+    """Create a parameter that keeps its source tensor for :func:`free_originals`. The tensor must not be reused."""
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     parameter.__dict__[_MADE_OF] = tensor
     return parameter

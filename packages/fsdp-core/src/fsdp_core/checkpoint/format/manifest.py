@@ -114,7 +114,7 @@ class Manifest:
 
     Attributes:
         save_id: Twelve hexadecimal digits in the names of this save's files.
-        created: When it was published, ISO 8601 in UTC.
+        created: When it was committed, ISO 8601 in UTC.
         strategy: The name of the strategy that wrote it.
         versions: The versions of the packages that wrote it.
         world_size: The number of ranks that wrote it.

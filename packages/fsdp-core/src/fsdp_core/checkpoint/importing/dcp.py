@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
 from fsdp_core.checkpoint.importing.plain import Make, PlainReader
 from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, unpickle
-from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
@@ -52,7 +52,7 @@ def read_dcp(
     metadata = reader.read(unpickle(file.read(0, file.size), str(file)))
     reader.check(file)
     if not isinstance(metadata, _Metadata):
-        raise CheckpointFormatError(f"{file} is no metadata of torch.distributed.checkpoint, but {type(metadata)}")
+        raise CheckpointFormatError(f"{file} is not metadata of torch.distributed.checkpoint: {type(metadata)}")
     leaves = _Leaves(folder, prefix, metadata, PlainReader(drop=drop, size=0))
     read: dict[tuple[Any, ...], Any] = {}
     for name, entry in metadata.entries.items():
@@ -119,7 +119,7 @@ class _Leaves:
             self.reader.refused.update(within.refused)
             return value
         if entry.dtype not in SAFETENSORS_NAMES:
-            self.reader.refuse(keys, f"a tensor of {dtype_name(entry.dtype)}, which safetensors has no room for")
+            self.reader.refuse(keys, f"a tensor of {dtype_name(entry.dtype)}, a dtype that safetensors lacks")
             return None
         pieces = tuple(
             Piece(
@@ -137,7 +137,7 @@ class _Leaves:
             self.metadata.places.get((name, None)) if not any(offsets or ()) else None
         )
         if place is None:
-            raise CheckpointFormatError(f"{self.folder} does not say in which file {name!r} at {offsets} is")
+            raise CheckpointFormatError(f"{self.folder} does not name the file of {name!r} at {offsets}")
         if place.path not in self.files:
             self.files[place.path] = open_file(self.folder, self.prefix + place.path)
         file = self.files[place.path]
@@ -167,7 +167,7 @@ class _SavedPiece:
         if math.prod(shape) * dtype.itemsize > end - start:
             raise CheckpointFormatError(
                 f"{file} should hold a tensor of shape {shape} and {dtype_name(dtype)} in the {end - start} bytes from "
-                f"{start} on, where there is no room for it: it is damaged. Restore it from a backup."
+                f"{start} on, which is too few: it is damaged. Restore it from a backup."
             )
         self.shape, self.dtype = shape, dtype
         self._file, self._start, self._end = file, start, end
@@ -180,8 +180,8 @@ class _SavedPiece:
         reader.check(self._file)
         if not isinstance(tensor, StridedTensor) or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
             raise CheckpointFormatError(
-                f"{self._file} holds something else at byte {self._start} than the tensor of shape {self.shape} and "
-                f"{dtype_name(self.dtype)} that its metadata says: it is damaged. Restore it from a backup."
+                f"{self._file} does not hold the tensor of shape {self.shape} and {dtype_name(self.dtype)} at byte "
+                f"{self._start} that its metadata lists: it is damaged. Restore it from a backup."
             )
         return tensor
 
@@ -197,7 +197,7 @@ def _nest(leaves: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
         for step in path[:-1]:
             here = here.setdefault(step, {})
             if not isinstance(here, dict):
-                raise CheckpointFormatError(f"its metadata puts {path!r} into what is no container")
+                raise CheckpointFormatError(f"its metadata puts {path!r} into something that is not a container")
         here[path[-1]] = leaf
     return {str(key): _with_lists(value) for key, value in root.items()}
 
@@ -215,7 +215,7 @@ def _with_lists(value: Any) -> Any:
 
 def _ints(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or any(type(n) is not int or not 0 <= n < 2**60 for n in value):
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     return tuple(value)
 
 
@@ -226,7 +226,7 @@ def _chunk(args: tuple[Any, ...], state: Any) -> Any:
 def _properties(args: tuple[Any, ...], state: Any) -> Any:
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{dtype!r} is no dtype")
+        raise TypeError(f"{dtype!r} is not a dtype")
     return dtype
 
 
@@ -246,7 +246,7 @@ def _storage(args: tuple[Any, ...], state: Any) -> _Place:
         )
     start, length = _ints((state["offset"], state["length"]))
     if not isinstance(state["relative_path"], str):
-        raise TypeError("a path that is no string")
+        raise TypeError("a path that is not a string")
     return _Place(path=state["relative_path"], start=start, length=length)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fsdp_core.checkpoint.format.paths import find_part
 from fsdp_core.checkpoint.importing.dcp import read_dcp
 from fsdp_core.checkpoint.importing.files import open_file
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
@@ -16,7 +17,6 @@ from fsdp_core.checkpoint.importing.safetensors_source import read_safetensors_f
 from fsdp_core.checkpoint.importing.tensors import Counted
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.xla import read_xla
-from fsdp_core.checkpoint.planning import find_part
 from fsdp_core.checkpoint.saving import save
 from fsdp_core.checkpoint.storage.atomic import check_apart
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
@@ -201,7 +201,7 @@ def _torch_file(archive: TorchFile, order: ParameterOrder, drop: tuple[str, ...]
     nest = _models(archive, drop) if weights_only else _read(archive, drop, None)
     if not isinstance(nest, dict):
         raise CheckpointFormatError(
-            f"{archive.file} holds no dict, but {type(nest).__name__}: there is no model in it."
+            f"{archive.file} does not hold a dict, but {type(nest).__name__}: it contains no model."
         )
     return of_keys(
         {str(key): value for key, value in nest.items()}, order, "a file of torch.save", weights_only=weights_only

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.checkpoint.importing.optimizers import (
     ParameterOrder,
     by_name,
@@ -14,7 +15,6 @@ from fsdp_core.checkpoint.importing.optimizers import (
     unflattened,
 )
 from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_whole
-from fsdp_core.checkpoint.planning import join_path
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
@@ -157,7 +157,7 @@ def _with_model(nest: Mapping[str, Any]) -> dict[str, Any]:
 
 def _clean(model: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(model, Mapping):
-        raise CheckpointFormatError(f"the model's state is no dict of tensors by name, but {type(model).__name__}")
+        raise CheckpointFormatError(f"the model's state is not a dict of tensors, but {type(model).__name__}")
     cleaned: dict[str, Any] = {}
     for name, leaf in model.items():
         if clean_name(str(name)) in cleaned:
@@ -200,8 +200,8 @@ def _only(
 def _optimizer(what: str, value: Any, shapes: Mapping[str, tuple[int, ...]], order: ParameterOrder) -> Any:
     if not is_optimizer(value):
         raise CheckpointFormatError(
-            f"{what} is not what optimizer.state_dict() gives, so its state has no place here.\n"
-            "Import the weights alone by `--weights-only`."
+            f"{what} does not have the form of optimizer.state_dict(), so its state can't be imported.\n"
+            "Import the weights alone with `--weights-only`."
         )
     named = by_name(what, value, shapes, order)
     state = {

@@ -1,4 +1,4 @@
-"""Optimizer state of other libraries: numbered, flattened, or by name already; in the end always by parameter name."""
+"""Converts other libraries' optimizer state, whether numbered, flattened or by name, to state by parameter name."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["ParameterOrder", "by_name", "is_flattened", "is_optimizer", "unflatt
 
 _STATE, _GROUPS = "state", "param_groups"
 
-# What torch's own modules keep beside parameters, and which no optimizer holds.
+# Buffers of torch's own modules, which no optimizer holds.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 _ASK = (
-    "Give the order: write one name a line into a file, by\n"
+    "Give the order: write the names to a file, one per line, by\n"
     "  names = {p: name for name, p in model.named_parameters()}\n"
     '  open("order.txt", "w").writelines(names[p] + "\\n" for g in optimizer.param_groups for p in g["params"])\n'
-    "in the program that made the optimizer, and type `--parameter-order order.txt`; or import the weights alone by "
+    "in the program that built the optimizer, and type `--parameter-order order.txt`; or import the weights alone with "
     "`--weights-only`."
 )
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether a value is what ``optimizer.state_dict()`` gives, parameters numbered or named."""
+    """Whether a value has the form of ``optimizer.state_dict()``, with numbered or named parameters."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get(_STATE, {}), Mapping)
@@ -38,7 +38,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def is_flattened(value: Any) -> bool:
-    """Whether a value is what torch makes of an optimizer's state with ``flatten_optimizer_state_dict=True``."""
+    """Whether a value is an optimizer's state as torch saves it with ``flatten_optimizer_state_dict=True``."""
     return (
         isinstance(value, Mapping)
         and any(isinstance(key, str) and key.startswith(f"{_GROUPS}.") for key in value)
@@ -47,7 +47,7 @@ def is_flattened(value: Any) -> bool:
 
 
 def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state from a flattened one. Parameters of the same settings make one group, as far as is known.
+    """Restore an optimizer's state from a flattened one. Parameters with the same settings form one group.
 
     Example:
         >>> unflattened({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
@@ -66,8 +66,8 @@ def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
             name, _, what = rest.rpartition(".")
             if name not in settings:
                 raise CheckpointFormatError(
-                    f"the optimizer's state holds {key!r}, and no param group {name!r}: state in further dicts has no "
-                    "place in this format.\nImport the weights alone by `--weights-only`."
+                    f"the optimizer's state holds {key!r}, and no param group {name!r}: this format can't hold "
+                    "state in nested dicts.\nImport the weights alone with `--weights-only`."
                 )
             state.setdefault(clean_name(name), {})[what] = value
     groups: list[dict[str, Any]] = []
@@ -84,14 +84,14 @@ def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ParameterOrder:
-    """Gives the numbers of optimizers' parameters names.
+    """Maps the numbers of optimizers' parameters to names.
 
     Args:
-        given: The names in the order in which the optimizers hold them, if the user knows; all optimizers' names one
-            after the other.
+        given: The names in the order in which the optimizers hold them, if the user gives it; those of several
+            optimizers follow one another.
 
     Attributes:
-        notes: What the user should know of how the names were found.
+        notes: Messages for the user on how the names were found.
     """
 
     def __init__(self, given: Sequence[str] | None = None) -> None:
@@ -103,12 +103,12 @@ class ParameterOrder:
         """The name of each number.
 
         Args:
-            what: What to call the optimizer in an error.
-            state: The optimizer's state, its parameters numbered.
-            shapes: The model's parameters and buffers in their order, each tied one once.
+            what: How errors call the optimizer.
+            state: The optimizer's state, with numbered parameters.
+            shapes: The shapes of the model's parameters and buffers in their order, each tied one once.
 
         Raises:
-            CheckpointMismatchError: The names are not certain, or shapes don't agree.
+            CheckpointMismatchError: The names are ambiguous, or shapes don't match.
         """
         numbers = [number for group in state[_GROUPS] for number in group["params"]]
         fits = [_predicate(state[_STATE].get(number, {})) for number in numbers]
@@ -127,17 +127,17 @@ class ParameterOrder:
         last = _embed(fits[::-1], [shapes[name] for name in reversed(candidates)])
         if first is None or last is None:
             raise CheckpointMismatchError(
-                f"{what} has {len(numbers)} numbered parameters whose shapes are not those of the model's in their "
-                f"order, so they are of another model or in another order.\n{_ASK}"
+                f"{what} has {len(numbers)} numbered parameters whose shapes don't match the model's in their order: "
+                f"they belong to another model or are in another order.\n{_ASK}"
             )
         if first != [len(candidates) - 1 - at for at in reversed(last)]:
             raise CheckpointMismatchError(
                 f"{what} has {len(numbers)} numbered parameters, the model has {len(candidates)}, and more than one "
-                f"choice of them has the shapes of the optimizer's state.\n{_ASK}"
+                f"choice of them matches the shapes of the optimizer's state.\n{_ASK}"
             )
         self.notes.append(
-            f"{what[0].upper()}{what[1:]} numbers its {len(numbers)} parameters: they were taken to come in the order "
-            "of the model's, as from model.parameters(), which agrees with the shape of every state."
+            f"{what[0].upper()}{what[1:]} numbers its {len(numbers)} parameters: they were assumed to be in the model's"
+            " order, as in model.parameters(), which matches the shapes of all of its state."
         )
         return {number: candidates[at] for number, at in zip(numbers, first, strict=True)}
 
@@ -154,23 +154,23 @@ class ParameterOrder:
         if len(names) != len(numbers) or len(set(names)) != len(names):
             raise CheckpointMismatchError(
                 f"{what} has {len(numbers)} parameters, and --parameter-order gives {len(set(names))} different names "
-                "for them: one name a line, the optimizers one after the other."
+                "for them. Write one name per line, one optimizer after the other."
             )
         for name, fit in zip(names, fits, strict=True):
             if name not in shapes:
                 raise CheckpointMismatchError(f"--parameter-order names {name!r}, which the model does not have.")
             if not fit(shapes[name]):
                 raise CheckpointMismatchError(
-                    f"--parameter-order gives {name!r} of shape {shapes[name]} a place where {what} holds state of "
-                    "another shape: the order is another one."
+                    f"--parameter-order lists {name!r} of shape {shapes[name]} where {what} holds state of another "
+                    "shape. Correct the order."
                 )
         return dict(zip(numbers, names, strict=True))
 
     def check_all_used(self) -> None:
-        """Refuse names that no optimizer had a place for.
+        """Refuse names beyond those of all optimizers' parameters.
 
         Raises:
-            CheckpointMismatchError: There are such names.
+            CheckpointMismatchError: Some names were not used.
         """
         if self._given is not None and self._used != len(self._given):
             raise CheckpointMismatchError(
@@ -180,16 +180,16 @@ class ParameterOrder:
 
 
 def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], order: ParameterOrder) -> Any:
-    """An optimizer's state by parameter name, its groups too.
+    """An optimizer's state and param groups by parameter name.
 
     Args:
-        what: What to call the optimizer in an error.
-        saved: As :func:`is_optimizer` knows it.
-        shapes: The model's parameters and buffers in their order, each tied one once.
-        order: What names the numbers, where they are numbers.
+        what: How errors call the optimizer.
+        saved: A state for which :func:`is_optimizer` is true.
+        shapes: The shapes of the model's parameters and buffers in their order, each tied one once.
+        order: Maps numbers to names, if the parameters are numbered.
 
     Raises:
-        CheckpointMismatchError: The names of the numbers are not certain.
+        CheckpointMismatchError: The names of the numbers are ambiguous.
     """
     state = {_STATE: saved.get(_STATE, {}), _GROUPS: saved[_GROUPS]}
     keys = {key for group in state[_GROUPS] for key in group["params"]}
@@ -201,8 +201,8 @@ def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int,
     foreign = [key for key in state[_STATE] if key not in names]
     if foreign:
         raise CheckpointMismatchError(
-            f"{what} has state of {foreign[0]!r}, which none of its param groups holds: it is damaged. Import the "
-            "weights alone by `--weights-only`."
+            f"{what} has state of {foreign[0]!r}, which is in none of its param groups: it is damaged. Import the "
+            "weights alone with `--weights-only`."
         )
     return {
         _STATE: {names[key]: dict(values) for key, values in state[_STATE].items()},
@@ -217,12 +217,12 @@ def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int,
 
 
 def _plain(value: Any) -> Any:
-    """A setting; one that is a tensor, such as a learning rate, is read."""
+    """A setting; a tensor, such as a learning rate, is read."""
     return value.read((0,) * len(value.shape), value.shape) if isinstance(value, TensorSource) else value
 
 
 def _alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether settings are the same; a learning rate may be a tensor."""
+    """Whether two groups have the same settings; a learning rate may be a tensor."""
 
     def listed(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in settings.items()}
@@ -231,12 +231,12 @@ def _alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _predicate(values: Mapping[str, Any]) -> Callable[[tuple[int, ...]], bool]:
-    """Whether a parameter of a shape can have this state."""
+    """A function that says whether a parameter of a shape can have this state."""
     shapes = {tuple(v.shape) for v in values.values() if isinstance(v, Tensor | TensorSource) and tuple(v.shape)}
 
     def fits(shape: tuple[int, ...]) -> bool:
         if not shapes:
-            return True  # nothing is known: never stepped, or a state of counts alone
+            return True  # nothing is known: never stepped, or only step counts
         return shape in shapes or all(_factor_of(found, shape) for found in shapes)
 
     return fits
@@ -247,7 +247,7 @@ def _factor_of(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _embed(fits: Sequence[Callable[[tuple[int, ...]], bool]], shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """The first places, in order, that fit; ``None`` where there are none."""
+    """The first positions, in order, whose shapes fit; ``None`` if there are none."""
     places, at = [], 0
     for fit in fits:
         while at < len(shapes) and not fit(shapes[at]):

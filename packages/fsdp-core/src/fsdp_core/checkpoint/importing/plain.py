@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fsdp_core.checkpoint.format.named_code import INSTANTIATOR, INSTANTIATORS
+from fsdp_core.checkpoint.format.paths import join_path, split_path
 from fsdp_core.checkpoint.importing.unpickling import Name, Named
-from fsdp_core.checkpoint.planning import join_path, split_path
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 
 __all__ = ["Keys", "Make", "PlainReader", "Storage"]
@@ -175,7 +175,7 @@ class PlainReader:
         return dtype
 
     def _argument(self, value: Any, keys: Keys) -> Any:
-        """An argument of a call, which may also be a name or a storage: who is called knows what to do with it."""
+        """An argument of a call. It may also be a name or a storage, which the callee interprets."""
         if isinstance(value, Name):
             return _dtype(value) or value
         return value if isinstance(value, Storage) else self._read(value, keys)
@@ -238,7 +238,7 @@ def _numpy_dtype(args: tuple[Any, ...], state: Any) -> Any:
 
     code, order = str(args[0]), state[1] if state else "="
     if not (re.fullmatch(r"[biufc]\d{1,2}", code) and order in ("<", ">", "=", "|")):
-        raise ValueError(f"{code!r} is no number")
+        raise ValueError(f"{code!r} is not a number")
     return numpy.dtype(code if order in "=|" else order + code)
 
 

@@ -96,10 +96,10 @@ def _file(file: SourceFile) -> Source:
         return Source(format="safetensors-file", folder=file.folder, file=file)
     if file.size > 1 and file.read(0, 1) == b"\x80":
         raise CheckpointFormatError(
-            f"{file} is a bare pickle, as torch before 1.6 wrote and pickle.dump does.\n"
+            f"{file} is a bare pickle, as written by torch before 1.6 and by pickle.dump.\n"
             "If you trust it, load it where it was written, save it again with today's torch.save, and import that."
         )
-    raise CheckpointFormatError(f"{file} is no file that can be imported.\n{_KNOWN}")
+    raise CheckpointFormatError(f"{file} can't be imported.\n{_KNOWN}")
 
 
 def _parts(folder: Folder, parts: list[str]) -> Source:

@@ -1,38 +1,41 @@
-"""Names under a prefix: of a plain model, as the LightningModule has them that holds it as ``self.model``."""
+"""Adds a prefix to names or strips it: a LightningModule may hold a plain model as ``self.model``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fsdp_core.checkpoint.format.paths import join_path, split_path
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported
-from fsdp_core.checkpoint.planning import join_path, split_path
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
 
 __all__ = ["renamed"]
 
-#: The version of Lightning whose Trainer saves what is laid out here, so that none takes it for older.
+#: The Lightning version whose layout is written, so that Lightning does not migrate it as an older one.
 _AS_SAVED_BY = "2.6.0"
 
-#: What the Trainer would take for its own progress, or for the module's arguments.
+#: Keys that the Trainer would read as its own progress, or as the module's arguments.
 _TRAINERS_OWN = KEPT_WITH_WEIGHTS | {"state_dict", "optimizer_states", "lr_schedulers", "callbacks"}
 
 
 def renamed(imported: Imported, *, strip_prefix: str = "", add_prefix: str = "") -> Imported:
-    """Rename what models and optimizers hold.
+    """Rename the parameters and buffers of models and optimizers.
 
     Args:
-        imported: What a source holds.
-        strip_prefix: What each name begins with, to be left off; such as ``"module."``, which DDP puts there.
-        add_prefix: What to put before each name, such as ``"model."``. The nest is then the Trainer's.
+        imported: The content of a source.
+        strip_prefix: A prefix to remove from each name, such as ``"module."``, which DDP adds.
+        add_prefix: A prefix to add to each name, such as ``"model."``. The state is then laid out as the Trainer's.
+
+    Returns:
+        The renamed content.
 
     Raises:
-        CheckpointMismatchError: A name does not begin so, or the nest can't be the Trainer's.
-        CheckpointValueError: A prefix is none.
+        CheckpointMismatchError: A name lacks the prefix, or the state can't be laid out as the Trainer's.
+        CheckpointValueError: A prefix does not end in a dot.
     """
     for option, prefix in (("--strip-prefix", strip_prefix), ("--add-prefix", add_prefix)):
         if prefix and not prefix.endswith("."):
-            raise CheckpointValueError(f"{option} {prefix} names a part of no module: type {option} {prefix}.")
+            raise CheckpointValueError(f"{option} {prefix} does not end in a dot: type {option} {prefix}.")
 
     def new(name: str) -> str:
         return add_prefix + name.removeprefix(strip_prefix)
@@ -72,12 +75,12 @@ def _refuse_outside(path: str, value: Mapping[str, Any], kind: str, prefix: str)
         what = " or ".join(sorted({name.split(".")[0] + "." for name in names if "." in name})) or "nothing in common"
         raise CheckpointMismatchError(
             f"{outside[0]!r} of {path} does not begin with {prefix!r}{more}. Names there begin with {what}.\n"
-            "Type another --strip-prefix, leave such parts out by --drop, or leave optimizers out by --weights-only."
+            "Type another --strip-prefix, leave these parts out with --drop, or optimizers with --weights-only."
         )
 
 
 def _as_trainers(imported: Imported) -> Imported:
-    """The nest as the Trainer saves it, so that ``ckpt_path=`` and ``load_from_checkpoint`` open it."""
+    """Lay the state out as the Trainer does, so that ``ckpt_path=`` and ``load_from_checkpoint`` open it."""
     of_kind = {
         kind: [key for key in imported.state if imported.kinds.get(join_path(key)) == kind]
         for kind in ("model", "optimizer")
@@ -87,12 +90,12 @@ def _as_trainers(imported: Imported) -> Imported:
     if len(models) > 1:
         raise CheckpointMismatchError(
             f"--add-prefix is for one model, and there are {len(models)}: {', '.join(models)}.\n"
-            "Leave all but one out by `--drop KEY`."
+            "Leave out all but one with `--drop KEY`."
         )
     if taken := [key for key in rest if key in _TRAINERS_OWN]:
         raise CheckpointMismatchError(
-            f"the Trainer has a meaning of its own for {', '.join(map(repr, taken))}, and would go on from there.\n"
-            f"Leave it out by `{' '.join(f'--drop {key}' for key in taken)}`: training begins at its first epoch."
+            f"the Trainer reads {', '.join(map(repr, taken))} as its own progress, and would resume from there.\n"
+            f"Leave it out with `{' '.join(f'--drop {key}' for key in taken)}`: training begins at its first epoch."
         )
     trainer: dict[str, Any] = {**rest, TRAINER_MARK: _AS_SAVED_BY, "epoch": 0, "global_step": 0}
     state: dict[str, Any] = {"model": imported.state[models[0]]}
@@ -103,9 +106,9 @@ def _as_trainers(imported: Imported) -> Imported:
         trainer["lr_schedulers"] = []
     if len(optimizers) > 1:
         numbered = ", ".join(f"{at} is {key!r}" for at, key in enumerate(optimizers))
-        imported.notes.append(f"The Trainer's optimizers have numbers: {numbered}.")
+        imported.notes.append(f"The Trainer numbers its optimizers: {numbered}.")
     if rest:
-        imported.notes.append(f"Of no effect but for your on_load_checkpoint: {', '.join(map(repr, rest))}.")
+        imported.notes.append(f"Used only by your own on_load_checkpoint: {', '.join(map(repr, rest))}.")
     aliases = {
         join_path("model", split_path(a)[1]): join_path("model", split_path(b)[1]) for a, b in imported.aliases.items()
     }

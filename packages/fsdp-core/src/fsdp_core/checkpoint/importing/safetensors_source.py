@@ -1,4 +1,4 @@
-"""Safetensors files: one, a Hugging Face folder with its index, or the pieces of torch's HuggingFaceStorageWriter."""
+"""Reads safetensors: one file, a Hugging Face folder with an index, or the pieces of HuggingFaceStorageWriter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
     """The tensors of one file, by name.
 
     Raises:
-        CheckpointFormatError: It is no safetensors file.
+        CheckpointFormatError: It is not a safetensors file.
     """
     return {name: _source(file, held) for name, held in parse_header(file.read, file.size, str(file)).items()}
 
@@ -34,10 +34,10 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
     """The tensors of all files of a folder, by name.
 
     Args:
-        folder: One with an index, whose files must hold what it says and no more; or one without.
+        folder: A folder of safetensors files. With an index, only the tensors that it lists are read.
 
     Raises:
-        CheckpointFormatError: A file or a tensor is missing, or one is there twice.
+        CheckpointFormatError: A file or a tensor is missing, or a tensor is in two files.
     """
     names = [name for name in folder.files() if "/" not in name]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -78,7 +78,7 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
 
 
 def _filled(parts: list[Piece]) -> list[Piece]:
-    """Pieces with elements, each place once: copies on several ranks are written by each of them."""
+    """The non-empty pieces, each offset once: every rank writes the copies that it holds."""
     return list({part.offsets: part for part in parts if 0 not in part.lengths}.values())
 
 
@@ -98,20 +98,20 @@ def _read_index(file: SourceFile) -> dict[str, str]:
             raise ValueError(f"it has {file.size} bytes")
         place = json.loads(file.read(0, file.size))["weight_map"]
         if not isinstance(place, dict) or not all(isinstance(name, str) for name in place.values()):
-            raise ValueError("its weight_map is no map of names to files")
+            raise ValueError("its weight_map does not map names to files")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointFormatError(f"{file} is no index of safetensors files: {error}") from error
+        raise CheckpointFormatError(f"{file} is not an index of safetensors files: {error}") from error
     return place
 
 
 def _begins(file: SourceFile) -> dict[str, tuple[int, ...]]:
-    """Where the tensors of a file begin in larger ones, if torch's distributed checkpoint has written it."""
+    """The offsets of a file's tensors in the whole ones, if torch.distributed.checkpoint has written it."""
     length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
     if length > min(file.size - 8, MAX_HEADER_BYTES):
-        return {}  # what is wrong with it is told where its tensors are read
+        return {}  # the error is raised where its tensors are read
     try:
         metadata = json.loads(file.read(8, 8 + length)).get("__metadata__") or {}
         told: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))
         return {name: tuple(int(n) for n in entry["saved_offsets"]) for name, entry in told.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointFormatError(f"{file} has metadata that no library writes: {error}") from error
+        raise CheckpointFormatError(f"{file} has invalid metadata: {error}") from error

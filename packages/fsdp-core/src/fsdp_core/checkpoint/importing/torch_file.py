@@ -1,4 +1,4 @@
-"""What :func:`torch.save` has written, whole files and pieces of one: its data, with its tensors still in the file."""
+"""Reads what :func:`torch.save` has written, a whole file or a part of one, leaving its tensors in the file."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class TorchFile:
     """A zip archive that :func:`torch.save` has written.
 
     Args:
-        file: The file that it lies in.
-        start: Where it begins there.
-        end: Where it ends; at the end of the file when ``None``.
+        file: The file that contains it.
+        start: Its first byte in the file.
+        end: The byte after its last; the end of the file when ``None``.
 
     Attributes:
-        content: What was saved, as records; :meth:`reader` makes plain data and tensors of it.
+        content: What was saved, as records; :meth:`reader` converts them to plain data and tensors.
 
     Raises:
-        CheckpointFormatError: It is no such archive, or none that can be read without running it.
+        CheckpointFormatError: It is not such an archive, or can't be read without running code.
     """
 
     def __init__(self, file: SourceFile, start: int = 0, end: int | None = None) -> None:
         self.file = file
         self._start = start
         stop = file.size if end is None else end
-        # Expanded tensors have more elements than are stored; a whole file may always hold a few small ones.
+        # Expanded tensors have more elements than their storage; a whole file may always hold a few small ones.
         self._room = (stop - start) * _TIMES_STORED + (_SPARE_BYTES if end is None else 0)
         self._counted: set[tuple[Any, ...]] = set()
         stream = io.BufferedReader(Window(file, start, stop))
@@ -69,8 +69,8 @@ class TorchFile:
             raise
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
             raise CheckpointFormatError(
-                f"{file} can't be read as what torch.save writes: {error}. Restore it from a backup; a file of torch "
-                "before 1.6 has to be loaded and saved again with a newer torch."
+                f"{file} can't be read as a file of torch.save: {error}. Restore it from a backup; load and save a "
+                "file of torch before 1.6 with a newer torch."
             ) from error
         roots = [name.removesuffix("/data.pkl") for name in self._entries if name.endswith("/data.pkl")]
         self._root = min(roots, key=len, default="")
@@ -81,13 +81,15 @@ class TorchFile:
                 + "Save the model's state_dict() with torch.save, and import that."
             )
         if self._bytes("byteorder", b"little") != b"little":
-            raise CheckpointFormatError(f"{file} is of a big-endian machine: load it there, and save as safetensors.")
+            raise CheckpointFormatError(
+                f"{file} was saved on a big-endian machine: load it there, and save it as safetensors."
+            )
         data = self._bytes("data.pkl", None)
         self._size = len(data)
         self.content = unpickle(data, str(file), self._storage)
 
     def reader(self, drop: Iterable[str] = ()) -> PlainReader:
-        """What makes plain data and tensors of :attr:`content`."""
+        """A reader that converts :attr:`content` to plain data and tensors, without the paths in ``drop``."""
         return PlainReader(
             {**self._rebuilding(), "torch._tensor._rebuild_from_type_v2": self._of_type}, drop, size=self._size
         )
@@ -98,30 +100,32 @@ class TorchFile:
             return default
         start, size = self._span(name)
         if size > MAX_PICKLE_BYTES:
-            raise CheckpointFormatError(f"{self.file} holds {name} of {size} bytes, which is too much to be plain data")
+            raise CheckpointFormatError(f"{self.file} holds {name} of {size} bytes, which is too large for plain data")
         return self.file.read(start, start + size)
 
     def _span(self, name: str) -> tuple[int, int]:
-        """The first byte and the size of an entry, which must lie in the file as it is."""
+        """The first byte and the size of an entry, which must be stored uncompressed."""
         info = self._entries.get(f"{self._root}/{name}")
         if info is None:
             raise CheckpointFormatError(f"{self.file} lacks {name!r}: it is damaged. Restore it from a backup.")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise CheckpointFormatError(f"{self.file} was compressed or encrypted: unpack it, and zip it without.")
+            raise CheckpointFormatError(f"{self.file} is compressed or encrypted: unpack it, and zip it with neither.")
         header = self._start + info.header_offset
         local = self.file.read(header, header + 30)
         start = header + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
         if start + info.file_size > self.file.size:
-            raise CheckpointFormatError(f"{self.file} is truncated: {name!r} goes on beyond its end")
+            raise CheckpointFormatError(f"{self.file} is truncated: {name!r} extends beyond its end")
         return start, info.file_size
 
     def _storage(self, pid: Any) -> Storage:
         if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Name)):
-            raise CheckpointFormatError(f"{self.file} refers to {str(pid)[:80]!r}, which is no storage of a tensor")
+            raise CheckpointFormatError(
+                f"{self.file} refers to {str(pid)[:80]!r}, which is not the storage of a tensor"
+            )
         _, kind, key, _, count = pid
         name = kind.name.rpartition(".")[2]
         if name != "UntypedStorage" and name not in _STORAGES:
-            raise CheckpointFormatError(f"{self.file} holds a storage of the kind {name!r}, which is not known")
+            raise CheckpointFormatError(f"{self.file} holds a storage of unknown type {name!r}")
         if not isinstance(key, str) or type(count) is not int or count < 0:
             raise CheckpointFormatError(f"{self.file} holds a storage {key!r} of {count!r} elements")
         dtype = _STORAGES.get(name)
@@ -146,7 +150,7 @@ class TorchFile:
             "torch.nn.parameter.Parameter",
             "torch.nn.parameter.Buffer",
         ):
-            raise CheckpointValueError(f"{kind.name}, which is no plain tensor; save the plain tensors in it instead")
+            raise CheckpointValueError(f"{kind.name}, not a plain tensor; save the plain tensors in it instead")
         return self._rebuilding()[make.name](inner, None)
 
     def _tensor(self, told: tuple[Any, ...], dtype: Any = None, marks: tuple[Any, ...] = ()) -> StridedTensor:
@@ -155,9 +159,7 @@ class TorchFile:
             raise CheckpointValueError("a tensor without a storage")
         dtype = dtype or storage.dtype
         if dtype not in SAFETENSORS_NAMES:
-            raise CheckpointValueError(
-                f"a tensor of {dtype_name(dtype)}, which safetensors has no room for; convert it"
-            )
+            raise CheckpointValueError(f"a tensor of {dtype_name(dtype)}, a dtype that safetensors lacks; convert it")
         if any(marks):
             raise CheckpointValueError(f"a tensor marked as {marks[0]}; save tensor.resolve_conj().resolve_neg()")
         numbers = (first, *shape, *stride)
@@ -179,18 +181,18 @@ class TorchFile:
         )
 
     def _count(self, start: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Refuse tensors that would be far larger, written out, than the file that says so."""
-        if (start, shape, stride, dtype) in self._counted:  # tied: it is saved once
+        """Refuse tensors whose elements would take far more bytes than the file stores."""
+        if (start, shape, stride, dtype) in self._counted:  # tied: saved once
             return
         self._counted.add((start, shape, stride, dtype))
         self._room -= math.prod(shape) * dtype.itemsize
         if self._room < 0:
             raise CheckpointFormatError(
-                f"a tensor of shape {shape} and strides {stride} in {self.file}, whose tensors would have more than "
-                f"{_TIMES_STORED} times the bytes that are stored of them; save tensor.contiguous()"
+                f"a tensor of shape {shape} and strides {stride} in {self.file}, whose tensors would take more than "
+                f"{_TIMES_STORED} times their stored bytes; save tensor.contiguous()"
             )
 
 
 def is_torch_file(file: SourceFile) -> bool:
-    """Whether a file begins as a zip archive does."""
+    """Whether a file begins like a zip archive."""
     return file.size >= 4 and file.read(0, 4) == b"PK\x03\x04"

@@ -225,7 +225,7 @@ class _Machine:
 
     def _call(self, called: Any, args: Any, kwargs: Any) -> None:
         if not isinstance(called, Name) or type(args) is not tuple or type(kwargs) is not dict:
-            raise TypeError("it calls what is no name")
+            raise TypeError("it calls something that is not a name")
         self.stack.append(Named(name=called.name, args=args, kwargs=kwargs))
 
     def _build(self, argument: Any) -> None:
@@ -246,7 +246,7 @@ class _Machine:
 
 def _named(module: Any, name: Any) -> Name:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise TypeError("a name that is no string")
+        raise TypeError("a name that is not a string")
     return Name(name=f"{_OLD_MODULES.get(module, module)}.{name}")
 
 

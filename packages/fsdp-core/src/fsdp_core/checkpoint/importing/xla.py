@@ -1,4 +1,4 @@
-"""The shards of torch_xla's FSDP: one file per rank, whose ``shard_metadata`` says what the flat ranges are."""
+"""Reads the shards of torch_xla's FSDP: one file per rank, whose ``shard_metadata`` describes the flat ranges."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def read_xla(
     drop: Iterable[str] = (),
     weights_only: bool = False,
 ) -> dict[str, Any]:
-    """Put the ranks' shards together.
+    """Combine the ranks' shards.
 
     Args:
         archives: The ranks' files, in any order.
-        order: What names the numbers of an optimizer's state.
+        order: Maps the numbers in an optimizer's state to names.
         drop: Paths to leave out.
-        weights_only: Whether to leave out all but the model.
+        weights_only: Whether to leave out everything except the model.
 
     Returns:
-        What was saved, under the same keys, with sources of whole tensors where shards were; of what is no shard,
-        rank 0's.
+        The saved state under the same keys, with sources of full tensors instead of shards. Everything that is not
+        sharded is rank 0's.
 
     Raises:
-        CheckpointFormatError: Ranks are missing or there twice, or the metadata is not that of the shards.
-        CheckpointMismatchError: It is not certain which parameters the optimizer's state is of.
+        CheckpointFormatError: A rank is missing or duplicated, or the metadata does not match the shards.
+        CheckpointMismatchError: It is ambiguous which parameters an optimizer's state belongs to.
     """
     ranks = _by_rank([_Rank.read(archive, drop) for archive in archives])
     first = ranks[0].content
@@ -65,8 +65,8 @@ def read_xla(
         elif is_optimizer(value):
             if len(models) > 1:
                 raise CheckpointMismatchError(
-                    f"{key!r} is of one of several models ({', '.join(models)}), and the files do not say of which. "
-                    "Import the weights alone by `--weights-only`."
+                    f"{key!r} belongs to one of several models ({', '.join(models)}), and the files do not say which. "
+                    "Import the weights alone with `--weights-only`."
                 )
             parts = [_part(rank, models[0]) for rank in ranks], [_part(rank, key) for rank in ranks]
             read[key] = layout.optimizer(key, *parts, order)
@@ -105,8 +105,8 @@ def _by_rank(ranks: Sequence[_Rank]) -> list[_Rank]:
             other = found.get(number, ranks[0])
             raise CheckpointFormatError(
                 f"{rank.file} (rank {number} of {rank.metadata['world_size']}) and {other.file} (rank "
-                f"{other.metadata['rank']} of {world}) are not of one checkpoint.\nMove the shards of each checkpoint "
-                "to a folder of their own."
+                f"{other.metadata['rank']} of {world}) don't belong to one checkpoint.\nMove the shards of each "
+                "checkpoint to a folder of their own."
             )
         found[number] = rank
     if len(found) < world:
@@ -124,7 +124,7 @@ def _is_sharded_model(value: Any) -> bool:
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """The wrapper that a shard belongs to, and the shard's name in it; ``None`` for what is no shard."""
+    """The wrapper that a shard belongs to, and the shard's name in it; ``None`` if the name is not a shard's."""
     parts = name.split(".")
     at = next((index for index, part in enumerate(parts) if part.startswith(_SHARD)), None)
     return None if at is None else (".".join(parts[:at]), ".".join(parts[at:]))
@@ -132,13 +132,13 @@ def _split(name: str) -> tuple[str, str] | None:
 
 def _part(rank: _Rank, key: str) -> Any:
     if key not in rank.content:
-        raise CheckpointFormatError(f"{rank.file} lacks {key!r}, which rank 0 has: it is of another checkpoint.")
+        raise CheckpointFormatError(f"{rank.file} lacks {key!r}, which rank 0 has: it belongs to another checkpoint.")
     return rank.content[key]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parameter:
-    """A parameter of the user's in a shard of torch_xla's: its name, its shape, and where it begins in the flat one."""
+    """A user's parameter in a shard of torch_xla: its name, its shape, and its offset in the flat parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -216,17 +216,17 @@ class _Layout:
             outer, at, found = full.rpartition(".")[0], 0, []
             for inner, shape, numel in zip(names, shapes, numels, strict=True):
                 if math.prod(shape) != numel:
-                    raise ValueError(f"{inner!r} has not {numel} elements")
+                    raise ValueError(f"{inner!r} does not have {numel} elements")
                 found.append(_Parameter(name=clean_name(f"{outer}.{inner}"), shape=tuple(shape), start=at))
                 at += numel
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointFormatError(
-                f"the {METADATA!r} of {self.file} does not say what {name!r} is ({type(error).__name__}: {error})"
+                f"the {METADATA!r} of {self.file} does not describe {name!r} ({type(error).__name__}: {error})"
             ) from error
         return found
 
     def _whole(self, name: str, shards: Sequence[TensorSource]) -> dict[str, Any]:
-        """What the shards of all ranks are of the user's parameters."""
+        """The user's parameters that the shards of all ranks form, by name."""
         shape, dtype = tuple(shards[0].shape), shards[0].dtype
         if any(tuple(shard.shape) != shape or shard.dtype != dtype for shard in shards):
             raise CheckpointFormatError(f"the ranks' shards of {name!r} have different shapes: {self.file.folder}")
@@ -237,9 +237,9 @@ class _Layout:
             }
         (parameter,) = parameters
         if len(shape) != len(parameter.shape) or shape[1:] != parameter.shape[1:]:
-            raise CheckpointFormatError(f"the shards of {name!r} have shape {shape}, and it has {parameter.shape}")
+            raise CheckpointFormatError(f"the shards of {name!r} have shape {shape}, the parameter {parameter.shape}")
         pieces = []
-        for rank, shard in enumerate(shards):  # cut by rows, and the last ranks' filled up
+        for rank, shard in enumerate(shards):  # sharded by rows, and padded on the last ranks
             begin = rank * shape[0]
             rows = min(shape[0], parameter.shape[0] - begin)
             if rows > 0:

@@ -1,1 +1,1 @@
-"""Storage of a checkpoint's files: reading, atomic publishing, recognition, removal."""
+"""Storage of a checkpoint's files: reading, atomic commit, recognition, removal."""

@@ -140,7 +140,7 @@ class Folder:
             file.flush()
             os.fsync(file.fileno())
 
-    def publish(self, name: str, data: bytes, *, temporary: str) -> None:
+    def commit(self, name: str, data: bytes, *, temporary: str) -> None:
         """Replace the content of the file ``name`` atomically: readers see either the old content or the new.
 
         Args:
@@ -378,7 +378,7 @@ def _uploading(fs: Any, path: str) -> Iterator[BinaryIO]:
         yield cast("BinaryIO", _Pieces(stream))
         stream.close()
     except BaseException:
-        # Closing would publish the partial content as a complete object.
+        # Closing would commit the partial content as a complete object.
         with suppress(Exception):
             stream.discard()
         with suppress(AttributeError):

@@ -95,7 +95,7 @@ def _explain_no_manifest(folder: Folder) -> str:
         return f"no checkpoint at {folder}: the folder is empty. Check the path."
     if all(map(is_ours, names)):
         return (
-            f"no complete checkpoint at {folder}: a save began and was interrupted before it was published "
+            f"no complete checkpoint at {folder}: a save began and was interrupted before it was committed "
             f"(there is {shown}, but no {MANIFEST}). Load an earlier checkpoint."
         )
     others = [name for name in names if not is_ours(name)]

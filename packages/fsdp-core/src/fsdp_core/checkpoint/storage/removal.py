@@ -50,7 +50,7 @@ def _remove(folder: Folder) -> None:
         return
     remover = new_writer(secrets.token_hex(6))
     with writing(remover):
-        with folder.locked():  # otherwise a save might publish in between
+        with folder.locked():  # otherwise a save might commit in between
             names = folder.files()
             if not holds_manifest(folder) and not (names and all(map(is_ours, names)) and MANIFEST not in names):
                 there = ", ".join(names[:5]) or "nothing"
@@ -59,7 +59,7 @@ def _remove(folder: Folder) -> None:
                     "check the path, or remove it by hand"
                 )
             writers = [writer for name in names if (writer := writer_of(name)) is not None]
-            living = {writer.save_id for writer in writers if writer.standing() == "lives"}  # these will be published
+            living = {writer.save_id for writer in writers if writer.standing() == "lives"}  # these will be committed
             remover = replace(remover, replaces=save_id_in(manifest_bytes(folder) or b"") or remover.replaces)
             if folder.local and not living and all(map(is_ours, names)) and _moved(folder, remover):
                 folder = replace(folder, root=os.path.join(os.path.dirname(folder.root), remover.partial))

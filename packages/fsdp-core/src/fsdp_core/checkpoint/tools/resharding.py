@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredChunk, StoredTensor
 from fsdp_core.checkpoint.merging import chunk_name, file_name
 from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_errors
+from fsdp_core.checkpoint.storage.commit import choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.publishing import choose_place
 from fsdp_core.checkpoint.storage.recognition import is_ours
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
@@ -91,7 +91,7 @@ def reshard(
             place.begin()
             manifest = _write(TensorBytes(source), place.folder, place.save_id, files, on_bytes)
             data = manifest.to_json().encode()
-            previous = place.publish(data, manifest.files)
+            previous = place.commit(data, manifest.files)
         except BaseException:
             with suppress(OSError):
                 if place.withdraw(data):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together
-from fsdp_core.checkpoint.planning import join_path
+from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
 from fsdp_core.lightning.checkpoints.full.file import gathered

@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if forking.tests_will_run and _HOMES[name] == "whole":
-        forking.prepare()  # the process that ranks are forked from imports beside this one what this one does now
+        forking.prepare()  # the process from which ranks are forked imports the suite meanwhile
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 

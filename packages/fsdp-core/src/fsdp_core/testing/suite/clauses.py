@@ -1,4 +1,4 @@
-"""The base of the suite's classes: clauses that a backend's package inherits for its strategy."""
+"""The base class of the suite, whose clauses a backend's tests inherit, and the marks of clauses."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = [
 
 
 def requires(*needs: Capability | str) -> pytest.MarkDecorator:
-    """Mark what a clause, or one of its parameter sets, requires: it runs only for strategies that declare all of it.
+    """Mark the requirements of a clause or of a parameter set: it runs only for strategies that declare all of them.
 
     Args:
-        *needs: Capabilities, or names of options that not every strategy has.
+        *needs: Capabilities, or names of options.
 
     Example:
         >>> from fsdp_core import Capability
@@ -46,31 +46,31 @@ def requires(*needs: Capability | str) -> pytest.MarkDecorator:
 
 
 def on_ranks(*kinds: RankKind) -> pytest.MarkDecorator:
-    """Mark a clause, or one of its parameter sets, as applying only to certain kinds of ranks.
+    """Mark a clause or a parameter set as applying only to certain kinds of ranks.
 
     Args:
-        *kinds: What the ranks may be.
+        *kinds: The kinds of ranks.
     """
     return pytest.mark.fsdp_ranks(*kinds)
 
 
 def each_ranks(ranks: Ranks, results: list[Any]) -> list[Any]:
-    """The results of Lightning's ranks; just one result if one controller drives all devices."""
+    """The results of Lightning's ranks; only the first if one controller drives all devices."""
     return results[:1] if ranks.kind == "one controller" else results
 
 
 def shares_of(ranks: Ranks, world_size: int) -> int:
-    """The number of shares that data are divided into, by world size; see :meth:`fsdp_core.testing.Here.shares`."""
+    """The number of shares into which data are divided; see :meth:`fsdp_core.testing.Here.shares`."""
     return 1 if ranks.kind == "one controller" else world_size
 
 
 def undeclared(capability: Capability) -> pytest.MarkDecorator:
-    """Mark a clause that runs only for strategies that do not declare a capability."""
+    """Mark a clause as applying only to strategies that do not declare a capability."""
     return pytest.mark.fsdp_undeclared(capability)
 
 
 def needs_of(options: Mapping[str, Any]) -> list[Capability | str]:
-    """The requirements of options: the capability that each requests, or else the option itself.
+    """The requirements of options: the capability that each option requests, or else its name.
 
     Example:
         >>> needs_of({"cpu_offload": True, "sync_each_batch": True})
@@ -80,19 +80,19 @@ def needs_of(options: Mapping[str, Any]) -> list[Capability | str]:
 
 
 def with_options(options: Mapping[str, Any], *values: Any, id: str | None = None) -> Any:
-    """One set of parameters, for strategies that have these options.
+    """A parameter set for strategies that have these options.
 
     Args:
-        options: What the strategy is given.
-        *values: The parameters; the options alone, if none are given.
-        id: How pytest shows them.
+        options: The strategy's options.
+        *values: The parameters. By default, the options.
+        id: The pytest id.
     """
     needs = needs_of(options)
     return pytest.param(*(values or (options,)), marks=[requires(*needs)] if needs else [], id=id)
 
 
 def precisions(*names: str) -> pytest.MarkDecorator:
-    """Run a clause with each of these precisions that a strategy has."""
+    """Run a clause with each of these precisions that the strategy declares."""
     return pytest.mark.parametrize("precision", [_precision(name) for name in names])
 
 
@@ -103,7 +103,7 @@ def _precision(name: str) -> Any:
     return pytest.param(name, marks=[requires(*needs)] if needs else [])
 
 
-#: Run a clause with each kind of checkpoint that a strategy has.
+#: Run a clause with each kind of checkpoint that the strategy declares.
 KINDS = pytest.mark.parametrize(
     "kind",
     [
@@ -114,19 +114,19 @@ KINDS = pytest.mark.parametrize(
 
 
 class Clauses:
-    """Tests that every sharded strategy must pass. A subclass names the strategy, and may add its own tests.
+    """Tests that every sharded strategy must pass. A subclass names the strategy, and may add tests.
 
     Attributes:
-        strategy: The name that users type.
-        expected_failures: The reason by clause, ``"test_name"`` or ``"test_name[parameters]"``. The clause must fail.
-        asks: By capability, the options that request it, if their names differ from core's.
-        rank_pool: What the clauses run on; see :class:`~fsdp_core.testing.Ranks`. Called without arguments, once
-            for all classes that choose the same.
-        preset_of: If ``strategy`` only fixes options of another strategy, that strategy's name; messages may use it.
+        strategy: The name of the strategy.
+        expected_failures: Reasons by clause, ``"test_name"`` or ``"test_name[parameters]"``. These clauses must fail.
+        asks: The options that request a capability, if their names differ from core's, by capability.
+        rank_pool: The class of the ranks; see :class:`~fsdp_core.testing.Ranks`. Called without arguments, once
+            for all classes that choose it.
+        preset_of: If ``strategy`` is a preset of another strategy, that strategy's name; messages may use it.
 
     Raises:
-        TypeError: A subclass redefines a clause, or something that clauses use, which would not run as written then; or
-            two of its bases define a clause of the same name.
+        TypeError: If a subclass redefines a clause or something that clauses use, so that these would not run as
+            written, or if two base classes define a clause of the same name.
 
     Example:
         >>> class Suite(Clauses):
@@ -146,13 +146,13 @@ class Clauses:
     rank_pool: ClassVar[type[Ranks]] = RankPool
     preset_of: ClassVar[str | None] = None
 
-    #: What each class of clauses has defined, and the marks of it: what runs must still be that.
+    #: The definitions of each class with their marks, to detect changes to them.
     _defined: ClassVar[dict[str, tuple[Any, tuple[Any, ...]]]] = {}
 
     @pytest.fixture(scope="class")
     @classmethod
     def ranks(cls, _rank_pools: Callable[[type[Ranks]], Ranks]) -> Ranks:
-        """The class's ranks, which live through the session."""
+        """The class's ranks, which live for the whole session."""
         return _rank_pools(cls.rank_pool)
 
     def __init_subclass__(cls) -> None:
@@ -169,7 +169,7 @@ class Clauses:
                         "Give it another name; a clause that is known to fail is named in expected_failures."
                     )
                 homes[name] = base
-        own = inspect.get_annotations(cls)  # its settings, for subclasses to change
+        own = inspect.get_annotations(cls)  # settings, which subclasses may change
         cls._defined = {
             name: (vars(cls)[name], _marks(vars(cls)[name]))
             for name, home in homes.items()
@@ -178,7 +178,7 @@ class Clauses:
 
     @classmethod
     def changed(cls) -> list[str]:
-        """The names of definitions that were changed: replaced, or marked afterwards."""
+        """The names of definitions that were replaced, or marked, after the class was created."""
         return [
             f"{base.__name__}.{name}"
             for base in cls.__mro__
@@ -188,24 +188,24 @@ class Clauses:
 
     @classmethod
     def clauses(cls) -> list[str]:
-        """The names of all clauses, without the tests that the class itself adds."""
+        """The names of all clauses, without the class's own tests."""
         return [name for base in cls.__mro__[1:] for name in vars(base).get("_defined", {}) if name.startswith("test")]
 
     @classmethod
     def own_name(cls, front_end: FrontEnd) -> str:
-        """The name of the strategy's class in messages: the strategy's own, or that of which it is a preset."""
+        """The strategy's name in messages: its own, or that of the strategy of which it is a preset."""
         own: str = cls.strategy_class(front_end)().strategy_name
         assert own in (cls.strategy, cls.preset_of)
         return own
 
     @classmethod
     def strategy_class(cls, front_end: FrontEnd) -> Any:
-        """The class behind the name."""
+        """The class of the strategy."""
         return cls.class_of(cls.strategy, front_end)
 
     @staticmethod
     def class_of(strategy: str, front_end: FrontEnd) -> Any:
-        """The class behind a name."""
+        """The class of a strategy, by name."""
         found = fsdp_core.resolve(strategy, front_end)
         return found.func if isinstance(found, partial) else found
 

@@ -122,7 +122,7 @@ def _choose(
         )
     if key is None and len(models) > 1:
         raise CheckpointMismatchError(
-            f"{files.folder} holds {len(models)} models ({_shown(models)}): say which one, by key= (--key)"
+            f"{files.folder} holds {len(models)} models ({_shown(models)}): choose one with key= (--key)"
         )
     model = models[0] if key is None else key
     for given, known, kind, option in (
@@ -148,10 +148,10 @@ def _choose(
         other for other in models if other != model for one in fitting if _trained(nest, one) <= nest[other].keys()
     ]
     if len(fitting) > 1 or others:
-        named = " and ".join(["", *map(repr, others)])
+        named = " and ".join(["", *map(repr, dict.fromkeys(others))])
         raise CheckpointMismatchError(
-            f"{files.folder} holds optimizers ({_shown(fitting)}) that may be those of {model!r}{named}: say which are "
-            f"{model!r}'s, in the order in which configure_optimizers() returns them, by optimizer_keys= "
+            f"{files.folder} holds optimizers ({_shown(fitting)}) that may belong to {model!r}{named}: pass those of "
+            f"{model!r}, in the order in which configure_optimizers() returns them, as optimizer_keys= "
             "(--optimizer-key, once for each)"
         )
     return model, tuple(fitting)
@@ -200,9 +200,11 @@ def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
             small.discard(name)  # only once, or a small file could request any amount of memory
             return ArrayToWrite(name=f"${name}", source=reader.small_source(name))
         where = files.folder.path(manifest.state_file)
-        raise CheckpointFormatError(f"{where} points to a tensor {name!r} that isn't there, or points to it twice")
+        raise CheckpointFormatError(f"{where} refers to a tensor {name!r} that does not exist, or refers to it twice")
 
     nest = decode(read_plain(files), on_tensor)
     if not isinstance(nest, Mapping):
-        raise CheckpointFormatError(f"{files.folder.path(manifest.state_file)} holds no state: {type(nest).__name__}")
+        raise CheckpointFormatError(
+            f"{files.folder.path(manifest.state_file)} does not hold a state, but {type(nest).__name__}"
+        )
     return dict(nest)

@@ -1,0 +1,319 @@
+"""Where a save is written, how it is committed atomically, and which files of other saves it may then remove.
+
+Several jobs may save to one path at once. No interleaving leaves a manifest whose files are gone, because a save
+removes only files that no manifest can name again: its own, unless its manifest is in place; those of the manifest that
+it has replaced; and those of saves whose writer is provably gone. If two jobs save at once, the one that commits
+later detects that the other has committed since it began, and raises an error.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.recognition import (
+    fingerprint,
+    holds_manifest,
+    is_interrupted,
+    is_ours,
+    manifest_bytes,
+    save_id_in,
+    save_id_of,
+)
+from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of
+from fsdp_core.errors import CheckpointExistsError
+
+__all__ = ["Place", "choose_place"]
+
+#: Object store folders that this process has already searched for leftovers, which takes a request per checkpoint.
+_looked_into: set[str] = set()
+_MOST_LOOKED_AT = 100
+
+_APART = "Give each job paths of its own, such as another dirpath= in ModelCheckpoint."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a save is written.
+
+    Attributes:
+        path: The requested path.
+        writer: The writer of the save.
+        aside: Whether to write beside the path and to move there at the end: if nothing is at the path, so that it
+            never holds a partial checkpoint, or if a file or a link is to be replaced.
+        before: The fingerprint of the manifest that was at the path.
+        expected: The identity of the file or link that was at the path.
+    """
+
+    path: str
+    writer: Writer
+    aside: bool
+    before: str | None
+    expected: tuple[int, int] | None
+
+    @property
+    def save_id(self) -> str:
+        """The id in the names of this save's files."""
+        return self.writer.save_id
+
+    @property
+    def final(self) -> Folder:
+        """The folder at the requested path."""
+        return open_folder(self.path)
+
+    @property
+    def folder(self) -> Folder:
+        """The folder to write to."""
+        final = self.final
+        if not self.aside:
+            return final
+        return replace(final, root=posixpath.join(os.path.dirname(final.root), self.writer.partial))
+
+    def begin(self) -> None:
+        """Record the writer, before the first file is written."""
+        if not self.aside:
+            self.folder.mark(self.writer.mark)
+
+    def commit(self, manifest: bytes, files: Collection[str]) -> bytes | None:
+        """Commit the manifest, unless another job has committed since the save began.
+
+        Args:
+            manifest: The manifest of this save, whose files are all written.
+            files: The names of these files.
+
+        Returns:
+            The manifest that it has replaced.
+
+        Raises:
+            CheckpointExistsError: Another job has saved there in the meantime, or is doing so; its checkpoint is in
+                place.
+        """
+        folder, final = self.folder, self.final
+        temporary = f".manifest-{self.save_id}.tmp"
+        if self.aside:
+            folder.commit(MANIFEST, manifest, temporary=temporary)
+            with final.locked():
+                try:
+                    folder.move_to(final, aside=f"{final.root}.{self.save_id}.replaced", expected=self.expected)
+                except FileExistsError as error:
+                    raise _told(final) from error
+            return None
+        with final.locked():
+            previous = manifest_bytes(final)
+            if previous is not None and fingerprint(previous) != self.before:
+                raise _told(final)
+            there = set(final.files())
+            if any(name not in there and final.size(name) is None for name in files):
+                raise CheckpointExistsError(
+                    f"another job has removed {final} and files of this save while this one saved there.\n{_APART}"
+                )
+            folder.commit(MANIFEST, manifest, temporary=temporary)
+            # Without a lock, another job may have committed in between.
+            if manifest_bytes(final) != manifest:
+                names = final.files()
+                for name in _files_of(previous, names, _marked(names)):  # which the other job doesn't know
+                    final.remove(name)
+                raise _told(final)
+            return previous
+
+    def withdraw(self, manifest: bytes | None) -> bool:
+        """Return whether a failed save may remove its files, because no manifest names them or ever will.
+
+        Args:
+            manifest: The manifest that it has committed or failed to commit; ``None`` if it did not get that far.
+        """
+        if manifest is None:
+            return True
+        try:
+            return manifest_bytes(self.final) != manifest
+        except Exception:  # it can't be read, so it may be committed
+            return False
+
+    def remove_files(self, *, of_rank: int | None = None) -> None:
+        """Remove the files of this save, or those of one rank."""
+        for name in self.folder.files():
+            if save_id_of(name) == self.save_id and (of_rank is None or f"-rank-{of_rank:05d}." in name):
+                self.folder.remove(name)
+
+    def leave(self) -> None:
+        """Remove the writer's mark, after all other files, and empty folders."""
+        if self.aside:
+            self.folder.remove(MANIFEST)
+        else:
+            self.folder.remove(self.writer.mark)
+        self.folder.remove_empty()
+
+    def tidy(self, manifest: bytes, previous: bytes | None) -> None:
+        """Remove the leftovers of earlier saves: files of the manifest that was replaced, and of dead writers.
+
+        Args:
+            manifest: The manifest that was committed.
+            previous: The manifest that it has replaced.
+        """
+        final = self.final
+        try:
+            names = final.files()
+            writers = {name: writer for name in names if (writer := writer_of(name)) is not None}
+            standings = {name: writer.standing() for name, writer in writers.items()}
+            gone = {name: writer for name, writer in writers.items() if standings[name] == "gone"}
+            dead = {save_id for writer in gone.values() for save_id in (writer.save_id, writer.replaces)}
+            go = _files_of(previous, names, _marked(names))
+            # Read after the listing: a writer that died after committing has replaced this manifest by now.
+            stands = manifest_bytes(final) == manifest
+            if stands:
+                go |= {name for name in names if save_id_of(name) in dead - {self.save_id}}
+            for name in names:
+                if name in go:
+                    final.remove(name)
+            for name, writer in writers.items():
+                if writer.save_id == self.save_id or (stands and name in gone):
+                    final.remove(name)
+            final.remove_empty()
+            if stands:
+                living = [writer for name, writer in writers.items() if standings[name] == "lives"]
+                known = {self.save_id} | {save_id for writer in living for save_id in (writer.save_id, writer.replaces)}
+                _tell_of_others(final, set(names) - go, known, writers.values())
+            _clean_beside(final)
+        except OSError as error:
+            warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
+
+
+def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
+    """Decide where to write, before anything is written.
+
+    Args:
+        path: A local path or an fsspec URL.
+        save_id: The save's id.
+        overwrite: Whether a checkpoint, a file or a link there may be replaced.
+
+    Raises:
+        CheckpointExistsError: The path holds something that must not be replaced.
+    """
+    final = open_folder(path)
+    kind = final.kind()
+    if kind != "missing" and not overwrite:
+        raise CheckpointExistsError(
+            f"{final} already exists, and overwrite=False: save to another path or pass overwrite=True"
+        )
+    if kind == "file" and not final.local:
+        raise CheckpointExistsError(
+            f"{final} is a file, and a checkpoint is a folder: remove it, or save to another path"
+        )
+    if kind == "folder" and not holds_manifest(final):
+        foreign = [name for name in final.files() if not is_ours(name)]
+        # checked again, because another job may have committed since
+        if foreign or (final.size(MANIFEST) is not None and not holds_manifest(final)):
+            more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
+            shown = ", ".join((foreign or [MANIFEST])[:5]) + more
+            raise CheckpointExistsError(
+                f"{final} is a folder with something else in it ({shown}), which a save does not replace: "
+                "save to another path, or move it away"
+            )
+    there = manifest_bytes(final) if kind == "folder" else None
+    return Place(
+        path=os.fspath(path),
+        writer=new_writer(save_id, None if there is None else save_id_in(there)),
+        aside=final.local and kind != "folder",
+        before=fingerprint(there),
+        expected=final.identity() if kind in ("file", "link") else None,
+    )
+
+
+def _told(final: Folder) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"another job has saved to {final} while this one did: the other job's checkpoint is in place, and nothing of "
+        f"this save is left.\n{_APART}"
+    )
+
+
+def _marked(names: Collection[str]) -> set[str]:
+    """Return the ids of the saves whose writers have a mark in the folder."""
+    return {writer.save_id for name in names if (writer := writer_of(name)) is not None}
+
+
+def _files_of(manifest: bytes | None, names: Collection[str], marked: Collection[str]) -> set[str]:
+    """Return the files of a replaced manifest, limited to names that a save gives.
+
+    Args:
+        manifest: The manifest.
+        names: The files in the folder.
+        marked: The ids of the saves whose writers have a mark.
+    """
+    if manifest is None:
+        return set()
+    try:
+        named = set(Manifest.from_json(manifest).files)
+    except ValueError:  # it is damaged, or of another version: files that no writer has marked were its own
+        named = {name for name in names if (save_id := save_id_of(name)) is not None and save_id not in marked}
+    return {name for name in named if save_id_of(name) is not None}
+
+
+def _tell_of_others(final: Folder, names: Collection[str], known: Collection[str], writers: Collection[Writer]) -> None:
+    """Warn of files that may be leftovers of other saves.
+
+    Args:
+        final: The folder.
+        names: The remaining files in it.
+        known: This save, other running saves and the ones those have replaced: their jobs remove the files.
+        writers: The writers with a mark in the folder.
+    """
+    by_id = {writer.save_id: writer for writer in writers}
+    of_others = {save_id: name for name in names if (save_id := save_id_of(name)) is not None and save_id not in known}
+    for save_id, name in sorted(of_others.items()):
+        if final.size(name) is None:  # its own job has removed it in the meantime
+            continue
+        writer = by_id.get(save_id)
+        whose = "its writer is not recorded" if writer is None else f"by {writer}, of which nothing is known here"
+        warnings.warn(
+            f"{final} is saved, but it also holds files of another save ({save_id}, {whose}), which are kept.\nIf no "
+            f"other job saves there now, remove those with {save_id} in their names. {_APART}",
+            stacklevel=5,
+        )
+
+
+def _clean_beside(final: Folder) -> None:
+    """Remove the partial folders that saves of dead writers have left in the checkpoint's parent directory."""
+    parent = final.beside
+    if parent is None:
+        return
+    if final.local:
+        for name in os.listdir(parent.root):
+            writer = writer_of(name)
+            if writer is not None and name == writer.partial and writer.standing() == "gone":
+                left = replace(parent, root=os.path.join(parent.root, name))
+                if left.kind() == "folder":
+                    _remove_ours(left)
+        return
+    if str(parent) not in _looked_into:
+        _looked_into.add(str(parent))
+        entries = [entry for entry in parent.fs.ls(parent.root, detail=True) if entry["type"] == "directory"]
+        roots = {str(entry["name"]).rstrip("/") for entry in entries} - {final.root}
+        alike = sorted(root for root in roots if posixpath.splitext(root)[1] == posixpath.splitext(final.root)[1])
+        for root in alike[:_MOST_LOOKED_AT]:
+            folder = replace(parent, root=root)
+            if folder.size(MANIFEST) is None and is_interrupted(folder) and _is_left(folder):
+                _remove_ours(folder)
+
+
+def _is_left(folder: Folder) -> bool:
+    """Return whether all files in a folder are of saves whose writers are provably gone."""
+    names = folder.files()
+    writers = [writer for name in names if (writer := writer_of(name)) is not None]
+    told = {writer.save_id for writer in writers} | {writer.replaces for writer in writers}
+    return (
+        bool(writers)
+        and all(writer.standing() == "gone" for writer in writers)
+        and all(writer_of(name) is not None or save_id_of(name) in told for name in names)
+    )
+
+
+def _remove_ours(folder: Folder) -> None:
+    names = [name for name in folder.files() if is_ours(name)]
+    for name in sorted(names, key=lambda name: writer_of(name) is not None):  # the writer's mark is removed last
+        folder.remove(name)
+    folder.remove_empty()

@@ -1,0 +1,339 @@
+"""Checkpoints under Fabric: several models, filters, and the Trainer's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.checkpoint import SavedTensor
+from fsdp_core.errors import CheckpointValueError, ShardingError
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, requires
+from fsdp_core.testing.suite.numerics.parity import assert_same
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
+
+__all__ = ["FabricCheckpointsSuite"]
+
+
+class Tally:
+    """A stateful object."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the count."""
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore it."""
+        self.n = state["n"]
+
+
+def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, Any]:
+    """Train two models and save, or restore them."""
+    fabric = new_fabric(strategy, 2, {"state_dict_type": save_kind} if save_kind else {})
+    with oracle.seeded(7 if save_kind is None else 1):
+        one, two = oracle.Net(), oracle.Net(blocks=2)
+    model, optimizer = fabric.setup(one, oracle.adamw_groups(one))
+    other, other_optimizer = fabric.setup(two, oracle.momentum(two))
+    tally = Tally()
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "other": other,
+        "opt2": other_optimizer,
+        "tally": tally,
+        "step": 0,
+    }
+    rest: dict[str, Any] = {}
+    if save_kind:
+        for x, y in whole_batches(fabric, 2):
+            fabric.backward(mse_loss(model(x), y) + mse_loss(other(x), y))
+            optimizer.step()
+            other_optimizer.step()
+            tally.n += 1
+        state["step"], state["note"] = 2, {"lr": (0.1, None)}
+        fabric.save(path, state)
+    else:
+        rest = fabric.load(path, state)
+    used: Any = fabric.strategy
+    wholes = [
+        (full_state(used, sharded), full_optimizer_state(used, opt, sharded))
+        for sharded, opt in zip(used.roots, (optimizer, other_optimizer), strict=True)
+    ]
+    return {
+        "model": {f"{i}.{k}": v for i, (weights, _) in enumerate(wholes) for k, v in weights.items()},
+        "optimizer": {f"{i}.{k}": v for i, (_, values) in enumerate(wholes) for k, v in values.items()},
+        "plain": (tally.n, state["step"]),
+        "rest": rest,
+    }
+
+
+def _filtered(strategy: str, tmp: str) -> tuple[list[str], list[str]]:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    names = [n for n in net.state_dict() if "norm" in n]
+    model = fabric.setup(net)
+    fabric.save(f"{tmp}/some", {"model": model}, filter={"model": lambda name, _: "norm" in name})
+    everything = fabric.load(f"{tmp}/some")
+    fabric.load(f"{tmp}/some", {"model": model}, strict=False)
+    return sorted(everything["model"]), sorted(names)
+
+
+def _trainer_to_fabric(strategy: str, tmp: str) -> None:
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(Lit("sgd"), loader(1, 2))
+    run.save_checkpoint(f"{tmp}/trained")
+    want = full_state(run.strategy)
+    fabric = new_fabric(strategy)
+    other = Lit("sgd")
+    torch.nn.init.zeros_(other.net.frozen.weight)
+    torch.nn.init.zeros_(other.net.scale)
+    model = fabric.setup(other)
+    fabric.load(f"{tmp}/trained", {"model": model})
+    got = full_state(fabric.strategy)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+def _partly(strategy: str, tmp: str) -> None:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    x, y = whole_batches(fabric, 1)[0]
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+    fabric.save(f"{tmp}/all", {"model": model, "optimizer": optimizer})
+    used: Any = fabric.strategy
+    want = full_optimizer_state(used, optimizer)
+    rest = fabric.load(f"{tmp}/all", {"model": model})
+    assert list(rest) == ["optimizer"]
+    for name, entries in want.items():
+        for key, tensor in entries.items():
+            left = rest["optimizer"]["state"][name][key]
+            assert isinstance(left, SavedTensor)
+            assert torch.equal(left.full(), tensor)
+
+
+def _blocks_first_or_last(strategy: str, path: str, load: bool) -> dict[str, dict[str, Any]]:
+    """The state of an optimizer over the blocks: save it, or load it into one over them in reverse order."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    blocks = [*reversed(net.blocks)] if load else [*net.blocks]
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
+    model, optimizer = fabric.setup(net, torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    if load:
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+    else:
+        x, y = whole_batches(fabric, 1)[0]
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+    return full_optimizer_state(fabric.strategy, optimizer)
+
+
+def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bool]]:
+    """Save state dicts instead of objects: the errors, and whether each loaded tensor equals the whole one."""
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    x, y = whole_batches(fabric, 1)[0]
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+    used: Any = fabric.strategy
+    weights, moments = full_state(used), full_optimizer_state(used, optimizer)
+    by_name: Any = optimizer.state_dict()  # Lightning gets it from the strategy
+    fabric.save(f"{tmp}/by name", {"optimizer": by_name})
+    saved = _whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
+    kept = [torch.equal(saved[name][key], whole) for name, held in moments.items() for key, whole in held.items()]
+    refused = []
+    shards: dict[str, Callable[[], dict[str, Any]]] = {
+        "weights": model.state_dict,  # may raise itself
+        "moments": lambda: {"nested": [optimizer.optimizer.state_dict()]},
+    }
+    for name, state in shards.items():
+        save = partial(lambda path, state: fabric.save(path, state()), f"{tmp}/{name}", state)
+        message = refusal((CheckpointValueError, ShardingError), save)
+        if message.endswith("nothing was raised"):  # its tensors describe their shards
+            found = _whole(fabric.load(f"{tmp}/{name}"))
+            if name == "weights":
+                kept += [torch.equal(found[key], whole) for key, whole in weights.items()]
+        else:
+            refused.append(message)
+    return refused, kept
+
+
+def _whole(state: Any) -> Any:
+    return apply_to_collection(state, SavedTensor, SavedTensor.full)
+
+
+def _goes_back(strategy: str, kind: str, path: str) -> list[dict[str, Any]]:
+    """Save after two steps, take two more, load into the same objects, and take two more: both outcomes."""
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    batches = whole_batches(fabric, 4)
+
+    def steps(some: Any) -> list[float]:
+        losses = []
+        for x, y in some:
+            loss = mse_loss(model(x), y)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def outcome() -> dict[str, Any]:
+        losses = steps(batches[2:])
+        used: Any = fabric.strategy
+        return {"losses": losses, "model": full_state(used), "optimizer": full_optimizer_state(used, optimizer)}
+
+    steps(batches[:2])
+    fabric.save(path, state)
+    first = outcome()
+    fabric.load(path, state)
+    return [first, outcome()]
+
+
+def _four_steps(
+    net: Any, model: Any, optimizer: Any, backward: Callable[[Tensor], None], batches: Any, done: int = 0
+) -> None:
+    """Take the remaining ones of four steps. In the second step, the first block is frozen."""
+    for i in range(done, done + len(batches)):
+        x, y = batches[i - done]
+        net.blocks[0].requires_grad_(i != 1)
+        backward(mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _net(seed: int, frozen: float) -> Any:
+    with oracle.seeded(seed):
+        net = oracle.Net()
+    nn.init.constant_(net.frozen.weight, frozen)
+    return net
+
+
+def _adamw(net: Any, lr: float, weight_decay: float, beta: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=lr, eps=1e-3, weight_decay=weight_decay, betas=(beta, 0.99))
+
+
+#: The settings of a run, and those of another run before it loads the first one's checkpoint.
+_FIRST, _OTHER = (0.01, 0.3, 0.8), (0.5, 0.0, 0.0)
+
+
+def _goes_on_elsewhere(strategy: str, path: str) -> dict[str, Any]:
+    """Take two steps and save; load over other weights and settings, and take two more: the weights."""
+    fabric = new_fabric(strategy)
+    net = _net(1, 0.5)
+    model, optimizer = fabric.setup(net, _adamw(net, *_FIRST))
+    _four_steps(net, model, optimizer, fabric.backward, whole_batches(fabric, 2))
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    fabric = new_fabric(strategy)
+    net = _net(7, 7.0)
+    net.blocks[0].requires_grad_(False)  # as in the last step before the save
+    model, optimizer = fabric.setup(net, _adamw(net, *_OTHER))
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    _four_steps(net, model, optimizer, fabric.backward, whole_batches(fabric, 4)[2:], 2)
+    return full_state(fabric.strategy)
+
+
+def _weights_alone(strategy: str, path: str) -> dict[str, Any]:
+    """Load only weights into a model that is set up with its optimizer, and take two steps."""
+    fabric = new_fabric(strategy)
+    fabric.save(path, {"model": fabric.setup(oracle.new_net())})
+    fabric = new_fabric(strategy)
+    net = _net(7, 7.0)
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    batches = whole_batches(fabric, 2)
+    with torch.no_grad():
+        model(batches[0][0])  # unshards weights that the load must replace
+    fabric.load(path, {"model": model})
+    for x, y in batches:
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state(fabric.strategy)
+
+
+class FabricCheckpointsSuite(Clauses):
+    """Fabric's checkpoints are restored bit for bit, with everything that users save along with a model."""
+
+    @KINDS
+    def test_fabric_save_and_load(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """``fabric.load`` must restore models, optimizers and other state bit for bit, and return the rest."""
+        path = str(tmp_path / "checkpoint")
+        saved = ranks.run(2, _round_trip, self.strategy, kind, path)[0]
+        for got in ranks.run(2, _round_trip, self.strategy, None, path):
+            assert_bit_equal(got, saved)
+            assert got["plain"] == (2, 2)
+            assert got["rest"] == {"note": {"lr": (0.1, None)}}
+
+    @KINDS
+    def test_fabric_goes_back(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """Loading a checkpoint into the objects that were saved must undo later steps; training repeats bit for bit."""
+        for first, again in ranks.run(2, _goes_back, self.strategy, kind, str(tmp_path / "checkpoint")):
+            assert again["losses"] == first["losses"]
+            assert_bit_equal(again, first)
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_a_checkpoint_wins_over_what_it_is_loaded_into(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Loading must replace frozen weights, param group options, step counts, and moments of frozen parameters."""
+        net = _net(1, 0.5)
+        _four_steps(net, net, _adamw(net, *_FIRST), Tensor.backward, oracle.global_batches(4))
+        got = ranks.run(2, _goes_on_elsewhere, self.strategy, str(tmp_path / "checkpoint"))
+        assert_same([([], state) for state in got], ([], net.state_dict()))
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_loaded_weights_are_trained_by_an_optimizer_that_is_older(self, ranks: Ranks, tmp_path: Path) -> None:
+        """An optimizer set up before ``fabric.load`` must train the loaded weights."""
+        _, want = oracle.train_plain(2, oracle.momentum)
+        got = ranks.run(2, _weights_alone, self.strategy, str(tmp_path / "checkpoint"))
+        assert_same([([], state) for state in got], ([], want))
+
+    @KINDS
+    def test_state_dicts_are_saved_whole_or_refused(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """State dicts saved instead of objects must be restored whole, or be refused."""
+        for refused, kept in ranks.run(2, _state_dicts, self.strategy, str(tmp_path), kind):
+            assert all(kept)
+            for message in refused:
+                assert_says(message, 'fabric.save(path, {"model": model')
+                assert "a rank's own shard of" in message or "state_dict() of Net can't be read" in message
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_fabric_filter(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``fabric.save(filter=...)`` must save the matching weights only."""
+        for saved, expected in ranks.run(2, _filtered, self.strategy, str(tmp_path)):
+            assert saved == expected
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_fabric_leaves_an_optimizer_that_nobody_asked_for_in_its_files(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``fabric.load`` without the optimizer must return its state as ``SavedTensor``, without reading it."""
+        ranks.run(2, _partly, self.strategy, str(tmp_path))
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_fabric_knows_an_optimizers_state_by_name(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Optimizer state must be matched by parameter name, whatever the order of the optimizer's parameters."""
+        path = str(tmp_path / "checkpoint")
+        saved = ranks.run(2, _blocks_first_or_last, self.strategy, path, False)[0]
+        for got in ranks.run(2, _blocks_first_or_last, self.strategy, path, True):
+            assert_bit_equal({"model": {}, "optimizer": got}, {"model": {}, "optimizer": saved})
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_fabric_reads_the_trainers_folder(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``fabric.load`` must restore the weights of the Trainer's sharded checkpoint bit for bit."""
+        ranks.run(2, _trainer_to_fabric, self.strategy, str(tmp_path))

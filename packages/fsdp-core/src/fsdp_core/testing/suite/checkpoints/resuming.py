@@ -1,0 +1,407 @@
+"""Exact resume: a resumed run repeats the uninterrupted one, bit for bit on the same number of ranks."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import fsdp_core
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
+from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
+from fsdp_core.testing.suite.clauses import KINDS, Clauses, each_ranks, needs_of, on_ranks, requires, with_options
+from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+
+__all__ = ["MOMENTS", "ExactResumeSuite", "assert_goes_on_between_micro_batches"]
+
+#: Batches per epoch; with two micro-batches per step, the last step has one.
+STEPS, EPOCHS = 5, 3
+
+#: When a checkpoint is saved: the hook, the batch index in the second epoch, and the Trainer's arguments.
+MOMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "between two steps": ("on_train_batch_end", 1, {}),
+    "between the micro-batches of a step": ("on_train_batch_end", 2, {}),
+    "before a validation within the epoch": ("on_train_batch_end", 1, {"val_check_interval": 2}),
+    "amid a validation": ("on_validation_batch_end", 1, {"val_check_interval": 2}),
+    "after a validation within the epoch": ("on_validation_end", 1, {"val_check_interval": 2}),
+    "after a validation between micro-batches": ("on_validation_end", 2, {"val_check_interval": 3}),
+    "after the last batch": ("on_train_batch_end", 4, {}),
+    "after the last batch, without validation": ("on_train_batch_end", 4, {"limit_val_batches": 0}),
+    "after the last validation": ("on_validation_end", 4, {}),
+    "after the epoch": ("on_train_epoch_end", 4, {}),
+    "after the epoch, without validation": ("on_train_epoch_end", 4, {"limit_val_batches": 0}),
+    "after the fit": ("on_fit_end", 4, {}),
+}
+
+#: Moments after which the next epoch begins and its order is drawn.
+BETWEEN_EPOCHS = ["after the last batch", "after the last validation", "after the epoch, without validation"]
+
+#: Options on which a backend's handling of accumulated gradients may depend.
+ACCUMULATIONS: list[dict[str, Any]] = [
+    {},
+    {"options": {"sync_each_batch": True}},
+    {"options": {"state_dict_type": "full"}},
+    {"options": {"async_save": True}},
+    {"options": {"activation_checkpointing_policy": {oracle.Block}}},
+    {"precision": "bf16-mixed"},
+]
+
+
+class Noisy(Dataset[Any]):
+    """The suite's data, with noise from all random generators of the process and from the loader's worker seed."""
+
+    def __init__(self, noise: bool) -> None:
+        self.data = oracle.dataset(BATCH * STEPS)
+        self.noise = noise
+        self.seed = 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.data[index]
+        if self.noise:
+            x = x + 0.1 * torch.randn(FEATURES) + 0.1 * random.gauss(0, 1) + 0.1 * numpy.random.randn()
+            x = x + 0.1 * torch.randn(FEATURES, generator=torch.Generator().manual_seed(self.seed))
+        return x, y
+
+
+class SeedingLoader(DataLoader[Any]):
+    """Sets its dataset's seed to the one that workers would get."""
+
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        seed: Any = self.dataset
+        seed.seed = iterator._base_seed
+        return iterator
+
+
+class Scheduled(Lit):
+    """Has dropout, param groups, a scheduler, and hooks that draw random numbers at the start and in validation.
+
+    The numbers at the start are drawn again when a run is resumed.
+    """
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__("adamw_groups", dropout=dropout, blocks=2)
+        self.drawn: list[float] = []
+
+    def on_train_start(self) -> None:
+        torch.rand(3)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        torch.rand(1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if here().own_generators:
+            self.drawn.append(random.random())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = oracle.adamw_groups(self)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class ByHand(Scheduled):
+    """Accumulates two batches by hand, under manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Saving(pl.Callback):
+    """Saves once, in a hook of the second epoch, and records the number of losses so far."""
+
+    def __init__(self, path: str, hook: str, batch: int) -> None:
+        self.path, self.hook, self.batch = path, hook, batch
+        self.at: int | None = None
+
+    def _save(self, hook: str, trainer: pl.Trainer) -> None:
+        second = trainer.current_epoch == 1 and trainer.fit_loop.batch_idx == self.batch
+        if hook == self.hook and second and self.at is None:
+            module: Any = trainer.lightning_module
+            self.at = len(module.losses)
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save("on_train_batch_end", trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save("on_validation_batch_end", trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save("on_validation_end", trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save("on_train_epoch_end", trainer)
+
+
+def _batches(world_size: int, seeded: bool) -> DataLoader[Any]:
+    """A loader shuffled by Lightning's sampler, or by a seed that the loader draws itself."""
+    kind = SeedingLoader if seeded else DataLoader
+    size = BATCH // here().shares(world_size) if not seeded else BATCH
+    return kind(Noisy(noise=here().own_generators), batch_size=size, shuffle=True)
+
+
+def _fit(
+    module: Scheduled,
+    strategy: str,
+    tmp: str,
+    world_size: int,
+    seed: int,
+    data: DataLoader[Any],
+    resume: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **trainer: Any,
+) -> tuple[dict[str, Any], pl.Trainer]:
+    rank = here().rank  # every rank draws its own numbers
+    with oracle.seeded(seed + rank):  # locked, as a rank that is a thread shares the generators
+        random.seed(seed + rank)
+        numpy.random.seed(seed + rank)
+    accumulating = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3} if module.automatic_optimization else {}
+    run = new_trainer(tmp, strategy, world_size, options, **{"max_epochs": EPOCHS, **accumulating, **trainer})
+    run.fit(module, data, loader(1, world_size), ckpt_path=resume)
+    outcome = {
+        "losses": [loss.item() for loss in module.losses],
+        "drawn": module.drawn,
+        "model": full_state(run.strategy),
+        "optimizer": full_optimizer_state(run.strategy, run.optimizers[0]),
+    }
+    return outcome, run
+
+
+def _continued(
+    strategy: str,
+    tmp: str,
+    moment: str,
+    how: Mapping[str, Any],
+    seeded: bool = False,
+    by_hand: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The outcomes of a run that saves and continues, and of one that resumes from there, both after the save."""
+    hook, batch, arguments = MOMENTS[moment]
+    path, module = f"{tmp}/checkpoint", ByHand if by_hand else Scheduled
+    given = {**arguments, **how, **({"use_distributed_sampler": False} if seeded else {})}
+    saving = Saving(path, hook, batch)
+    whole, _ = _fit(module(), strategy, tmp, 2, 10, _batches(2, seeded), callbacks=[saving], **given)
+    if hook == "on_fit_end":
+        _, first = _fit(module(), strategy, tmp, 2, 10, _batches(2, seeded), **{**given, "max_epochs": 2})
+        first.save_checkpoint(path)
+        saving.at = 2 * STEPS
+    resumed, _ = _fit(module(), strategy, tmp, 2, 90, _batches(2, seeded), resume=path, **given)
+    assert saving.at is not None
+    return {**whole, "losses": whole["losses"][saving.at :], "drawn": whole["drawn"][saving.at :]}, resumed
+
+
+def _saved_or_not(strategy: str, tmp: str) -> list[dict[str, Any]]:
+    outcomes = []
+    for moment in (None, "between the micro-batches of a step", "after a validation within the epoch"):
+        hook, batch, arguments = MOMENTS[moment or "after a validation within the epoch"]
+        callbacks = [] if moment is None else [Saving(f"{tmp}/checkpoint", hook, batch)]
+        data = _batches(2, seeded=False)
+        outcomes.append(_fit(Scheduled(), strategy, tmp, 2, 10, data, callbacks=callbacks, **arguments)[0])
+    return outcomes
+
+
+def _plain_data(world_size: int) -> DataLoader[Any]:
+    """The same global batches on any number of ranks, without noise."""
+    data: Any = Noisy(noise=False)
+    shares = here().shares(world_size)
+    sampler: Any = DistributedSampler(data, shares, here().rank, seed=3)
+    return DataLoader(data, batch_size=BATCH // shares, sampler=sampler)
+
+
+def _elsewhere(
+    strategy: str, tmp: str, world_size: int, path: str, moment: str, resume: bool, options: Mapping[str, Any]
+) -> list[float]:
+    """The mean losses of a run without randomness, after its save or after its resume."""
+    hook, batch, arguments = MOMENTS[moment]
+    saving = Saving(path, hook, batch)
+    data = _plain_data(world_size)
+    module = Scheduled(dropout=0.0)
+    trainer = {**arguments, "callbacks": [] if resume else [saving], "options": options}
+    _fit(module, strategy, tmp, world_size, 10, data, resume=path if resume else None, **trainer)
+    return means(module.losses)[saving.at or 0 :]
+
+
+def _fabric(strategy: str, tmp: str, kind: str) -> list[dict[str, Any]]:
+    """The outcomes of a loop that saves between two micro-batches and continues, and of one that resumes from there."""
+    return [_fabric_run(strategy, tmp, kind, load) for load in (False, True)]
+
+
+def _fabric_run(strategy: str, tmp: str, kind: str, load: bool) -> dict[str, Any]:
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    net = oracle.new_net(dropout=0.2)
+    with oracle.seeded(100 * load + fabric.global_rank):  # devices have their own generators
+        pass
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "random": fsdp_core.RandomState(),
+        "gradients": fsdp_core.AccumulatedGradients(model),
+        "batch": 0,
+    }
+    if load:
+        assert fabric.load(f"{tmp}/fabric", state) == {}
+    losses = []
+    while state["batch"] < 8:
+        x, y = own_share(fabric, oracle.global_batches(8)[state["batch"]])
+        stepping = state["batch"] % 2 == 1
+        with fabric.no_backward_sync(model, enabled=not stepping):
+            loss = mse_loss(model(x), y)
+            fabric.backward(loss / 2)
+        losses.append(loss.item())
+        if stepping:
+            fabric.clip_gradients(model, optimizer, max_norm=0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        state["batch"] += 1
+        if not load and state["batch"] == 3:
+            fabric.save(f"{tmp}/fabric", state)
+            losses = []
+    strategy_used: Any = fabric.strategy
+    return {
+        "losses": losses,
+        "model": full_state(strategy_used),
+        "optimizer": full_optimizer_state(strategy_used, optimizer),
+    }
+
+
+def _warnings(strategy: str, tmp: str) -> list[str]:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    x, y = whole_batches(fabric, 1)[0]
+    with fabric.no_backward_sync(model):
+        fabric.backward(mse_loss(model(x), y))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fabric.save(f"{tmp}/fabric", {"model": model, "optimizer": optimizer})
+        fabric.save(f"{tmp}/fabric", {"model": model, "gradients": fsdp_core.AccumulatedGradients(model)})
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        fabric.save(f"{tmp}/fabric", {"model": model, "optimizer": optimizer})
+    return [str(one.message) for one in told if "AccumulatedGradients(model)" in str(one.message)]
+
+
+def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """Assert that two runs have the same losses, random numbers, weights and optimizer state."""
+    assert got["losses"] == want["losses"]
+    assert got.get("drawn") == want.get("drawn")
+    assert_bit_equal(got, want)
+
+
+def assert_goes_on_between_micro_batches(ranks: Ranks, tmp_path: Path, strategy: str, how: Mapping[str, Any]) -> None:
+    """Assert that accumulated gradients are restored bit for bit. Backends may pass their own options."""
+    moment = "between the micro-batches of a step"
+    for whole, resumed in ranks.run(2, _continued, strategy, str(tmp_path), moment, how):
+        assert_same(resumed, whole)
+
+
+def _accumulating(how: Mapping[str, Any]) -> Any:
+    needs = needs_of(how.get("options", {})) + [Capability.MIXED_PRECISION] * ("precision" in how)
+    full = how.get("options", {}).get("state_dict_type") == "full"
+    return pytest.param(how, marks=requires(*needs, *([] if full else [Capability.SHARDED_CHECKPOINT])), id=str(how))
+
+
+class ExactResumeSuite(Clauses):
+    """Losses, weights, optimizer state and random numbers after a resume are those of an uninterrupted run.
+
+    Runs use dropout, random data, a schedule, clipping, gradient accumulation, param groups, and parameters that are
+    frozen, tied, 0-dim or of uneven sizes.
+    """
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
+    @pytest.mark.parametrize("moment", MOMENTS)
+    def test_resume_is_exact(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
+        """A resumed run must repeat the uninterrupted one bit for bit, whenever the checkpoint was saved."""
+        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}):
+            assert_same(resumed, whole)
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
+    @on_ranks("processes", "one controller")  # threads draw from one generator, in any order
+    @pytest.mark.parametrize("moment", BETWEEN_EPOCHS)
+    def test_order_and_seeds_that_loaders_draw(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
+        """Shuffling and worker seeds that a loader draws itself must be the same after a resume."""
+        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
+            assert_same(resumed, whole)
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
+    @pytest.mark.parametrize("how", [_accumulating(how) for how in ACCUMULATIONS])
+    def test_accumulated_gradients(self, ranks: Ranks, tmp_path: Path, how: dict[str, Any]) -> None:
+        """A checkpoint saved between micro-batches must restore accumulated gradients bit for bit."""
+        assert_goes_on_between_micro_batches(ranks, tmp_path, self.strategy, how)
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.MANUAL_OPTIMIZATION, Capability.SHARDED_CHECKPOINT)
+    def test_gradients_accumulated_by_hand(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Gradients accumulated under manual optimization must be restored bit for bit."""
+        moment = "between the micro-batches of a step"
+        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, False, True):
+            assert_same(resumed, whole)
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
+    def test_saving_and_validating_change_nothing(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Saving a checkpoint, and validating within an epoch, must not change training."""
+        for never, amid_step, amid_epoch in ranks.run(2, _saved_or_not, self.strategy, str(tmp_path)):
+            assert_same(amid_step, never)  # validates only after the epoch
+            assert_same(amid_epoch, never)
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
+    @pytest.mark.parametrize(
+        ("saved_on", "resumed_on", "options"),
+        [(2, 1, {}), (1, 2, {}), (2, 3, {}), with_options({"sync_each_batch": True}, 2, 3, {"sync_each_batch": True})],
+        ids=["2 to 1", "1 to 2", "2 to 3", "2 to 3, sync_each_batch"],
+    )
+    def test_on_another_number_of_ranks(
+        self, ranks: Ranks, tmp_path: Path, saved_on: int, resumed_on: int, options: dict[str, Any]
+    ) -> None:
+        """On another world size, a run without randomness must resume with accumulated gradients, up to rounding."""
+        tmp, path, moment = str(tmp_path), str(tmp_path / "checkpoint"), "between the micro-batches of a step"
+        whole = ranks.run(saved_on, _elsewhere, self.strategy, tmp, saved_on, path, moment, False, options)[0]
+        resumed = ranks.run(resumed_on, _elsewhere, self.strategy, tmp, resumed_on, path, moment, True, options)[0]
+        expected = STEPS * EPOCHS - STEPS - 3
+        told = f"{len(whole)} uninterrupted and {len(resumed)} resumed steps instead of {expected}"
+        assert len(whole) == len(resumed) == expected, told
+        assert resumed == pytest.approx(whole, abs=RESUME_TOLERANCE)
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
+    @KINDS
+    def test_resume_is_exact_under_fabric(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """Under Fabric, a run that saves and loads RandomState and AccumulatedGradients must repeat bit for bit."""
+        for whole, resumed in ranks.run(2, _fabric, self.strategy, str(tmp_path), kind):
+            assert_same(resumed, whole)
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
+    @on_ranks("processes", "one controller")  # threads have one list of warnings
+    def test_fabric_says_what_a_save_leaves_out(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``fabric.save`` must warn, on rank 0, if it leaves out accumulated gradients."""
+        on_first, *on_others = each_ranks(ranks, ranks.run(2, _warnings, self.strategy, str(tmp_path)))
+        assert len(on_first) == 1, f"rank 0 gave {len(on_first)} warnings instead of one: {on_first}"
+        assert not any(on_others)

@@ -1,0 +1,1 @@
+"""What a plugin declares, and the contracts that its classes implement."""

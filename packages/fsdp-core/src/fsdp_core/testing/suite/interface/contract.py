@@ -1,0 +1,199 @@
+"""A strategy's classes have the methods of core's contracts, with signatures that match core's calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+import fsdp_core
+from fsdp_core.errors import StrategyUnavailableError
+from fsdp_core.lightning.fabric import ShardedFabricStrategy
+from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+from fsdp_core.plugins.strategy_info import FrontEnd
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.testing import oracle
+from fsdp_core.testing.ranks import Ranks
+from fsdp_core.testing.state import sharded_by
+from fsdp_core.testing.suite.clauses import Clauses
+from fsdp_core.testing.training import new_fabric
+
+__all__ = ["ContractSuite", "accelerators_disagree", "misfits"]
+
+#: torch's device type of each of Lightning's own accelerators, by all of Lightning's names for them.
+_DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "mps": "mps", "tpu": "xla"}
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def misfits(made: type, contract: type) -> list[str]:
+    """The methods whose signatures don't match core's calls.
+
+    Args:
+        made: The class that implements the contract.
+        contract: Its base class.
+
+    Example:
+        >>> class Contract:
+        ...     def shard(self, module, *, check_only=False): ...
+        >>> class Theirs(Contract):
+        ...     def shard(self, model, device): ...
+        >>> for misfit in misfits(Theirs, Contract):
+        ...     print(misfit)
+        Theirs.shard(self, model, device) is called as shard(self, module, *, check_only=False):
+          'module' is called 'model' there
+          'check_only' is missing
+          'device' has no default
+    """
+    found = []
+    for name in dir(contract):
+        ours, theirs = inspect.getattr_static(contract, name), inspect.getattr_static(made, name)
+        if name.startswith("_") or theirs is ours or not _is_method(ours):
+            continue
+        if not _is_method(theirs) or isinstance(ours, property) != isinstance(theirs, property):
+            found.append(f"{made.__name__}.{name} is {type(theirs).__name__}, not {type(ours).__name__}")
+        elif not isinstance(ours, property):
+            called, taken = (inspect.signature(getattr(one, name)) for one in (contract, made))
+            reasons = _reasons(called, taken)
+            if reasons:
+                head = f"{made.__name__}.{name}{_plain(taken)} is called as {name}{_plain(called)}:"
+                found.append("\n  ".join([head, *reasons]))
+    return found
+
+
+def accelerators_disagree(
+    named: Collection[str], devices: Collection[str], chosen: Mapping[str, str] | None = None
+) -> str:
+    """How a plugin's and its backend's accelerators disagree; empty if they agree.
+
+    Args:
+        named: The plugin's accelerators, by Lightning's names. A third-party accelerator may have any one device
+            type, whatever its name.
+        devices: The backend's, by torch's device types.
+        chosen: The device types that the front end has chosen on this machine, by accelerator, where they are not
+            Lightning's defaults.
+
+    Example:
+        >>> accelerators_disagree(("tpu", "cpu"), ("cpu", "xla")), accelerators_disagree(("theirs",), ("npu",))
+        ('', '')
+        >>> accelerators_disagree(("cuda", "cpu"), ("cpu",))
+        "the plugin names 'cuda', and the backend runs on no such device"
+        >>> accelerators_disagree(("cpu",), ("cuda", "cpu"))
+        "the backend runs on 'cuda', and the plugin names no such accelerator"
+        >>> accelerators_disagree(("tpu", "cpu"), ("xla",), {"cpu": "xla"})
+        ''
+    """
+    stands_for = {name: (chosen or {}).get(name) or _DEVICE_TYPES.get(name, name) for name in named}
+    claimed = [name for name, device in stands_for.items() if device not in devices]
+    unclaimed = [device for device in devices if device not in stands_for.values()]
+    theirs = [name for name in claimed if name not in _DEVICE_TYPES][: len(unclaimed)]
+    claimed = [name for name in claimed if name not in theirs]
+    unclaimed = unclaimed[len(theirs) :]
+    told = [f"the plugin names {', '.join(map(repr, claimed))}, and the backend runs on no such device"] * bool(claimed)
+    if unclaimed:
+        told.append(f"the backend runs on {', '.join(map(repr, unclaimed))}, and the plugin names no such accelerator")
+    return "; ".join(told)
+
+
+def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
+    """Why calls with one signature don't match the other."""
+    kinds = {one.kind for one in taken.parameters.values()}
+    any_position, any_name = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+    positional = [one for one in taken.parameters.values() if one.kind in _POSITIONAL]
+    reasons, met = [], set()
+    place = -1
+    for name, one in called.parameters.items():
+        place += one.kind in _POSITIONAL
+        other = taken.parameters.get(name)
+        if one.kind in _POSITIONAL and not any_position:
+            there = positional[place] if place < len(positional) else None
+            if there is not None and there.name != name and not (other is not None and other in positional):
+                reasons.append(f"{name!r} is called {there.name!r} there")
+                met.add(there.name)
+                continue
+            if there is not None and there.name != name:
+                reasons.append(f"{name!r} is not at the same position")
+        if other is None:
+            if not (any_name and (any_position or one.kind not in _POSITIONAL)):
+                reasons.append(f"{name!r} is missing")
+            continue
+        met.add(name)
+        if one.default is not one.empty and other.default is other.empty:
+            reasons.append(f"{name!r} has no default")
+        elif one.default is not one.empty and other.default != one.default:
+            reasons.append(f"{name!r} is {other.default!r} by default, not {one.default!r}")
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return reasons + [
+        f"{name!r} has no default"
+        for name, one in taken.parameters.items()
+        if name not in met and one.default is one.empty and one.kind not in variable and name not in called.parameters
+    ]
+
+
+def _is_method(value: Any) -> bool:
+    return isinstance(value, (property, classmethod, staticmethod)) or inspect.isfunction(value)
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """A signature without annotations."""
+    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+def _misfits_of_sharded(strategy: str) -> list[str]:
+    fabric = new_fabric(strategy, 1)
+    fabric.setup_module(oracle.new_net())
+    return misfits(type(sharded_by(fabric.strategy)), Sharded)
+
+
+class ContractSuite(Clauses):
+    """The classes subclass core's, and core can call the backend, the runtime and the sharded root."""
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_its_class_is_an_adapter_of_cores(self, front_end: FrontEnd) -> None:
+        """The strategy's class must subclass ShardedTrainerStrategy or ShardedFabricStrategy."""
+        adapter: Any = {"trainer": ShardedTrainerStrategy, "fabric": ShardedFabricStrategy}[front_end]
+        assert issubclass(self.strategy_class(front_end), adapter)
+        assert self.own_name(front_end)
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_plugin_and_backend_name_the_same_accelerators(self, front_end: FrontEnd) -> None:
+        """The plugin lists accelerators by Lightning's names, the backend by device types: both must list the same."""
+        backend = self.strategy_class(front_end)().backend
+        named = fsdp_core.describe(self.strategy).accelerators
+        told = accelerators_disagree(named, backend.accelerators, {"cpu": self._device_on_the_cpu(front_end)})
+        assert not told, told
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_methods_are_called_as_the_contract_says(self, front_end: FrontEnd) -> None:
+        """The backend and the runtime must implement their contracts, with signatures that match core's calls."""
+        strategy = self.strategy_class(front_end)()
+        contracts: dict[str, type] = {"backend": Backend, "runtime": Runtime}
+        for role, contract in contracts.items():
+            made = type(getattr(strategy, role))
+            assert issubclass(made, contract)
+            assert not inspect.isabstract(made)
+            told = misfits(made, contract)
+            assert not told, "\n".join(told)
+
+    def test_a_sharded_root_is_asked_as_the_contract_says(self, ranks: Ranks) -> None:
+        """The methods of the backend's Sharded class must have signatures that match core's calls."""
+        (told,) = ranks.run(1, _misfits_of_sharded, self.strategy)
+        assert not told, "\n".join(told)
+
+    def _device_on_the_cpu(self, front_end: FrontEnd) -> str:
+        """The device type that ``accelerator="cpu"`` selects: some libraries have their own device on the CPU."""
+        built: dict[FrontEnd, type[Any]] = {"trainer": pl.Trainer, "fabric": Fabric}
+        try:
+            front = built[front_end](strategy=self.strategy, accelerator="cpu", devices=1)
+        except StrategyUnavailableError:
+            return "cpu"
+        device: torch.device = front.strategy.root_device
+        return device.type

@@ -1,0 +1,379 @@
+"""The model outside of steps: in hooks, after training, and gathered on one rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core import full_state_dict, gathered
+from fsdp_core.errors import ShardingError
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, Trained
+from fsdp_core.testing.refusals import assert_says, refusal, was_refused
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks
+from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.suite.numerics.parity import assert_same
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+
+__all__ = ["OutsideStepsSuite"]
+
+#: Calls outside of a step, given an input: of the LightningModule, of its model, and of the model's parts.
+CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "all": lambda module, x: module(x),
+    "its model": lambda module, x: module.net(x),
+    "a layer of the root": lambda module, x: module.net.inp(x),
+    "a unit": lambda module, x: module.net.blocks[0](x),
+    "layers in turn": lambda module, x: module.net.out(module.net.blocks[1](module.net.inp(x))),
+}
+
+
+class Looking(Lit):
+    """Calls itself in hooks, and records the outputs."""
+
+    def __init__(self, inference: bool) -> None:
+        super().__init__("momentum")
+        self.inference = inference
+        self.seen: list[dict[str, float]] = []
+
+    def look(self, *_: Any) -> None:
+        x = torch.ones(BATCH, FEATURES, device=self.device)
+        seen = {}
+        for name, call in CALLS.items():
+            call(self, x)  # with a graph that is never used
+            with torch.no_grad():
+                seen[name] = float(call(self, x).sum())
+        if self.inference:
+            with torch.inference_mode():
+                seen["in inference mode"] = float(self.net(x).sum())
+        self.seen.append(seen)
+
+    on_fit_start = on_train_start = on_train_epoch_end = on_validation_epoch_end = on_train_end = look
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+
+
+def _look(strategy: str, tmp: str, world_size: int, inference: bool) -> list[dict[str, float]]:
+    module = Looking(inference)
+    run = new_trainer(tmp, strategy, world_size, max_epochs=2)
+    run.fit(module, loader(2, world_size), loader(1, world_size))
+    module.look()
+    return module.seen
+
+
+def _alone(strategy: str, tmp: str) -> tuple[str, str]:
+    """The errors of a call and of an export that only rank 0 makes."""
+
+    class Alone(Lit):
+        told = ("", "")
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            x = torch.ones(BATCH, FEATURES)
+            if self.global_rank == 0:
+                self.told = (
+                    refusal(ShardingError, lambda: self.net(x)),
+                    refusal(ShardingError, lambda: full_state_dict(self)),
+                )
+
+    module = Alone()
+    run: Any = new_trainer(tmp, strategy, 2)
+    run.strategy.runtime.patience = timedelta(seconds=1)
+    run.fit(module, loader(1, 2))
+    return module.told
+
+
+class Using(Lit):
+    """Uses a parameter without calling its module."""
+
+    def on_train_epoch_end(self) -> None:
+        torch.ones(2, FEATURES, device=self.device) @ self.net.inp.weight.T
+
+
+def _train_with_calls(net: Any, steps: Sequence[Callable[[], Any]], optimizer: Any, call: Callable[..., Any]) -> None:
+    """Steps with calls between a backward pass and the optimizer's step, some of which fail."""
+    x = torch.ones(BATCH, FEATURES, device=next(net.parameters()).device)
+    for backward in steps:
+        before = list(map(id, net.parameters()))
+        backward()
+        call(x)  # with a graph that is never used
+        with torch.no_grad():
+            call(x)
+        with suppress(RuntimeError):
+            call(x[:, 1:])  # a wrong shape, which every module refuses
+        optimizer.step()
+        call(x)
+        assert list(map(id, net.parameters())) == before, "a call has replaced the module's parameters"
+        optimizer.zero_grad()
+
+
+def _step_after_calls(strategy: str, name: str) -> Trained:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+
+    def backward(batch: tuple[Tensor, Tensor]) -> None:
+        x, y = own_share(fabric, batch)
+        fabric.backward(mse_loss(model(x), y))
+
+    steps = [partial(backward, batch) for batch in oracle.global_batches(2)]
+    _train_with_calls(net, steps, optimizer, partial(CALLS[name], SimpleNamespace(net=net)))
+    return [], full_state(fabric.strategy)
+
+
+def _use_a_shard(strategy: str, tmp: str) -> list[str]:
+    """Torch's error with its notes; nothing if none was raised."""
+    run = new_trainer(tmp, strategy, 2)
+    try:
+        run.fit(Using(), loader(1, 2))
+    except RuntimeError as error:
+        return ["\n".join([str(error), *getattr(error, "__notes__", ())])]
+    return []
+
+
+def _interrupt(strategy: str) -> tuple[str, dict[str, Tensor]]:
+    """The error of a forward pass after a backward pass that raised, and the state after two steps."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    first, second = oracle.global_batches(2)
+    _step(fabric, model, optimizer, first)
+
+    def fail(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    x, y = own_share(fabric, second)
+    hooked = net.blocks[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    with suppress(ZeroDivisionError):
+        fabric.backward(mse_loss(model(x), y))
+    hooked.remove()
+    told = refusal(ShardingError, lambda: model(x))
+    optimizer.zero_grad()
+    _step(fabric, model, optimizer, second)
+    return told, full_state(fabric.strategy)
+
+
+def _step(fabric: Any, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None:
+    x, y = own_share(fabric, batch)
+    optimizer.zero_grad()
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+
+
+@torch.no_grad()
+def _write(net: Any) -> None:
+    net.inp.weight.mul_(1.5)
+    net.blocks[0].gain.fill_(2.0)
+    net.blocks[1].down.bias.zero_()
+
+
+def _gather(strategy: str) -> dict[str, Any]:
+    """What a rank sees of whole parameters, and the state after a write to them and a step."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    batches = oracle.global_batches(2)
+    _step(fabric, model, optimizer, batches[0])
+    x = torch.ones(BATCH, FEATURES, device=fabric.device)
+    seen: dict[str, Any] = {}
+    last = fabric.world_size - 1
+    with gathered(model):
+        shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+        assert net.out.weight is net.inp.weight, "tied parameters are not the same object"
+        if fabric.global_rank == last:  # alone
+            with torch.no_grad():
+                seen["called"] = [float(net(x).sum()), float(model(x).sum()), float(net.blocks[0](x).sum())]
+            seen["read"] = float(net.inp.weight.detach().norm())
+    with gathered(net.blocks[0]):
+        if fabric.global_rank == last:
+            seen["part"] = float(net.blocks[0](x).detach().sum())
+    with gathered(model, modifier_rank=last):
+        if fabric.global_rank == last:
+            _write(net)
+            net.load_state_dict({name: value.detach().clone() for name, value in net.state_dict().items()})
+            copied = copy.deepcopy(net)
+            assert torch.equal(copied.inp.weight, net.inp.weight)
+    _step(fabric, model, optimizer, batches[1])
+    return {"seen": seen, "shapes": shapes, "state": full_state(fabric.strategy)}
+
+
+def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
+    """The errors of invalid uses of ``gathered()``, and whether the state is unchanged."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, _ = fabric.setup(net, oracle.momentum(net))
+    before = full_state(fabric.strategy)
+
+    def within(use: Callable[[], Any], **settings: Any) -> str:
+        def enter() -> None:
+            with gathered(model, **settings):
+                use()
+
+        return refusal(ShardingError, enter)
+
+    def replace() -> None:
+        net.inp.weight = nn.Parameter(torch.ones(FEATURES, FEATURES))
+
+    x = torch.ones(BATCH, FEATURES, device=fabric.device)
+    told = {
+        "written": within(lambda: _write(net)),
+        "trained": within(lambda: net(x).sum().backward()),
+        "replaced": within(replace),
+        "frozen": within(lambda: net.inp.weight.requires_grad_(False)),
+        "nested": within(lambda: gathered(model).__enter__()),
+    }
+
+    def fail() -> None:
+        if fabric.global_rank == 0:
+            raise ValueError("of rank 0")
+
+    if fabric.world_size > 1:
+        told["raised"] = within(fail).removeprefix("instead of a refusal: ")
+        told["written otherwise"] = within(lambda: fabric.global_rank and _write(net), modifier_rank=0)
+    after = full_state(fabric.strategy)
+    return told, all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float], Trained]:
+    """A test's loss in inference mode, the losses of training after it, and the state after training under Fabric."""
+    path = str(Path(tmp) / "checkpoint")
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(Lit("momentum"), loader(1, 2))
+    run.save_checkpoint(path)
+    module, run = Lit("momentum"), new_trainer(tmp, strategy, 2)
+    with torch.inference_mode():
+        run.test(module, loader(1, 2), ckpt_path=path, verbose=False)
+    tested = float(run.callback_metrics["test_loss"])
+    new_trainer(tmp, strategy, 2).fit(module, loader(2, 2))
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    x = torch.ones(BATCH, FEATURES, device=fabric.device)
+    with torch.inference_mode():
+        model, optimizer = fabric.setup(net, oracle.momentum(net))
+        model(x)
+        fabric.save(f"{path} of fabric", {"model": model, "optimizer": optimizer})
+        fabric.load(f"{path} of fabric", {"model": model, "optimizer": optimizer})
+        with gathered(model):
+            net(x)
+    for batch in oracle.global_batches(2):
+        _step(fabric, model, optimizer, batch)
+    return tested, means(module.losses), ([], full_state(fabric.strategy))
+
+
+class OutsideStepsSuite(Clauses):
+    """Uses of a model outside of steps work as in one process, or are refused."""
+
+    @pytest.mark.parametrize(
+        "inference",
+        [False, pytest.param(True, marks=on_ranks("processes"))],
+        ids=["without gradients", "inference mode"],
+    )
+    def test_calls_outside_of_steps(self, ranks: Ranks, tmp_path: Path, inference: bool) -> None:
+        """In hooks and after training, the model and its parts must be callable, without an effect on training."""
+        want = _look("auto", str(tmp_path / "plain"), 1, inference)
+        for seen in ranks.run(2, _look, self.strategy, str(tmp_path), 2, inference):
+            assert len(seen) == len(want), f"the model was called in {len(seen)} hooks instead of {len(want)}"
+            for got, expected in zip(seen, want, strict=True):
+                assert got == pytest.approx(expected, abs=FP32_TOLERANCE * BATCH * FEATURES)
+
+    @pytest.mark.parametrize("name", [name for name in CALLS if name != "all"])
+    def test_calls_leave_shards_and_gradients_alone(self, ranks: Ranks, name: str) -> None:
+        """Calls between a backward pass and its step, even failing ones, must keep gradients and sharded parameters."""
+        net = oracle.new_net()
+        optimizer = oracle.momentum(net)
+
+        def backward(batch: tuple[Tensor, Tensor]) -> None:
+            mse_loss(net(batch[0]), batch[1]).backward()
+
+        steps = [partial(backward, batch) for batch in oracle.global_batches(2)]
+        _train_with_calls(net, steps, optimizer, partial(CALLS[name], SimpleNamespace(net=net)))
+        want = {key: tensor.detach().clone() for key, tensor in net.state_dict().items()}
+        assert_same(ranks.run(2, _step_after_calls, self.strategy, name), ([], want))
+
+    def test_an_interrupted_backward_pass(self, ranks: Ranks) -> None:
+        """After a backward pass that raised, training must be correct, or an error must say how to continue."""
+        _, want = oracle.train_plain(2, oracle.momentum)
+        for told, state in ranks.run(2, _interrupt, self.strategy):
+            if was_refused(told):
+                assert_says(told, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+            assert_same([([], state)], ([], want))
+
+    @on_ranks("processes")
+    def test_a_call_by_one_rank_alone(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A collective that only one rank calls must raise an error soon: it must neither hang nor mix up data."""
+        (called, exported), _ = ranks.run(2, _alone, self.strategy, str(tmp_path))
+        assert_says(exported, "rank 0 waited 1 s in a gathering of whole weights", "what rank 1 did not do")
+        if was_refused(called):  # otherwise the call needs no collective
+            assert_says(
+                called, "rank 0 waited 1 s in a call of Net ('net') outside of a step", "what rank 1 did not do"
+            )
+            assert_says(called, "fsdp_core.gathered(module)", "synced_gpus=True")
+
+    def test_a_shard_that_is_used_as_a_parameter(self, ranks: Ranks, tmp_path: Path) -> None:
+        """If torch raises because a parameter is a shard, a note must name ``fsdp_core.gathered()``."""
+        for told in ranks.run(2, _use_a_shard, self.strategy, str(tmp_path)):
+            for note in told:
+                assert_says(note, "parameters are shards", "with fsdp_core.gathered(module):")
+
+    def test_gathered(self, ranks: Ranks) -> None:
+        """In ``gathered()``, one rank must read, call and write whole parameters; all ranks train with its values."""
+        net = oracle.new_net()
+        optimizer = oracle.momentum(net)
+        (first, second), x = oracle.global_batches(2), torch.ones(BATCH, FEATURES)
+        mse_loss(net(first[0]), first[1]).backward()
+        optimizer.step()
+        with torch.no_grad():
+            called = [float(net(x).sum()), float(net(x).sum()), float(net.blocks[0](x).sum())]
+        read = float(net.inp.weight.detach().norm())
+        _write(net)
+        optimizer.zero_grad()
+        mse_loss(net(second[0]), second[1]).backward()
+        optimizer.step()
+        results = each_ranks(ranks, ranks.run(2, _gather, self.strategy))
+        for got in results:
+            assert got["shapes"] == {name: tuple(value.shape) for name, value in net.state_dict().items()}
+            for name, value in net.state_dict().items():
+                torch.testing.assert_close(got["state"][name].cpu(), value, rtol=0, atol=FP32_TOLERANCE)
+        seen = results[-1]["seen"]
+        tolerance = FP32_TOLERANCE * BATCH * FEATURES
+        assert seen["called"] == pytest.approx(called, abs=tolerance)
+        assert seen["part"] == pytest.approx(called[-1], abs=tolerance)
+        assert seen["read"] == pytest.approx(read, abs=tolerance)
+
+    def test_gathered_refuses_what_it_can_not_take_over(self, ranks: Ranks) -> None:
+        """``gathered()`` must refuse changes that it can't apply, and leave the state as it was."""
+        for told, is_same in each_ranks(ranks, ranks.run(2, _misuse, self.strategy)):
+            assert_says(told["written"], "'inp.weight', which no rank was to change", "modifier_rank=0")
+            assert_says(told["trained"], "has got a gradient", "torch.autograd.grad()")
+            assert_says(told["replaced"], "'inp.weight' was replaced")
+            assert_says(told["frozen"], "'inp.weight' was frozen")
+            assert_says(told["nested"], "inside another gathered()")
+            if "written otherwise" in told:
+                assert_says(told["raised"], "ValueError", "of rank 0")
+                assert_says(told["written otherwise"], "rank 1 changed 'inp.weight'", "modifier_rank=1")
+            assert is_same, "a refused change has modified the state"
+
+    @on_ranks("processes")
+    def test_inference_mode(self, ranks: Ranks, tmp_path: Path) -> None:
+        """What is sharded, gathered or loaded in inference mode must be trainable afterwards."""
+        net = oracle.new_net()
+        oracle.train_plain(1, oracle.momentum, net=net)
+        x, y = oracle.global_batches(1)[0]
+        tested = float(mse_loss(net(x), y).detach())
+        losses, _ = oracle.train_plain(2, oracle.momentum, net=net)
+        _, state = oracle.train_plain(2, oracle.momentum)
+        for got_tested, got_losses, got in ranks.run(2, _within_inference_mode, self.strategy, str(tmp_path)):
+            assert got_tested == pytest.approx(tested, abs=FP32_TOLERANCE)
+            assert got_losses == pytest.approx(losses, abs=FP32_TOLERANCE)
+            assert_same([got], ([], state))

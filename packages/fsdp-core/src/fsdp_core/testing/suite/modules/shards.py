@@ -1,0 +1,428 @@
+"""What each rank holds: its shard of rank 0's values, before and after every stage."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.strategy import size_in_words
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
+from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
+from fsdp_core.testing.suite.clauses import Clauses, precisions, requires, with_options
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+
+__all__ = ["ShardsSuite", "Shared"]
+
+
+def _held_under_trainer(strategy: str, tmp: str, world_size: int) -> int:
+    module = Lit("adamw_groups", width=WIDE)
+    run = new_trainer(tmp, strategy, world_size)
+    run.fit(module, loader(1, world_size))
+    return held_by(trained_by(run.optimizers[0]))
+
+
+def _held_under_fabric(strategy: str, world_size: int) -> int:
+    fabric = new_fabric(strategy, world_size)
+    net = oracle.new_net(width=WIDE)
+    _, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    return held_by(trained_by(optimizer))
+
+
+def _held_after_evaluation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
+    module = Lit("sgd", width=WIDE)
+    run = new_trainer(tmp, strategy, 2, options)
+    run.validate(module, loader(1, 2), verbose=False)
+    return held_by(sharded_by(run.strategy).root.parameters())
+
+
+def _largest_tensor(strategy: str) -> int:
+    fabric = new_fabric(strategy, 2)
+    net = nn.Sequential(nn.Linear(512, 512))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    largest: list[int] = []
+    while len(largest) < 10:  # a gloo thread may keep a broadcast tensor for a moment
+        gc.collect()
+        largest.append(max(here().memory(t) for t in gc.get_objects() if isinstance(t, Tensor)))
+        time.sleep(0.05)
+    del model, optimizer
+    return min(largest)
+
+
+def _different_seeds(strategy: str) -> list[float]:
+    fabric = new_fabric(strategy)
+    with oracle.seeded(1 + 10 * fabric.global_rank):
+        net = oracle.Net()
+    model = fabric.setup(net)
+    return [mse_loss(model(x), y).item() for x, y in whole_batches(fabric, 1)]
+
+
+class Positioned(nn.Module):
+    """A persistent and a non-persistent buffer."""
+
+    saved: Tensor
+    unsaved: Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("saved", torch.full((FEATURES,), value))
+        self.register_buffer("unsaved", torch.full((FEATURES,), value), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x * self.saved) + self.unsaved
+
+
+def _buffers(strategy: str) -> tuple[float, float]:
+    fabric = new_fabric(strategy)
+    net = Positioned(1.0 + fabric.global_rank)
+    fabric.setup(net)
+    return net.saved.sum().item(), net.unsaved.sum().item()
+
+
+class Shared(nn.Module):
+    """Two blocks with a weight tied to each other's, and one with a weight tied to the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, WIDE)
+        blocks = [Block(width=WIDE) for _ in range(4)]
+        blocks[1].down.weight = blocks[0].down.weight
+        blocks[2].up.weight = self.inp.weight
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.inp(x)[:, :FEATURES]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _shared_units(strategy: str) -> tuple[list[float], int]:
+    fabric = new_fabric(strategy)
+    with oracle.seeded(1):
+        net = Shared()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    losses = []
+    for x, y in whole_batches(fabric, 3):
+        loss = mse_loss(model(x), y)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, held_by(trained_by(optimizer))
+
+
+def _other_terms(strategy: str, tmp: str, precision: Any) -> str:
+    module = Lit("sgd")
+    new_trainer(tmp, strategy, 2).validate(module, loader(1, 2), verbose=False)
+    other = new_trainer(tmp, strategy, 2, precision=precision)
+    return refusal(ShardingError, lambda: other.validate(module, loader(1, 2), verbose=False))
+
+
+def _built_on_meta(strategy: str, tmp: str, precision: Any) -> tuple[list[float], torch.dtype]:
+    run = new_trainer(tmp, strategy, 2, precision=precision)
+    with run.init_module(), torch.device("meta"):
+        module = Lit("sgd")
+    assert all(p.is_meta for p in module.parameters())
+    module.net.scale = torch.ones(FEATURES)
+    for block in module.net.blocks:
+        block.reset_parameters = lambda block=block: nn.init.constant_(block.gain, 0.5)
+    run.fit(module, loader(2, 2))
+    return means(module.losses), module.net.blocks[0].up.weight.dtype
+
+
+class Initialising(nn.Module):
+    """Initialises its layers itself, as models of transformers and timm do, and computes a non-persistent buffer."""
+
+    angles: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(FEATURES, FEATURES)
+        self.place = nn.Parameter(0.02 * torch.randn(FEATURES))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, 7), nn.Linear(7, FEATURES)) for _ in range(2))
+        self.depth = nn.Parameter(1e-2 * torch.ones(FEATURES))
+        self.register_buffer("angles", 1 / 10 ** (torch.arange(FEATURES).float() / FEATURES), persistent=False)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.3, a=-0.4, b=0.4)
+            nn.init.normal_(module.bias, std=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.place * self.angles
+        for block in self.blocks:
+            x = x + self.depth * block(x)
+        output: Tensor = self.head(x)
+        return output
+
+
+class LitInitialising(Lit):
+    """Builds the model in ``configure_model()``, on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with self.trainer.init_module(empty_init=True), oracle.seeded(3):
+                self.net = Initialising()
+            assert self.net.head.weight.is_meta
+
+
+def _initialising(strategy: str, tmp: str) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
+    """The weights under Fabric and under the Trainer, and the loss under the Trainer."""
+    fabric = new_fabric(strategy, 2)
+    with fabric.init_module(empty_init=True), oracle.seeded(3):
+        net = Initialising()
+    assert net.head.weight.is_meta
+    fabric.setup(net)
+    module, run = LitInitialising(), new_trainer(tmp, strategy, 2)
+    run.validate(module, loader(1, 2), verbose=False)
+    return full_state(fabric.strategy), full_state(run.strategy), means(module.validation_losses)
+
+
+class OddNames(nn.Module):
+    """Has names that contain the prefixes of wrappers, or begin like them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_orig_mod = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.aweight = nn.Parameter(torch.zeros(3))
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(self.a_orig_mod(x)) + self.aweight.sum()
+
+
+def _odd_names(strategy: str) -> list[str]:
+    fabric = new_fabric(strategy)
+    fabric.setup(OddNames())
+    return sorted(full_state(fabric.strategy))
+
+
+class Convolutions(nn.Module):
+    """Parameters whose memory layout is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with oracle.seeded(1):
+            self.conv = nn.Conv2d(3, 5, 3, padding=1)
+            self.odd = nn.Parameter(torch.randn(5, 4).T)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.conv(x).mean((2, 3)) @ self.odd.T
+
+
+def _convolve(model: Any, backward: Any, optimizer: Any, device: torch.device | str = "cpu") -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = model(torch.full((2, 3, 4, 4), 0.2).to(device)).square().mean()  # bounded below, so that it can't grow
+        losses.append(loss.item())
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _channels_last(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
+    fabric = new_fabric(strategy)
+    net: Any = Convolutions()
+    net.to(memory_format=torch.channels_last)
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    return _convolve(model, fabric.backward, optimizer, fabric.device), full_state(fabric.strategy)
+
+
+class Wide(pl.LightningModule):
+    """Weights that two ranks can shard evenly, without padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(2))
+        self.out = nn.Linear(512, 256, bias=False)
+
+    def training_step(self, batch: Any) -> None:
+        """Never called."""
+
+    def configure_optimizers(self) -> Any:
+        return oracle.sgd(self)
+
+
+@contextmanager
+def _logged_by(front_end: FrontEnd) -> Iterator[list[str]]:
+    """The messages that this rank, a process or a thread, logs through a front end's logger within the context."""
+    said: list[str] = []
+    me = threading.get_ident()
+
+    class Listens(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.thread == me:
+                said.append(record.getMessage())
+
+    log = logging.getLogger("lightning.pytorch" if front_end == "trainer" else "lightning.fabric")
+    handler = Listens()
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+
+
+class Announced(NamedTuple):
+    """What a rank logged when a module was sharded, with and without a raised log level, and what it holds."""
+
+    rank: int
+    said: list[str]
+    turned_down: list[str]
+    units: int
+    held: int
+
+
+def _announced(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
+    net, log = Wide(), logging.getLogger("lightning.pytorch" if front_end == "trainer" else "lightning.fabric")
+    fabric = new_fabric(strategy, 2) if front_end == "fabric" else None
+    run = new_trainer(tmp, strategy, 2, max_epochs=0)
+
+    def begin(module: Wide) -> Any:
+        if fabric is not None:
+            fabric.setup_module(module)
+            return fabric.strategy
+        run.fit(module, loader(1, 2))
+        return run.strategy
+
+    with _logged_by(front_end) as said:
+        owner = begin(net)
+        units = len(owner.backend.units(Wide()))
+        held = held_by(sharded_by(owner).layout())
+        if fabric is None:
+            begin(net)  # already sharded: nothing is logged again
+    before = log.level
+    owner.barrier()  # ranks that are threads share the log level
+    log.setLevel(logging.ERROR)
+    with _logged_by(front_end) as turned_down:
+        begin(Wide())
+        owner.barrier()
+    log.setLevel(before)
+    announced, quietly = ([line for line in lines if " is sharded over " in line] for lines in (said, turned_down))
+    return Announced(here().rank, announced, quietly, units, held)
+
+
+class ShardsSuite(Clauses):
+    """Each rank holds its shard of the user's parameters, under the user's names."""
+
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_optimizers_hold_a_share(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+        """Each rank's optimizer must hold only its shard of the parameters."""
+        total = sum(p.numel() for p in trained_by(oracle.adamw_groups(oracle.new_net(width=WIDE))))
+        assert_sharded(ranks.run(world_size, _held_under_trainer, self.strategy, str(tmp_path), world_size), total)
+        assert_sharded(ranks.run(world_size, _held_under_fabric, self.strategy, world_size), total)
+
+    @pytest.mark.parametrize("options", [{}, with_options({"auto_wrap_policy": None})], ids=["as it is", "root alone"])
+    def test_evaluation_leaves_nothing_unsharded(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+        """After validation, parameters must be resharded, also where the root is the only unit."""
+        total = sum(p.numel() for p in oracle.new_net(width=WIDE).parameters())
+        assert_sharded(ranks.run(2, _held_after_evaluation, self.strategy, str(tmp_path), options), total)
+
+    def test_setup_leaves_no_whole_weight(self, ranks: Ranks) -> None:
+        """After setup, no rank may hold a whole weight, not even in an optimizer built before sharding."""
+        for largest in ranks.run(2, _largest_tensor, self.strategy):
+            told = f"a tensor of {largest:,} bytes is left; the largest whole weight has {4 * 512 * 512:,}"
+            assert largest < 0.6 * 4 * 512 * 512, told
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_one_line_says_what_was_sharded(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
+        """Sharding must log one correct line, on rank 0 only, that Lightning's log level can silence."""
+        told = ranks.run(2, _announced, self.strategy, str(tmp_path), front_end)
+        first = told[0]
+        (line,) = first.said
+        for one in told:  # a controller reports the same for each of its devices
+            assert (one.said, one.turned_down) == ([line] if one.rank == 0 else [], [])
+        in_units = f"{first.units} units and the root" if first.units else "the root alone"
+        whole = size_in_words(4 * sum(p.numel() for p in Wide().parameters()))
+        assert line.startswith(f"{self.own_name(front_end)}: Wide is sharded over 2 "), line
+        assert_says(line, f", in {in_units}; the first holds {size_in_words(4 * first.held)} of {whole} of parameters.")
+
+    def test_rank_zeros_values_win(self, ranks: Ranks) -> None:
+        """Every rank must get rank 0's weights."""
+        net = oracle.new_net()
+        want = [mse_loss(net(x), y).item() for x, y in oracle.global_batches(1)]
+        for losses in ranks.run(2, _different_seeds, self.strategy):
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+    def test_rank_zeros_buffers_win(self, ranks: Ranks) -> None:
+        """Every rank must get rank 0's buffers, also those that are not saved."""
+        for saved, unsaved in ranks.run(2, _buffers, self.strategy):
+            assert (saved, unsaved) == (FEATURES, FEATURES)
+
+    def test_tied_parameters_are_trained_as_one(self, ranks: Ranks) -> None:
+        """Tied parameters must be trained as one, within a unit and across units."""
+        torch.manual_seed(1)
+        net = Shared()
+        total = sum(p.numel() for p in net.parameters())
+        want, _ = oracle.train_plain(3, oracle.momentum, net=net)
+        got = ranks.run(2, _shared_units, self.strategy)
+        for losses, _ in got:
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+        assert_sharded([held for _, held in got], total)
+
+    @precisions("bf16-mixed", "bf16-true")
+    def test_a_sharded_module_keeps_its_precision(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
+        """A sharded module must refuse another precision, with an error that names both."""
+        for message in ranks.run(2, _other_terms, self.strategy, str(tmp_path), precision):
+            assert_says(message, "32-true", precision, "build the module again")
+
+    @requires(Capability.META_INIT)
+    @precisions("32-true", "bf16-true")
+    def test_meta_init(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
+        """A model on the meta device must be initialised in the precision's dtype, the same on every rank."""
+        (losses, dtype), other = ranks.run(2, _built_on_meta, self.strategy, str(tmp_path), precision)
+        assert losses == other[0]
+        assert all(torch.isfinite(torch.tensor(losses)))
+        assert dtype is {"32-true": torch.float32, "bf16-true": torch.bfloat16}[precision]
+
+    @requires(Capability.META_INIT)
+    def test_a_model_built_empty_is_initialised_as_without(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A model built with ``empty_init`` must get the values that it gets without, bit for bit."""
+        with oracle.seeded(3):
+            net = Initialising()
+        want = net.state_dict()
+        ((x, y),) = oracle.global_batches(1)
+        loss = mse_loss(net(x), y).item()
+        for by_fabric, by_trainer, losses in ranks.run(2, _initialising, self.strategy, str(tmp_path)):
+            assert by_fabric.keys() == want.keys()
+            for name, value in want.items():
+                assert torch.equal(by_fabric[name].cpu(), value), name
+                assert torch.equal(by_trainer[f"net.{name}"].cpu(), value), name
+            assert losses == pytest.approx([loss], abs=FP32_TOLERANCE)
+
+    def test_odd_names(self, ranks: Ranks) -> None:
+        """The state must have the user's parameter names, even if these resemble the names of wrappers."""
+        assert ranks.run(2, _odd_names, self.strategy) == [sorted(OddNames().state_dict())] * 2
+
+    def test_memory_formats(self, ranks: Ranks) -> None:
+        """Parameters with a ``channels_last`` or transposed layout must be trained as in plain torch."""
+        net = Convolutions()
+        want = _convolve(net, Tensor.backward, oracle.sgd(net))
+        for losses, state in ranks.run(2, _channels_last, self.strategy):
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+            for name, tensor in net.state_dict().items():
+                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)

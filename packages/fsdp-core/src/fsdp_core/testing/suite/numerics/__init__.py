@@ -1,0 +1,1 @@
+"""Losses, gradients and weights equal those of one unsharded process."""

@@ -1,0 +1,213 @@
+"""Forward and backward passes that don't alternate, and gradients that are discarded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import Net, Trained
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
+from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.suite.numerics.parity import assert_same
+from fsdp_core.testing.training import new_fabric
+
+__all__ = ["PassesSuite"]
+
+STEPS = 2
+
+#: Relative tolerance of a parameter's update: each of ten layers rounds to bf16's 8 bits, and ranks are summed.
+_HALF = 0.05
+
+
+class Repeating(Net):
+    """Calls each block twice in a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x) * self.scale
+        for block in self.blocks:
+            x = block(block(x))
+        output: Tensor = self.out(self.frozen(x))
+        return output
+
+
+@dataclass(kw_only=True)
+class Hands:
+    """The operations of a step, for Fabric and for plain torch.
+
+    Attributes:
+        model: The model.
+        batches: Inputs and targets.
+        backward: Runs a backward pass from a loss.
+        unreduced: A context in which backward passes accumulate without reduction.
+        forget: The optimizer's ``zero_grad()``.
+        forget_all: The model's ``zero_grad()``.
+    """
+
+    model: nn.Module
+    batches: list[tuple[Tensor, Tensor]]
+    backward: Callable[..., None]
+    unreduced: Callable[[], AbstractContextManager[Any]]
+    forget: Callable[[], None]
+    forget_all: Callable[[], None]
+
+    def loss(self, index: int) -> Tensor:
+        """The model's loss on a batch."""
+        x, y = self.batches[index]
+        return mse_loss(self.model(x), y)
+
+
+def _one_for_both(step: Hands) -> None:
+    step.backward(step.loss(0) + step.loss(1))
+
+
+def _one_unused(step: Hands) -> None:
+    step.loss(1)  # like an evaluation without torch.no_grad()
+    step.backward(step.loss(0))
+
+
+def _both_before(step: Hands) -> None:
+    first, second = step.loss(0), step.loss(1)
+    step.backward(first)
+    step.backward(second)
+
+
+def _from_one_output(step: Hands) -> None:
+    x, y = step.batches[0]
+    output = step.model(x)
+    step.backward(mse_loss(output, y), retain_graph=True)
+    step.backward(mse_loss(output, 2 * y))
+
+
+def _forward_within(step: Hands) -> None:
+    with step.unreduced():
+        step.backward(step.loss(0))
+        later = step.loss(1)
+    step.backward(later)
+
+
+def _backward_within(step: Hands) -> None:
+    earlier = step.loss(0)
+    with step.unreduced():
+        step.backward(earlier)
+    step.backward(step.loss(1))
+
+
+def _given_up(step: Hands) -> None:
+    with step.unreduced():
+        step.backward(step.loss(0))
+        step.forget()
+        step.backward(step.loss(1))
+    step.backward(step.loss(2))
+
+
+def _all_given_up(step: Hands) -> None:
+    _given_up(replace(step, forget=step.forget_all))
+
+
+_accumulates = requires(Capability.GRADIENT_ACCUMULATION)
+
+#: The passes before an optimizer step.
+ORDERS: dict[str, Callable[[Hands], None]] = {
+    "one backward pass for two forward passes": _one_for_both,
+    "a forward pass that no backward pass follows": _one_unused,
+    "two forward passes, then two backward passes": _both_before,
+    "two backward passes from one output": _from_one_output,
+    "a forward pass within no_backward_sync": _forward_within,
+    "a backward pass within no_backward_sync": _backward_within,
+    "zero_grad within an accumulation": _given_up,
+    "the model's zero_grad within an accumulation": _all_given_up,
+}
+
+#: The orders that need no_backward_sync.
+ACCUMULATED = {order for order in ORDERS if "no_backward_sync" in order or "accumulation" in order}
+
+
+def _plain(order: str, net: nn.Module) -> Trained:
+    optimizer = oracle.momentum(net)
+    hands = Hands(
+        model=net,
+        batches=oracle.global_batches(3),
+        backward=Tensor.backward,
+        unreduced=nullcontext,
+        forget=optimizer.zero_grad,
+        forget_all=net.zero_grad,
+    )
+    for _ in range(STEPS):
+        ORDERS[order](hands)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+
+def _sharded(strategy: str, order: str, precision: Any = "32-true") -> Trained:
+    fabric = new_fabric(strategy, precision=precision)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    hands = Hands(
+        model=model,
+        batches=[own_share(fabric, batch) for batch in oracle.global_batches(3)],
+        backward=fabric.backward,
+        unreduced=lambda: fabric.no_backward_sync(model),
+        forget=optimizer.zero_grad,
+        forget_all=model.zero_grad,
+    )
+    for _ in range(STEPS):
+        ORDERS[order](hands)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], full_state(fabric.strategy)
+
+
+def _repeating() -> Repeating:
+    with oracle.seeded(1):
+        return Repeating()
+
+
+def _blocks_twice(strategy: str) -> Trained:
+    fabric = new_fabric(strategy)
+    net = _repeating()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    for batch in oracle.global_batches(STEPS):
+        x, y = own_share(fabric, batch)
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], full_state(fabric.strategy)
+
+
+class PassesSuite(Clauses):
+    """Gradients accumulate as in plain torch, in any order of passes."""
+
+    @pytest.mark.parametrize(
+        "order", [pytest.param(order, marks=_accumulates if order in ACCUMULATED else []) for order in ORDERS]
+    )
+    def test_order_of_passes(self, ranks: Ranks, order: str) -> None:
+        """Weights must equal plain torch's in any order of forward and backward passes."""
+        assert_same(ranks.run(2, _sharded, self.strategy, order), _plain(order, oracle.new_net()))
+
+    @precisions("bf16-mixed")
+    @pytest.mark.parametrize(
+        "order", ["one backward pass for two forward passes", "a forward pass that no backward pass follows"]
+    )
+    def test_order_of_passes_in_mixed_precision(self, ranks: Ranks, precision: str, order: str) -> None:
+        """The same must hold in mixed precision, where each unshard creates a new low-precision tensor."""
+        before = oracle.new_net().state_dict()
+        _, want = _plain(order, oracle.new_net())
+        for _, got in ranks.run(2, _sharded, self.strategy, order, precision):
+            for name, start in before.items():
+                expected, found = want[name] - start, got[name] - start
+                assert (found - expected).norm() <= _HALF * expected.norm(), f"{name}: the update is wrong"
+
+    def test_a_unit_that_is_called_twice(self, ranks: Ranks) -> None:
+        """A unit that is called twice in one forward pass must be trained as in plain torch."""
+        _, want = oracle.train_plain(STEPS, oracle.momentum, net=_repeating())
+        assert_same(ranks.run(2, _blocks_twice, self.strategy), ([], want))

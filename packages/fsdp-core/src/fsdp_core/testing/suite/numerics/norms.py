@@ -1,0 +1,138 @@
+"""Gradient norms: of any order, and over the parameters of one of several optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses, requires
+from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.suite.numerics.parity import assert_same
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+
+__all__ = ["NormsSuite"]
+
+#: Small enough to clip norms of any order.
+MAX_NORM = 0.1
+
+
+def _halves(net: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Two optimizers: one over the blocks, and one over the tied input and output layer, with the larger gradient."""
+    around = [net.inp.weight]  # tied with the output's
+    return oracle.momentum(net.blocks), torch.optim.SGD(around, lr=0.05, momentum=0.9)
+
+
+def _plain(order: float) -> tuple[list[float], dict[str, Tensor]]:
+    net = oracle.new_net()
+    optimizers = _halves(net)
+    x, y = oracle.global_batches(1)[0]
+    mse_loss(net(x), y).backward()
+    norms = []
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        norms.append(float(nn.utils.clip_grad_norm_(held, MAX_NORM, norm_type=order)))
+    for optimizer in optimizers:
+        optimizer.step()
+    return norms, net.state_dict()
+
+
+def _clipped(strategy: str, order: float) -> tuple[list[float], dict[str, Tensor]]:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, *optimizers = fabric.setup(net, *_halves(net))
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    fabric.backward(mse_loss(model(x), y))
+    clip: dict[str, Any] = {"max_norm": MAX_NORM, "norm_type": order}
+    of = (model, net.out)  # a submodule identifies the model as well
+    norms: list[Any] = [fabric.clip_gradients(one, step, **clip) for one, step in zip(of, optimizers, strict=True)]
+    for optimizer in optimizers:
+        optimizer.step()
+    return [float(norm) for norm in norms], full_state(fabric.strategy)
+
+
+class LitNorms(Lit):
+    """Calls Lightning's ``grad_norm`` in the hook that Lightning's documentation names."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms: list[Any] = [grad_norm(self, 2), grad_norm(self, "inf"), grad_norm(self.net.blocks, 3)]
+
+
+def _norms_of_parameters(strategy: str, tmp: str) -> list[dict[str, float]]:
+    module = LitNorms()
+    new_trainer(tmp, strategy, 2).fit(module, loader(1, 2))
+    return [{name: float(value) for name, value in norms.items()} for norms in module.norms]
+
+
+class LitNormsByHand(LitNorms):
+    """Computes norms inside its training step, over the parameters of its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(mse_loss(self(batch[0]), batch[1]))
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.told = refusal(ShardingError, lambda: grad_norm(self, 2))
+        self.norm = float(self.trainer.strategy.sharded.clip_norm(held, float("inf")))  # type: ignore[attr-defined]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+def _norms_by_hand(strategy: str, tmp: str) -> tuple[str, float]:
+    module = LitNormsByHand()
+    new_trainer(tmp, strategy, 2).fit(module, loader(1, 2))
+    return module.told, module.norm
+
+
+def _plain_norms(order: float, prefix: str, inside: str = "") -> dict[str, float]:
+    net = oracle.new_net()
+    x, y = oracle.global_batches(1)[0]
+    mse_loss(net(x), y).backward()
+    grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None and n.startswith(inside)}
+    norms = {f"grad_{order}_norm/{prefix}{n.removeprefix(inside)}": g.norm(order).item() for n, g in grads.items()}
+    total = torch.cat([g.flatten() for g in grads.values()]).norm(order).item()
+    return {**norms, f"grad_{order}_norm_total": total}
+
+
+class NormsSuite(Clauses):
+    """Gradient norms are those of whole gradients, and each optimizer is clipped by its own norm."""
+
+    def test_norms_of_parameters(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Lightning's ``grad_norm`` must return the norms of whole gradients, by the user's parameter names."""
+        want = [_plain_norms(2.0, "net."), _plain_norms(float("inf"), "net."), _plain_norms(3.0, "", "blocks.")]
+        for got in ranks.run(2, _norms_of_parameters, self.strategy, str(tmp_path)):
+            for norms, wanted in zip(got, want, strict=True):
+                assert norms == pytest.approx(wanted, rel=FP32_TOLERANCE, abs=FP32_TOLERANCE)
+
+    @requires(Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM)
+    def test_norms_of_parameters_inside_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``grad_norm`` inside a training step must be refused, and the call that the error suggests must work."""
+        want = _plain_norms(2.0, "")["grad_2.0_norm_total"]
+        for told, norm in ranks.run(2, _norms_by_hand, self.strategy, str(tmp_path)):
+            assert_says(told, "grad_norm(", "inside a step", "on_before_optimizer_step()", "sharded.clip_norm(")
+            assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
+
+    @requires(Capability.CLIP_BY_NORM)
+    @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+    def test_each_optimizer_is_clipped_by_itself(self, ranks: Ranks, order: float) -> None:
+        """Clipping must return and use the norm of the given optimizer's gradients alone."""
+        want_norms, want = _plain(order)
+        got = ranks.run(2, _clipped, self.strategy, order)
+        for norms, _ in got:
+            assert norms == pytest.approx(want_norms, rel=FP32_TOLERANCE)
+        assert_same([([], state) for _, state in got], ([], want))

@@ -1,0 +1,215 @@
+"""The dtypes that a precision string selects for shards, computation and reduction; gradient scaling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
+from fsdp_core.testing.state import full_state, local, poison_gradient, trained_by
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks, precisions, requires
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+
+__all__ = ["PrecisionSuite", "seen_by_a_block"]
+
+PRECISIONS = ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+STORAGE = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+COMPUTE = {
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+
+
+class Spying(Lit):
+    """Records the dtypes that a block sees."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: dict[str, Any] = {}
+        self.net.blocks[1].register_forward_pre_hook(self.look)
+        self.net.blocks[1].up.register_forward_hook(self.look_at_output)
+
+    def look(self, block: Any, args: Any) -> None:
+        """Called before a forward pass of the block."""
+        self.seen |= {"weight": block.up.weight.dtype, "input": args[0].dtype}
+
+    def look_at_output(self, layer: Any, args: Any, output: Any) -> None:
+        """Called after a forward pass of a layer of the block."""
+        self.seen["output"] = output.dtype
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parameters = trained_by(optimizer)
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        assert all(torch.isfinite(grad.cpu()).all() for grad in grads)  # on XLA, each check would be a program
+        self.seen |= {"shards": {p.dtype for p in parameters}, "grads": {grad.dtype for grad in grads}}
+
+
+def seen_by_a_block(strategy: str, tmp: str, precision: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Fit on two ranks; the losses, and the dtypes of a block's shards, gradients, weight, input and output."""
+    module = Spying("sgd")
+    run = new_trainer(tmp, strategy, 2, options, precision=precision, gradient_clip_val=10.0)
+    run.fit(module, loader(3, 2))
+    return {"losses": means(module.losses), **module.seen}
+
+
+def _under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
+    fabric = new_fabric(strategy, precision=precision)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    losses = []
+    for x, y in whole_batches(fabric, 3):
+        with fabric.autocast():
+            ones = fabric.to_device(torch.ones(2, 2))
+            assert (ones @ ones).dtype is COMPUTE.get(precision, torch.float32)
+        output = model(x)
+        assert output.dtype is torch.float32
+        loss = mse_loss(output, y)
+        losses.append(loss.detach())
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=10.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": means(losses), "shards": {p.dtype for p in net.blocks[1].parameters()}}
+
+
+class Summed(nn.Module):
+    """A layer whose bias has as its gradient the sum of the factors of the output's rows."""
+
+    #: bf16 can represent each of 256 and 1, and of 512 and 2, but not their sums.
+    LARGE, SMALL = 256.0, 1.0
+
+    fine: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        for parameter in self.layer.parameters():
+            nn.init.zeros_(parameter)
+        self.register_buffer("fine", torch.tensor([1.0 + 2.0**-10]))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+def _summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
+    fabric = new_fabric(strategy, precision="bf16-mixed")
+    net = Summed()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    row = fabric.to_device(torch.ones(1, FEATURES))
+    if accumulated:
+        with fabric.no_backward_sync(model):
+            fabric.backward((model(row) * net.LARGE).sum())
+        fabric.backward((model(row) * net.SMALL).sum())
+    else:
+        own = fabric.to_device(torch.tensor([2 * (net.LARGE if fabric.global_rank == 0 else net.SMALL)]))
+        fabric.backward((model(row) * own).sum())
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
+class Overflowing(Spying):
+    """In the first step, one element of the gradient is infinite, in the last rank's shard."""
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 0 and not hasattr(self, "poisoned"):
+            self.poisoned = True
+            block = self.net.blocks[1]
+            linear = [*block.up.parameters(), *block.down.parameters()]
+            poison_gradient(linear, float("inf"), here_too=self.global_rank == self.trainer.world_size - 1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+def _overflow(strategy: str, tmp: str) -> tuple[list[float], list[float], float]:
+    module = Overflowing("sgd")
+    run = new_trainer(tmp, strategy, 2, precision="16-mixed")
+    run.fit(module, loader(2, 2))
+    weights = torch.cat([tensor.flatten() for tensor in full_state(run.strategy).values()])
+    scaler: Any = run.precision_plugin
+    return means(module.losses), weights.tolist(), scaler.scaler.get_scale()
+
+
+def _scaler_state(strategy: str, tmp: str) -> tuple[float, float]:
+    run = new_trainer(tmp, strategy, 2, precision="16-mixed")
+    run.fit(Overflowing("sgd"), loader(2, 2))
+    run.save_checkpoint(f"{tmp}/scaled")
+    again = new_trainer(tmp, strategy, 2, precision="16-mixed")
+    again.fit(Lit("sgd"), loader(2, 2), ckpt_path=f"{tmp}/scaled")
+    first, second = [one.precision_plugin for one in (run, again)]
+    return first.scaler.get_scale(), second.scaler.get_scale()  # type: ignore[attr-defined]
+
+
+class PrecisionSuite(Clauses):
+    """Dtypes are those that the precision string selects, and training in half precision works."""
+
+    @requires(Capability.CLIP_BY_NORM)
+    @precisions(*PRECISIONS)
+    def test_dtypes_under_trainer(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
+        """Shards and gradients must have the storage dtype, and blocks must compute in the compute dtype."""
+        want, _ = oracle.train_plain(3, oracle.sgd)
+        storage, compute = STORAGE.get(precision, torch.float32), COMPUTE.get(precision, torch.float32)
+        for got in ranks.run(2, seen_by_a_block, self.strategy, str(tmp_path), precision, {}):
+            assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
+            assert (got["shards"], got["grads"]) == ({storage}, {storage})
+            assert got["output"] is compute
+
+    @requires(Capability.CLIP_BY_NORM)
+    @precisions("bf16-mixed", "16-mixed")
+    def test_weights_and_inputs_are_cast_before_a_block_sees_them(
+        self, ranks: Ranks, tmp_path: Path, precision: str
+    ) -> None:
+        """In mixed precision, a block's weights and inputs must be cast before its forward pass."""
+        for got in ranks.run(2, seen_by_a_block, self.strategy, str(tmp_path), precision, {}):
+            assert (got["weight"], got["input"]) == (COMPUTE[precision], COMPUTE[precision])
+
+    @requires(Capability.CLIP_BY_NORM)
+    @precisions(*PRECISIONS)
+    def test_dtypes_under_fabric(self, ranks: Ranks, precision: str) -> None:
+        """Under Fabric, shards must have the storage dtype, and outputs must be float32."""
+        want, _ = oracle.train_plain(3, oracle.sgd)
+        for got in ranks.run(2, _under_fabric, self.strategy, precision):
+            assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
+            assert got["shards"] == {STORAGE.get(precision, torch.float32)}
+
+    @requires(Capability.MIXED_PRECISION)
+    @pytest.mark.parametrize(
+        "accumulated",
+        [
+            pytest.param(False, marks=on_ranks("processes", "threads")),  # one controller's data are not divided
+            pytest.param(True, marks=requires(Capability.GRADIENT_ACCUMULATION)),
+        ],
+        ids=["over ranks", "over micro-batches"],
+    )
+    def test_gradients_are_added_in_full_precision(self, ranks: Ranks, accumulated: bool) -> None:
+        """Gradients must be summed in float32, over ranks and micro-batches, and buffers must keep their dtype."""
+        for state in ranks.run(2, _summed, self.strategy, accumulated):
+            assert torch.equal(state["layer.bias"], torch.full((FEATURES,), -(Summed.LARGE + Summed.SMALL)))
+            fine = state["fine"].item()
+            assert fine == 1.0 + 2.0**-10, f"a buffer of {1.0 + 2.0**-10} became {fine}"
+
+    @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
+    def test_overflow_in_one_shard_skips_the_step_everywhere(self, ranks: Ranks, tmp_path: Path) -> None:
+        """An overflow in one rank's shard must skip the step and lower the loss scale on every rank."""
+        (losses, weights, scale), other = ranks.run(2, _overflow, self.strategy, str(tmp_path))
+        assert (losses, weights, scale) == other
+        assert scale == 2.0**15, f"the scale is {scale}, not half of torch's initial {2.0**16}"
+        assert all(torch.isfinite(torch.tensor(weights)))
+        # the first step was skipped: the second batch is seen with the initial weights
+        net = oracle.new_net()
+        x, y = oracle.global_batches(2)[1]
+        assert losses[1] == pytest.approx(mse_loss(net(x), y).item(), rel=HALF_TOLERANCE)
+
+    @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING, Capability.SHARDED_CHECKPOINT)
+    def test_scaler_state_is_restored(self, ranks: Ranks, tmp_path: Path) -> None:
+        """The gradient scaler's state must be restored from a checkpoint."""
+        assert ranks.run(2, _scaler_state, self.strategy, str(tmp_path)) == [(2.0**15, 2.0**15)] * 2

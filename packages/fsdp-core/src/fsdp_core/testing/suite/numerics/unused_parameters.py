@@ -1,0 +1,154 @@
+"""Ranks that use different parameters of one unit: each gradient is still the mean over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fsdp_core
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FEATURES, Trained
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires
+from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.suite.numerics.parity import assert_same
+from fsdp_core.testing.training import means, new_fabric
+
+__all__ = ["BranchesSuite"]
+
+#: The experts that a rank's rows pass through, in order.
+Way = tuple[str, ...]
+
+#: The experts that each of two ranks uses in each micro-batch, by case. Both always call the unit, as they must.
+WAYS: dict[str, Sequence[tuple[Way, Way]]] = {
+    "unused on one rank": [(("first", "second"), ("first",))] * 2,
+    "unused on all ranks": [(("first",), ("first",))] * 2,
+    "used twice on one rank": [(("first", "first", "second"), ("first", "second"))] * 2,
+    "nothing used on one rank": [((), ("first", "second")), (("first",), ())],
+    "an expert for each rank": [(("first",), ("second",)), (("second",), ("first",))],
+    "a layer called twice": [(("first", "second"), ("first",)), (("first",), ())],
+    "two layers skipped on one rank": [(("first",), ()), ((), ("first", "second"))],
+    "a frozen layer skipped on one rank": [(("first",), ()), ((), ("first", "second"))],
+}
+
+
+class Layer(nn.Module):
+    """A unit with experts. A forward pass uses the given ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, FEATURES))
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        for expert in way:
+            x = x + torch.tanh(self.get_submodule(expert)(x)) * self.scale
+        return x
+
+
+class Routed(nn.Module):
+    """A layer that ranks use differently, between two layers that all ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with oracle.seeded(1):
+            self.inp, self.out = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+            self.layer = fsdp_core.wrap(Layer())
+
+    def forward(self, x: Tensor, way: Way) -> Any:
+        return self.out(self.layer(self.inp(x), way))
+
+
+class Repeated(Routed):
+    """The layer is called twice: with the first expert, then with the others."""
+
+    def forward(self, x: Tensor, way: Way) -> Any:
+        return self.out(self.layer(self.layer(self.inp(x), way[:1]), way[1:]))
+
+
+class Stacked(Routed):
+    """Two such layers in a row, with nothing in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with oracle.seeded(2):
+            self.further = fsdp_core.wrap(Layer())
+
+    def forward(self, x: Tensor, way: Way) -> Any:
+        return self.out(self.further(self.layer(self.inp(x), way), way))
+
+
+class Frozen(Stacked):
+    """The second layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.further.requires_grad_(False)
+
+
+#: The models of the cases that don't use :class:`Routed`.
+NETS: dict[str, type[Routed]] = {
+    "a layer called twice": Repeated,
+    "two layers skipped on one rank": Stacked,
+    "a frozen layer skipped on one rank": Frozen,
+}
+
+
+def _decaying(module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that changes a parameter whose gradient is zero, but not one whose gradient is ``None``."""
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def _plain(case: str, accumulate: int) -> Trained:
+    """The oracle: one process computes each rank's rows with that rank's experts."""
+    net = NETS.get(case, Routed)()
+    optimizer = _decaying(net)
+    losses = []
+    for i, ((x, y), ways) in enumerate(zip(oracle.global_batches(len(WAYS[case])), WAYS[case], strict=True)):
+        each = [mse_loss(net(x[rank::2], way), y[rank::2]) for rank, way in enumerate(ways)]
+        loss = torch.stack(each).mean()
+        losses.append(loss.item())
+        loss.backward()
+        if (i + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+
+def _sharded(strategy: str, case: str, accumulate: int) -> Trained:
+    fabric = new_fabric(strategy)
+    net = NETS.get(case, Routed)()
+    model, optimizer = fabric.setup(net, _decaying(net))
+    losses = []
+    for i, (batch, ways) in enumerate(zip(oracle.global_batches(len(WAYS[case])), WAYS[case], strict=True)):
+        x, y = own_share(fabric, batch)
+        stepping = (i + 1) % accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not stepping):
+            loss = mse_loss(model(x, ways[fabric.global_rank]), y)
+            losses.append(loss.detach())
+            fabric.backward(loss)
+        if stepping:
+            optimizer.step()
+            optimizer.zero_grad()
+    return means(losses), full_state(fabric.strategy)
+
+
+class BranchesSuite(Clauses):
+    """Ranks may use different parameters of a unit, as long as all of them call the unit."""
+
+    @on_ranks("processes", "threads")
+    @pytest.mark.parametrize(
+        "accumulate",
+        [1, pytest.param(2, marks=requires(Capability.GRADIENT_ACCUMULATION))],
+        ids=["each step", "accumulated"],
+    )
+    @pytest.mark.parametrize("case", WAYS)
+    def test_ranks_use_different_parameters(self, ranks: Ranks, case: str, accumulate: int) -> None:
+        """Ranks may use different parameters of a unit: losses and weights must equal the unsharded model's."""
+        assert_same(ranks.run(2, _sharded, self.strategy, case, accumulate), _plain(case, accumulate))

@@ -1,0 +1,1 @@
+"""Errors for bad options, modules and checkpoints, raised before anything is trained or changed."""

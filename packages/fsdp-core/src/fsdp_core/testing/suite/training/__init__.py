@@ -1,0 +1,1 @@
+"""Training loops under Trainer and Fabric: optimizers, exceptions, launchers, cleanup."""

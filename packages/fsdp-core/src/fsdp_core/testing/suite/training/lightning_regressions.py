@@ -1,0 +1,380 @@
+"""Cases that fail with Lightning's own sharded strategies and must work here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelSummary, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, WIDE, Block, Trained
+from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, sharded_by, trained_by
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires, with_options
+from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
+
+__all__ = ["BrokenElsewhereSuite", "every_stage"]
+
+
+class NanGradient(Lit):
+    """Has a loss and gradients that are NaN."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * float("nan")
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        used: Any = self.trainer.strategy
+        sharded_by(used).clip_norm(trained_by(optimizer), 1.0, error_if_nonfinite=True)
+
+
+def _nonfinite(strategy: str, tmp: str) -> list[str]:
+    run = new_trainer(tmp, strategy, 2)
+    under_trainer = refusal(RuntimeError, lambda: run.fit(NanGradient(), loader(1, 2)))
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric.backward(model(fabric.to_device(torch.ones(2, FEATURES))).sum() * float("nan"))
+    under_fabric = refusal(RuntimeError, lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0))
+    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    return [under_trainer, under_fabric]
+
+
+def _infinite_norm(strategy: str) -> str:
+    fabric = new_fabric(strategy)
+    net: Any = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric.backward(model(fabric.to_device(torch.ones(2, FEATURES))).sum())
+    used: Any = fabric.strategy
+    layout = sharded_by(used).layout()
+    linear = [p for p, parts in layout.items() if any(".up." in one.name or ".down." in one.name for one in parts)]
+    poison_gradient(linear, torch.nan, here_too=fabric.global_rank == fabric.world_size - 1)
+    infinite = float("inf")
+    return refusal(RuntimeError, lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=infinite))
+
+
+def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Test, fit, validate, test, predict, fit and validate with one strategy and one module."""
+    module = Lit("momentum", width=WIDE)
+    run = new_trainer(tmp, strategy, 2, options, max_epochs=2)
+    used: Any = run.strategy
+    policy = getattr(used.backend, "auto_wrap_policy", "auto")
+    run.test(module, loader(2, 2), verbose=False)
+    run.fit(module, loader(3, 2), loader(1, 2))
+    run.validate(module, loader(2, 2), verbose=False)
+    run.test(module, loader(2, 2), verbose=False)
+    predicted: Any = run.predict(module, loader(2, 2))
+    run.fit_loop.max_epochs = 3
+    run.fit(module, loader(3, 2))
+    run.validate(module, loader(2, 2), verbose=False)
+    return {
+        "losses": means(module.losses),
+        "policy": getattr(used.backend, "auto_wrap_policy", "auto")
+        is policy
+        is options.get("auto_wrap_policy", "auto"),
+        "held": held_by(sharded_by(used).root.parameters()),
+        "predicted": torch.cat(predicted),
+        "rows": 2 * BATCH // here().shares(2),
+    }
+
+
+class Tunable(Lit):
+    """Has the attribute ``lr`` that the tuner needs; its optimizer uses a fixed learning rate."""
+
+    lr = 0.05
+
+
+def _find_learning_rate(strategy: str, tmp: str) -> tuple[int, list[float], list[str]]:
+    module = Tunable("sgd")
+    run = new_trainer(tmp, strategy, 2, enable_checkpointing=True)
+    before = means([mse_loss(module.net(x), y) for x, y in oracle.global_batches(1)])
+    found = Tuner(run).lr_find(module, loader(10, 2), num_training=8, update_attr=False)
+    assert found is not None
+    run.validate(module, loader(1, 2), verbose=False)
+    after = means(module.validation_losses)
+    return len(found.results["loss"]), [*before, *after], [p.name for p in Path(tmp).iterdir() if "lr_find" in p.name]
+
+
+class SaveOnce(pl.Callback):
+    """Saves at the end of the first epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def _averaged(
+    strategy: str, tmp: str, world_size: int, path: str | None = None, resume: str | None = None
+) -> dict[str, Tensor]:
+    module = Lit("sgd")
+    callbacks: list[Any] = [EMAWeightAveraging(decay=0.5)]
+    if path:
+        callbacks.append(SaveOnce(path))
+    run = new_trainer(tmp, strategy, world_size, callbacks=callbacks, max_epochs=2)
+    run.fit(module, loader(2, world_size), loader(1, world_size), ckpt_path=resume)
+    return full_state(run.strategy)
+
+
+def _averaging_oracle(batches: list[tuple[Tensor, Tensor]], decay: float) -> dict[str, Tensor]:
+    net = oracle.new_net()
+    optimizer = oracle.sgd(net)
+    average: dict[str, Tensor] = {}
+    for x, y in batches:
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = {n: p.detach().clone() for n, p in net.state_dict().items()}
+        average = {n: decay * average[n] + (1 - decay) * now[n] for n in now} if average else now
+    return average
+
+
+def _stochastic_averaging(strategy: str, tmp: str) -> str:
+    run = new_trainer(tmp, strategy, 2, callbacks=[StochasticWeightAveraging(swa_lrs=0.01)])
+    return refusal(MisconfigurationException, lambda: run.fit(Lit(), loader(1, 2)))
+
+
+class Counts(ModelSummary):
+    """Records the parameter counts that it would print."""
+
+    counts: Any = None
+
+    def summarize(  # type: ignore[override]
+        self, summary_data: Any, total_parameters: int, trainable_parameters: int, *args: Any, **kwargs: Any
+    ) -> None:
+        self.counts = (total_parameters, trainable_parameters, dict(summary_data)["Params"])
+
+
+def _summary(strategy: str, tmp: str) -> Any:
+    callback = Counts(max_depth=1)
+    run = new_trainer(tmp, strategy, 2, callbacks=[callback], enable_model_summary=True)
+    run.fit(Lit(), loader(1, 2))
+    return callback.counts
+
+
+class CountsReductions:
+    """Counts reduce-scatters with torch's profiler."""
+
+    def __init__(self) -> None:
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def __enter__(self) -> CountsReductions:
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.profiler.__exit__(*error)
+        events = {e.key: e.count for e in self.profiler.key_averages()}
+        self.count = sum(count for key, count in events.items() if "c10d::" in key and "reduce_scatter" in key)
+
+
+def _reductions(strategy: str, tmp: str, batches: int, options: Mapping[str, Any]) -> tuple[int, int]:
+    with CountsReductions() as under_trainer:
+        fit(strategy, tmp, 2, batches, "sgd", options, {"accumulate_grad_batches": batches})
+    with CountsReductions() as under_fabric:
+        fabric_fit(strategy, 2, batches, "sgd", options, accumulate=batches)
+    return under_trainer.count, under_fabric.count
+
+
+def _norm_after(strategy: str, enabled: bool) -> float:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    with fabric.no_backward_sync(model, enabled=enabled):
+        fabric.backward(mse_loss(model(x), y))
+    fabric.backward(mse_loss(model(x), y))
+    norm: Any = fabric.clip_gradients(model, optimizer, max_norm=1e9)
+    return float(norm)
+
+
+class CountingScaler(torch.amp.GradScaler):
+    """Counts its steps."""
+
+    steps = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        return super().step(*args, **kwargs)
+
+
+def _custom_scaler(strategy: str, tmp: str) -> tuple[int, list[float]]:
+    scaler = CountingScaler("cpu", init_scale=2.0**8)
+    module = Lit("sgd")
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    new_trainer(tmp, strategy, 2, plugins=[plugin]).fit(module, loader(3, 2))
+    return scaler.steps, means(module.losses)
+
+
+class WithoutLogging(Lit):
+    """torch 2.13 can't trace Lightning's self.log, under any strategy."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def _compiled(strategy: str, tmp: str) -> list[float]:
+    module = WithoutLogging("sgd")
+    compiled: Any = torch.compile(module, backend="eager")
+    new_trainer(tmp, strategy, 2).fit(compiled, loader(3, 2))
+    return means(module.losses)
+
+
+def _recomputation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    module = Lit("sgd")
+    for block in module.net.blocks:
+        block.up.register_forward_hook(count)
+    new_trainer(tmp, strategy, 2, options).fit(module, loader(1, 2))
+    return calls
+
+
+def _dropout(strategy: str, tmp: str, checkpointing: bool) -> Trained:
+    options = {"activation_checkpointing_policy": {Block}} if checkpointing else {}
+    with oracle.seeded(5):
+        pl.seed_everything(5, verbose=False)
+    return fit(strategy, tmp, 1, 3, "sgd", options, None, {"dropout": 0.5})
+
+
+class BrokenElsewhereSuite(Clauses):
+    """Each case raises, hangs or computes wrong numbers with a sharded strategy of Lightning 2.6."""
+
+    @requires(Capability.CLIP_BY_NORM)
+    def test_error_if_nonfinite_is_honoured(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Clipping must raise on a NaN norm, and ``error_if_nonfinite=False`` must turn that off."""
+        for told in ranks.run(2, _nonfinite, self.strategy, str(tmp_path)):
+            for message in told:
+                assert_says(message, "total norm", "is nan", "error_if_nonfinite=False")
+
+    @requires(Capability.CLIP_BY_NORM)
+    def test_infinite_norm_sees_nan_of_another_rank(self, ranks: Ranks) -> None:
+        """The infinity norm must be NaN on every rank if one rank's shard holds NaN."""
+        for message in ranks.run(2, _infinite_norm, self.strategy):
+            assert_says(message, "is nan")
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, with_options({"auto_wrap_policy": None}), with_options({"auto_wrap_policy": {Block}})],
+        ids=["as it is", "root alone", "blocks"],
+    )
+    def test_stages_in_any_order(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+        """Fit, validate, test and predict must work in any order, and must not change the wrap policy."""
+        first, _ = oracle.train_plain(3, oracle.momentum, net=oracle.new_net(width=WIDE))
+        got = ranks.run(2, every_stage, self.strategy, str(tmp_path), options)
+        for one in got:
+            assert one["losses"][:3] == pytest.approx(first, abs=FP32_TOLERANCE)
+            assert len(one["losses"]) == 9, f"{len(one['losses'])} steps were trained instead of 9"
+            assert one["policy"]
+            assert one["predicted"].shape == (one["rows"], FEATURES)
+        assert_sharded([one["held"] for one in got], sum(p.numel() for p in oracle.new_net(width=WIDE).parameters()))
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_lr_finder_restores_the_weights(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``Tuner.lr_find`` must try all rates, restore the weights, and delete its checkpoint."""
+        for tried, (before, after), leftovers in ranks.run(2, _find_learning_rate, self.strategy, str(tmp_path)):
+            assert tried == 8, f"the learning-rate finder tried {tried} rates instead of 8"
+            assert after == pytest.approx(before, abs=FP32_TOLERANCE)
+            assert not leftovers
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_weight_averaging(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``EMAWeightAveraging`` must give plain torch's averages, also after a resume on other numbers of ranks."""
+        want = _averaging_oracle(oracle.global_batches(2) * 2, 0.5)
+        tmp, path = str(tmp_path), str(tmp_path / "half")
+        uninterrupted = ranks.run(2, _averaged, self.strategy, tmp, 2, path)
+        resumed = ranks.run(2, _averaged, self.strategy, tmp, 2, None, path)
+        elsewhere = ranks.run(3, _averaged, self.strategy, tmp, 3, None, path)
+        for state in (*uninterrupted, *resumed, *elsewhere):
+            for name, tensor in want.items():
+                torch.testing.assert_close(state[f"net.{name}"], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
+
+    def test_stochastic_weight_averaging_is_refused_before_training(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``StochasticWeightAveraging`` must be refused before training."""
+        for message in ranks.run(2, _stochastic_averaging, self.strategy, str(tmp_path)):
+            assert_says(message, "sharded")
+
+    def test_model_summary_counts_the_whole_model(self, ranks: Ranks, tmp_path: Path) -> None:
+        """The model summary must count the parameters of the whole model, not of a shard."""
+        net = oracle.new_net()
+        total = sum(p.numel() for p in net.parameters())
+        trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
+        assert ranks.run(2, _summary, self.strategy, str(tmp_path))[0][:2] == (total, trainable)
+
+    @requires(Capability.GRADIENT_ACCUMULATION)
+    @on_ranks("processes")  # torch's profiler records the collectives of process groups only
+    @pytest.mark.parametrize(
+        "options", [{}, with_options({"sync_each_batch": True})], ids=["as it is", "sync_each_batch"]
+    )
+    def test_accumulation_skips_the_reduction(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+        """Gradient accumulation must reduce once per step, or with ``sync_each_batch`` once per micro-batch."""
+        tmp = str(tmp_path)
+        one_batch = ranks.run(2, _reductions, self.strategy, tmp, 1, options)
+        times = 4 if options else 1
+        for (one_of_trainer, one_of_fabric), (of_trainer, of_fabric) in zip(
+            one_batch, ranks.run(2, _reductions, self.strategy, tmp, 4, options), strict=True
+        ):
+            assert one_of_trainer > 0, "torch's profiler saw no reduce-scatter in a step under the Trainer"
+            assert one_of_fabric > 0, "torch's profiler saw no reduce-scatter in a step under Fabric"
+            told = f"reduce-scatters of four micro-batches under Trainer and Fabric: not {times} × those of one"
+            assert (of_trainer, of_fabric) == (times * one_of_trainer, times * one_of_fabric), told
+
+    @requires(Capability.CLIP_BY_NORM)
+    @pytest.mark.parametrize("enabled", [pytest.param(True, marks=requires(Capability.GRADIENT_ACCUMULATION)), False])
+    def test_no_backward_sync_leaves_sync_on(self, ranks: Ranks, enabled: bool) -> None:
+        """A backward pass after ``no_backward_sync`` must reduce the gradients of both passes."""
+        net = oracle.new_net()
+        x, y = oracle.global_batches(1)[0]
+        (2 * mse_loss(net(x), y)).backward()
+        want = torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]).item()
+        for norm in ranks.run(2, _norm_after, self.strategy, enabled):
+            assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
+
+    @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
+    def test_custom_gradient_scaler(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A user's own ``GradScaler`` must be used, and losses must equal the oracle's."""
+        want, _ = oracle.train_plain(3, oracle.sgd)
+        for steps, losses in ranks.run(2, _custom_scaler, self.strategy, str(tmp_path)):
+            assert steps == 3, f"the scaler made {steps} steps instead of 3"
+            assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
+
+    def test_compiled_module(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A module compiled with ``torch.compile`` must train as the oracle does."""
+        want, _ = oracle.train_plain(3, oracle.sgd)
+        for losses in ranks.run(2, _compiled, self.strategy, str(tmp_path), timeout=240.0):
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+    @requires(Capability.ACTIVATION_CHECKPOINTING)
+    @pytest.mark.parametrize("options", [{}, with_options({"auto_wrap_policy": None})], ids=["as it is", "root alone"])
+    def test_activation_checkpointing_needs_no_wrap_policy(
+        self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        """Each checkpointed block must run once forward and once in the backward pass, whatever the wrap policy."""
+        options = {**options, "activation_checkpointing_policy": {Block}}
+        assert ranks.run(2, _recomputation, self.strategy, str(tmp_path), options) == [6, 6]
+
+    @requires(Capability.ACTIVATION_CHECKPOINTING)
+    def test_activation_checkpointing_repeats_dropout(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Recomputed blocks must use the same dropout masks: losses and weights must not change."""
+        ((plain, state),) = ranks.run(1, _dropout, self.strategy, str(tmp_path), False)
+        ((recomputed, again),) = ranks.run(1, _dropout, self.strategy, str(tmp_path), True)
+        assert recomputed == plain
+        assert all(torch.equal(state[n], again[n]) for n in state)

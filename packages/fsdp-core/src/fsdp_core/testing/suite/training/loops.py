@@ -1,0 +1,434 @@
+"""Parts of training loops: manual optimization, schedulers, step methods, targets, collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
+from fsdp_core.testing.refusals import assert_says
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.clauses import Clauses, precisions, requires
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+
+__all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "losses_of", "root_used_twice"]
+
+
+def losses_of(module: Lit) -> list[float]:
+    """The losses that a module has recorded in this process."""
+    return [loss.item() for loss in module.losses]
+
+
+class Gan(Lit):
+    """Two optimizers over two halves, both stepped in one training step, with forward passes in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        with oracle.seeded(3):
+            self.critic = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        first: Any
+        second: Any
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        self.toggle_optimizer(first)
+        loss = mse_loss(self.net(x), y) + self.critic(self.net(x)).mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        critic_loss = (self.critic(self.net(x).detach()) ** 2).mean()
+        second.zero_grad()
+        self.manual_backward(critic_loss)
+        self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        second.step()
+        self.untoggle_optimizer(second)
+        self.losses += [loss.detach(), critic_loss.detach()]
+
+    def configure_optimizers(self) -> Any:
+        return [oracle.momentum(self.net), torch.optim.Adam(self.critic.parameters(), lr=0.01, eps=1e-3)]
+
+
+def _gan(strategy: str, tmp: str, world_size: int) -> Trained:
+    module = Gan()
+    run = new_trainer(tmp, strategy, world_size)
+    run.fit(module, loader(3, world_size), loader(1, world_size))
+    return means(module.losses), full_state(run.strategy)
+
+
+class ManualClip(Lit):
+    """Clips gradients in its training step, under manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _manual_clip(strategy: str, tmp: str) -> list[float]:
+    module = ManualClip()
+    new_trainer(tmp, strategy, 2, precision="16-mixed").fit(module, loader(4, 2))
+    return means(module.losses)
+
+
+class LooksAtGradients(Lit):
+    """Uses torch's own functions on gradients, in its training step.
+
+    Args:
+        what: ``"clipped"``; ``"after a forward pass"``, which may unshard parameters; ``"accumulated"`` over two
+            backward passes; ``"scaled"`` one by one; or ``"zeroed"`` between two backward passes.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__("momentum")
+        self.automatic_optimization = False
+        self.what = what
+        self.seen: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        self.manual_backward(loss)
+        if self.what == "zeroed":
+            self.zero_grad()
+        if self.what in ("accumulated", "zeroed"):
+            self.manual_backward(mse_loss(self(batch[0]), 2 * batch[1]))
+        if self.what == "after a forward pass":
+            self(batch[0])
+        if self.what == "scaled":
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= 0.5
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        self.seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOKS = ["clipped", "after a forward pass", "accumulated", "scaled", "zeroed"]
+
+
+def _looks(strategy: str, tmp: str, world_size: int) -> dict[str, tuple[list[float], list[float]] | str]:
+    """Losses and norms, or what is said."""
+    outcomes: dict[str, tuple[list[float], list[float]] | str] = {}
+    for what in LOOKS:
+        module = LooksAtGradients(what)
+        try:
+            new_trainer(tmp, strategy, world_size).fit(module, loader(2, world_size))
+        except UnsupportedCapabilityError as refused:
+            outcomes[what] = str(refused)
+        else:
+            outcomes[what] = means(module.losses), module.seen
+    return outcomes
+
+
+class HooksLook(Lit):
+    """Computes the norm of all gradients in hooks before a step, where users log it.
+
+    Args:
+        automatic: Whether optimization is automatic.
+        alone: Whether the norm of each gradient is computed by itself.
+    """
+
+    def __init__(self, automatic: bool, alone: bool) -> None:
+        super().__init__("momentum")
+        self.automatic_optimization = automatic
+        self.alone = alone
+        self.seen: list[float] = []
+
+    def look(self) -> None:
+        if self.alone:
+            self.seen.append(sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
+            return
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self.seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def on_after_backward(self) -> None:
+        if self.automatic_optimization:  # otherwise gradients may not be reduced yet
+            self.look()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.look()
+
+
+def _hooks_look(
+    strategy: str, tmp: str, world_size: int, automatic: bool, alone: bool
+) -> tuple[list[float], list[float]] | str:
+    """Losses and norms, or what is said."""
+    module = HooksLook(automatic, alone)
+    try:
+        new_trainer(tmp, strategy, world_size).fit(module, loader(2, world_size))
+    except (ShardingError, UnsupportedCapabilityError) as refused:
+        return str(refused)
+    return means(module.losses), module.seen
+
+
+class UsesRootTwice(Lit):
+    """Calls itself, then uses one of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.bias = nn.Parameter(torch.zeros(FEATURES))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = mse_loss(self(batch[0]) + self.bias, batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+
+def root_used_twice(strategy: str, tmp: str, options: dict[str, Any]) -> list[float]:
+    """The losses of :class:`UsesRootTwice` on two ranks."""
+    module = UsesRootTwice()
+    new_trainer(tmp, strategy, 2, options).fit(module, loader(3, 2))
+    return means(module.losses)
+
+
+def assert_root_stays_gathered(ranks: Ranks, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
+    """Assert that a step may call the root, then use its parameter. Backends may pass their own options."""
+    plain = UsesRootTwice()
+    new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
+    for losses in ranks.run(2, root_used_twice, strategy, str(tmp_path), options):
+        assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+
+
+class Scheduled(Lit):
+    """Has a scheduler that changes the learning rate in every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = oracle.adamw_groups(self)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _scheduled(
+    strategy: str, tmp: str, world_size: int, save: str | None, resume: str | None, epochs: int
+) -> list[float]:
+    module = Scheduled()
+    run = new_trainer(tmp, strategy, world_size, max_epochs=epochs)
+    run.fit(module, loader(2, world_size), ckpt_path=resume)
+    if save:
+        run.save_checkpoint(save)
+    return means(module.losses)
+
+
+class TensorRate(Lit):
+    """Has a learning rate that is a tensor."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01))
+
+
+def _tensor_rate(strategy: str, tmp: str, url: str) -> tuple[list[float], float]:
+    first = TensorRate()
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(first, loader(2, 2))
+    run.save_checkpoint(url)
+    second = TensorRate()
+    run = new_trainer(tmp, strategy, 2, max_epochs=2)
+    run.fit(second, loader(2, 2), ckpt_path=url)
+    return means([*first.losses, *second.losses]), float(run.optimizers[0].param_groups[0]["lr"])
+
+
+class BigTargets(Lit):
+    """Records the targets that its step gets."""
+
+    target: Tensor
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        self.target = batch[1]
+        return super().training_step(batch, batch_idx)
+
+
+def _targets(strategy: str, tmp: str, precision: Any) -> tuple[float, str]:
+    module = BigTargets("sgd")
+    data: Any = [(torch.ones(FEATURES), torch.full((FEATURES,), 100001.0))] * 4
+    batches: DataLoader[Any] = DataLoader(data, batch_size=2)
+    new_trainer(tmp, strategy, 2, precision=precision, max_steps=1).fit(module, batches)
+    return module.target[0, 0].item(), str(module.target.dtype)
+
+
+class Wrapped(nn.Module):
+    """Has a step method, and no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = oracle.new_net()
+
+    def training_step(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss."""
+        return mse_loss(self.net(x), y)
+
+
+def _fabric_step_method(strategy: str) -> list[float]:
+    fabric = new_fabric(strategy)
+    wrapped = Wrapped()
+    model, optimizer = fabric.setup(wrapped, oracle.sgd(wrapped))
+    losses = []
+    for x, y in whole_batches(fabric, 3):
+        loss = model.training_step(x, y)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _collectives(strategy: str) -> dict[str, Any]:
+    fabric = new_fabric(strategy)
+    rank = fabric.global_rank
+    source = fabric.to_device(torch.full((2,), float(rank))).requires_grad_()
+    gathered: Any = fabric.all_gather(source, sync_grads=True)
+    gathered.sum().backward()
+    assert source.grad is not None
+    mean: Any = fabric.all_reduce(torch.tensor(float(rank)))
+    total: Any = fabric.all_reduce(torch.tensor(rank + 1), reduce_op="sum")
+    ranks: Any = fabric.all_gather(torch.tensor([rank]))
+    return {
+        "mean": mean.item(),
+        "sum": total.item(),
+        "text": fabric.strategy.all_reduce("unchanged"),
+        "gathered": ranks.tolist(),
+        "grad": source.grad.tolist(),
+        "object": fabric.broadcast({"from": rank, "path": Path("x")}, src=fabric.world_size - 1),
+    }
+
+
+class LoopsSuite(Clauses):
+    """Training loops that do more than a forward pass, a backward pass and a step."""
+
+    @requires(Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM)
+    @pytest.mark.parametrize("world_size", [1, 2, 3])
+    def test_manual_optimization(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+        """Manual optimization with two optimizers must give the losses and weights of one unsharded process."""
+        plain = Gan()
+        new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
+        for losses, state in ranks.run(world_size, _gan, self.strategy, str(tmp_path), world_size):
+            assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+            for name, tensor in plain.state_dict().items():
+                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+    @requires(Capability.MANUAL_OPTIMIZATION)
+    def test_torchs_functions_on_gradients_inside_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Torch's functions on gradients inside a step must work, or be refused on every rank, never ignored."""
+        got = ranks.run(2, _looks, self.strategy, str(tmp_path), 2)
+        for what in LOOKS:
+            plain = LooksAtGradients(what)
+            new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
+            for of_rank in got:
+                outcome = of_rank[what]
+                if isinstance(outcome, str):
+                    assert_says(outcome, "piece", "Write self.clip_gradients(optimizer", "optimizer.zero_grad()")
+                else:
+                    assert outcome[0] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE), what
+                    assert outcome[1] == pytest.approx(plain.seen, abs=FP32_TOLERANCE), what
+
+    @pytest.mark.parametrize(
+        "automatic",
+        [True, pytest.param(False, marks=requires(Capability.MANUAL_OPTIMIZATION))],
+        ids=["by itself", "by hand"],
+    )
+    @pytest.mark.parametrize("alone", [False, True], ids=["all", "each"])
+    def test_torchs_functions_on_gradients_in_hooks(
+        self, ranks: Ranks, tmp_path: Path, automatic: bool, alone: bool
+    ) -> None:
+        """A norm computed from gradients in a hook must be that of whole gradients, or be refused."""
+        plain = HooksLook(automatic, alone)
+        new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
+        norms = 2 * (1 + automatic)
+        assert len(plain.seen) == norms, f"the hooks on one device computed {len(plain.seen)} norms instead of {norms}"
+        for outcome in ranks.run(2, _hooks_look, self.strategy, str(tmp_path), 2, automatic, alone):
+            if isinstance(outcome, str) and "DTensor" in outcome:
+                assert_says(outcome, "this rank computed from its shards alone", "Write float(value.full_tensor())")
+            elif isinstance(outcome, str):
+                assert_says(outcome, "piece", "Write self.clip_gradients(optimizer")
+            else:
+                assert outcome[0] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+                assert outcome[1] == pytest.approx(plain.seen, abs=FP32_TOLERANCE)
+
+    @requires(
+        Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM, Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING
+    )
+    def test_clipping_by_hand_sees_unscaled_gradients(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``self.clip_gradients()`` in a training step must clip unscaled gradients under ``16-mixed``."""
+        want, _ = oracle.train_plain(4, oracle.sgd, clip_norm=0.2)
+        for losses in ranks.run(2, _manual_clip, self.strategy, str(tmp_path)):
+            assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
+
+    def test_root_stays_gathered_through_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A training step must be able to use a parameter of the root after it has called the root."""
+        assert_root_stays_gathered(ranks, tmp_path, self.strategy, {})
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_scheduler_and_its_resumption(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A scheduler must be restored, with the same learning rates on another number of ranks."""
+        plain = Scheduled()
+        new_trainer(tmp_path, "auto", max_epochs=3).fit(plain, loader(2, 1))
+        path = str(tmp_path / "half")
+        first = ranks.run(2, _scheduled, self.strategy, str(tmp_path), 2, path, None, 1)[0]
+        second = ranks.run(3, _scheduled, self.strategy, str(tmp_path), 3, None, path, 3)[0]
+        assert first + second == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_tensor_learning_rate_and_file_url(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A learning rate that is a tensor must be restored, from a checkpoint at a ``file://`` URL."""
+        plain = TensorRate()
+        new_trainer(tmp_path, "auto", max_epochs=2).fit(plain, loader(2, 1))
+        url = f"file://{tmp_path}/checkpoint"
+        for losses, rate in ranks.run(2, _tensor_rate, self.strategy, str(tmp_path), url):
+            assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+            assert rate == pytest.approx(0.01)
+
+    @precisions("bf16-mixed", "16-mixed")
+    def test_mixed_precision_leaves_targets_alone(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
+        """Mixed precision must not cast the batch of the training step."""
+        assert ranks.run(2, _targets, self.strategy, str(tmp_path), precision) == [(100001.0, "torch.float32")] * 2
+
+    def test_fabric_step_method_runs_through_the_root(self, ranks: Ranks) -> None:
+        """Under Fabric, a module without ``forward`` must be trainable through a method such as ``training_step``."""
+        want, _ = oracle.train_plain(3, oracle.sgd)
+        for losses in ranks.run(2, _fabric_step_method, self.strategy):
+            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+    def test_collectives(self, ranks: Ranks) -> None:
+        """Fabric's ``all_gather``, with gradients, ``all_reduce`` and ``broadcast`` must return the right values."""
+        count = 1 if ranks.kind == "one controller" else 2
+        want = {
+            "mean": (count - 1) / 2,
+            "sum": count * (count + 1) / 2,
+            "text": "unchanged",
+            "gathered": [[rank] for rank in range(count)],
+            "grad": [float(count)] * 2,
+            "object": {"from": count - 1, "path": Path("x")},
+        }
+        assert ranks.run(2, _collectives, self.strategy) == [want, want]

@@ -1,0 +1,294 @@
+"""Optimizers built before or after sharding: they train the shards, or are refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE, Trained
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+
+__all__ = ["OptimizersSuite", "assert_all_trained", "built_after_evaluation", "built_before_sharding"]
+
+
+class ListsInInit(Lit):
+    """Builds its param groups before sharding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists = oracle.adamw_groups(self).param_groups
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.lists, lr=0.01, eps=1e-3)
+
+
+class OptimizerInInit(Lit):
+    """Builds its optimizer before sharding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = oracle.adamw_groups(self)
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+class OfTrainersModel(Lit):
+    """Builds its optimizer over ``self.trainer.model``."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.model is not None
+        return oracle.adamw_groups(self.trainer.model)
+
+
+class ForeignParameter(Lit):
+    """Its optimizer holds a parameter of no module."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(5))], lr=0.1)
+
+
+class OfACopy(Lit):
+    """Its optimizer holds the parameters of a copy of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [copy.deepcopy(self.net)]  # a module in a list is not a submodule
+
+    def configure_optimizers(self) -> Any:
+        return oracle.sgd(self.hidden[0])
+
+
+class Stale(Lit):
+    """Its optimizer holds parameters that ``configure_model()`` has replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = list(self.parameters())
+
+    def configure_model(self) -> None:
+        self.net = oracle.new_net()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.listed, lr=0.1)
+
+
+class WithAdagrad(Lit):
+    """Its optimizer creates its state in the constructor."""
+
+    def configure_optimizers(self) -> Any:
+        return any_optimizer("Adagrad", self)
+
+
+#: Every torch optimizer except LBFGS, which computes the loss several times per step.
+OF_TORCH = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+)
+
+
+def any_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    """A torch optimizer over the parameters that it supports, with a large eps if it has one, like the oracle's."""
+    kind = getattr(torch.optim, name)
+    eps = inspect.signature(kind).parameters.get("eps")
+    settings = {"eps": 1e-3} if eps is not None and isinstance(eps.default, float) else {}
+    parameters = [p for p in module.parameters() if p.requires_grad and (name != "Muon" or p.ndim == 2)]
+    optimizer: torch.optim.Optimizer = kind(parameters, lr=0.01, **settings)
+    return optimizer
+
+
+def _with_each_optimizer(strategy: str, tmp: str) -> dict[str, Trained | str]:
+    """The outcome of two steps of each optimizer, or the error."""
+    fabric = new_fabric(strategy)
+    used: Any = fabric.strategy
+    outcomes: dict[str, Trained | str] = {}
+    for name in OF_TORCH:
+        net = oracle.new_net()
+        try:
+            model, optimizer = fabric.setup(net, any_optimizer(name, net))
+        except OptimizerMismatchError as refused:
+            outcomes[name] = str(refused)
+            continue
+        outcomes[name] = _two_steps(fabric, model, optimizer, used.roots[-1])
+    outcomes["Adagrad, Trainer"] = _fit_epochs(strategy, tmp, WithAdagrad, 1)
+    return outcomes
+
+
+def _fit_epochs(strategy: str, tmp: str, module_class: type[Lit], epochs: int) -> Trained:
+    """Fit two steps per epoch, with one ``fit`` per epoch."""
+    module = module_class()
+    for _ in range(epochs):
+        run = new_trainer(tmp, strategy, 2)
+        run.fit(module, loader(2, 2))
+    state = full_state(run.strategy)
+    return means(module.losses), {name.removeprefix("net."): tensor for name, tensor in state.items()}
+
+
+def _two_steps(fabric: Fabric, model: Any, optimizer: Any, sharded: Sharded | None = None) -> Trained:
+    losses = []
+    for x, y in fabric.setup_dataloaders(loader(2, 2)):
+        loss = mse_loss(model(x), y)
+        losses.append(loss.detach())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return means(losses), full_state(fabric.strategy, sharded)
+
+
+def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
+    """Set up an optimizer over unsharded parameters, together with the model or after it.
+
+    Returns:
+        Losses and weights for :func:`assert_all_trained`, and the number of elements in this rank's optimizer.
+    """
+    fabric = new_fabric(strategy)
+    net = oracle.new_net(width=WIDE)
+    optimizer: Any = oracle.adamw_groups(net)
+    if joint:
+        model, optimizer = fabric.setup(net, optimizer)
+    else:
+        model = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(optimizer)
+    used: Any = fabric.strategy
+    live = {id(p) for p in sharded_by(used).layout()}
+    assert all(id(p) in live for p in trained_by(optimizer))
+    held = held_by(trained_by(optimizer))
+    return _two_steps(fabric, model, optimizer), held
+
+
+def built_after_evaluation(strategy: str, optimizer: str) -> Trained:
+    """Build an optimizer after a forward pass without a backward pass, which may leave parameters unsharded."""
+    fabric = new_fabric(strategy)
+    model = fabric.setup_module(oracle.new_net())
+    with torch.no_grad():
+        model(whole_batches(fabric, 1)[0][0])
+    return _two_steps(fabric, model, fabric.setup_optimizers(getattr(oracle, optimizer)(model)))
+
+
+def assert_all_trained(got: Trained, optimizer: str = "adamw_groups", **net: Any) -> None:
+    """Assert that losses equal the oracle's, and that every parameter that the oracle trains was trained."""
+    losses, state = got
+    want_losses, want = oracle.train_plain(2, getattr(oracle, optimizer), net=oracle.new_net(**net))
+    assert losses[:2] == pytest.approx(want_losses, abs=FP32_TOLERANCE)
+    if len(losses) == 2:
+        assert state.keys() == want.keys()
+        for name, tensor in want.items():
+            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+    start = oracle.new_net(**net).state_dict()
+    moved = [name for name in want if not torch.allclose(want[name], start[name], atol=2e-4)]
+    assert len(moved) > 15, f"the oracle trains {len(moved)} parameters, too few for this clause: {moved}"
+    for name in moved:
+        assert not torch.allclose(state[name], start[name], atol=1e-4), f"{name} was not trained"
+
+
+def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
+    def under_trainer(module: Lit) -> str:
+        told = refusal(OptimizerMismatchError, lambda: new_trainer(tmp, strategy).fit(module, loader(1, 1)))
+        assert not module.losses
+        return told
+
+    fabric = new_fabric(strategy, 1)
+    net, other, stepped = oracle.new_net(), oracle.new_net(), oracle.new_net()
+    has_stepped = oracle.momentum(stepped)
+    stepped(oracle.global_batches(1)[0][0]).sum().backward()
+    has_stepped.step()
+    weight = stepped.inp.weight.detach().clone()
+    told = {
+        "foreign": [
+            under_trainer(ForeignParameter()),
+            under_trainer(OfACopy()),
+            under_trainer(Stale()),
+            refusal(OptimizerMismatchError, lambda: fabric.setup(net, oracle.sgd(other))),
+            refusal(OptimizerMismatchError, lambda: fabric.setup_optimizers(oracle.sgd(other))),
+        ],
+        "stepped": [refusal(OptimizerMismatchError, lambda: fabric.setup(stepped, has_stepped))],
+    }
+    used: Any = fabric.strategy
+    now: Tensor = full_state(used, used.roots[-1])["inp.weight"]
+    assert torch.equal(now, weight)
+    return told
+
+
+class OptimizersSuite(Clauses):
+    """No optimizer trains parameters that are no longer the model's."""
+
+    @pytest.mark.parametrize(
+        ("module_class", "epochs"), [(ListsInInit, 1), (ListsInInit, 2), (OptimizerInInit, 1), (OfTrainersModel, 2)]
+    )
+    def test_parameters_from_before_sharding_are_trained(
+        self, ranks: Ranks, tmp_path: Path, module_class: type[Lit], epochs: int
+    ) -> None:
+        """An optimizer built from parameters of before sharding must train the shards."""
+        for got in ranks.run(2, _fit_epochs, self.strategy, str(tmp_path), module_class, epochs):
+            assert_all_trained(got)
+            assert len(got[0]) == 2 * epochs, f"{len(got[0])} steps were trained instead of {2 * epochs}"
+
+    @pytest.mark.parametrize("joint", [True, False])
+    def test_fabrics_optimizer_from_before_sharding_is_repointed(self, ranks: Ranks, joint: bool) -> None:
+        """Fabric must repoint an optimizer built before sharding to this rank's shards."""
+        got = ranks.run(2, built_before_sharding, self.strategy, joint)
+        for trained, _ in got:
+            assert_all_trained(trained, width=WIDE)
+        total = sum(p.numel() for p in trained_by(oracle.adamw_groups(oracle.new_net(width=WIDE))))
+        assert_sharded([held for _, held in got], total)
+
+    def test_optimizer_built_after_evaluation_trains_the_shards(self, ranks: Ranks) -> None:
+        """An optimizer built after a forward pass without a backward pass must train the shards."""
+        for got in ranks.run(2, built_after_evaluation, self.strategy, "momentum"):
+            assert_all_trained(got, "momentum")
+
+    @on_ranks("processes")  # XLA would compile a program for each
+    def test_every_optimizer_of_torch_is_right_or_refused(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Each torch optimizer must give plain torch's results, or be refused. Elementwise ones must not be refused."""
+        got = ranks.run(2, _with_each_optimizer, self.strategy, str(tmp_path))
+        for name in [*OF_TORCH, "Adagrad, Trainer"]:
+            kind = name.partition(",")[0]
+            if any(isinstance(of_rank[name], str) for of_rank in got):
+                assert kind not in (
+                    "Adadelta",
+                    "Adagrad",
+                    "Adam",
+                    "Adamax",
+                    "AdamW",
+                    "NAdam",
+                    "RAdam",
+                    "RMSprop",
+                    "SGD",
+                )
+                for of_rank in got:
+                    assert_says(of_rank[name], kind, "Use")
+                continue
+            want_losses, want = oracle.train_plain(2, partial(any_optimizer, kind))
+            # Muon computes in bf16, where directions without a gradient get those of rounding errors
+            tolerance = 1e-2 if kind == "Muon" else FP32_TOLERANCE
+            for of_rank in got:
+                losses, state = of_rank[name]
+                assert losses == pytest.approx(want_losses, abs=tolerance), name
+                for of, tensor in want.items():
+                    torch.testing.assert_close(state[of], tensor, atol=tolerance, rtol=tolerance, msg=f"{name}: {of}")
+
+    def test_optimizers_over_other_parameters_are_refused(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Optimizers over other parameters, or with a step taken before sharding, must be refused."""
+        (told,) = ranks.run(1, _refusals, self.strategy, str(tmp_path))
+        for message in told["foreign"]:
+            assert_says(message, "param group 0 of SGD", "the sharded model's, so training would leave it stale")
+            assert_says(message, "model, optimizer = fabric.setup(model, optimizer)", "configure_optimizers")
+        assert_says(told["foreign"][0], "(5,)")
+        for message in told["stepped"]:
+            assert_says(message, "SGD has stepped", "before the first step")

@@ -1,0 +1,147 @@
+"""Runs leave nothing behind: no process groups, threads, files or environment variables."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.nn.functional import mse_loss
+
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
+from fsdp_core.torch_private import process_groups
+
+__all__ = ["LeftoversSuite"]
+
+
+def _under_trainer(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
+    """Fit, validate, save, and resume."""
+    module = Lit("momentum")
+    run = new_trainer(tmp, strategy, 2, options)
+    run.fit(module, loader(1, 2), loader(1, 2))
+    run.validate(module, loader(1, 2), verbose=False)
+    if path is not None:
+        run.save_checkpoint(path)
+        again = new_trainer(tmp, strategy, 2, options, max_epochs=2)
+        again.fit(Lit("momentum"), loader(1, 2), ckpt_path=str(path))
+
+
+def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
+    """Set up, step, save, load, and tear down, which ends background saves."""
+    fabric = new_fabric(strategy, 2, options)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    for x, y in whole_batches(fabric, 1):
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+    if path is not None:
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+    used: Any = fabric.strategy
+    used.teardown()
+
+
+def _left(
+    strategy: str, tmp: str, front_end: FrontEnd, saves: bool, options: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What two runs leave behind. Process groups are counted from the second run on.
+
+    The first run creates the default process group, which Lightning keeps until the process ends.
+    """
+    rank, folder = here().rank, Path(tmp)
+    places = [folder / f"cwd{rank}", folder / f"tmp{rank}"]
+    for one in places:
+        one.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(places[0])
+        patch.setattr(tempfile, "tempdir", str(places[1]))
+        patch.setenv("TMPDIR", str(places[1]))
+        variables, threads, groups = dict(os.environ), set(threading.enumerate()), 0
+        run = {"trainer": _under_trainer, "fabric": _under_fabric}[front_end]
+        for path in (folder / "first", folder / "second"):
+            groups = process_groups()
+            run(strategy, folder, path if saves else None, options)
+        return {
+            "environment variables": sorted(
+                name for name in {*os.environ, *variables} if os.environ.get(name) != variables.get(name)
+            ),
+            "threads": sorted(one.name for one in set(threading.enumerate()) - threads),
+            "process groups": process_groups() - groups,
+            "files": sorted(str(path.relative_to(folder)) for one in places for path in one.rglob("*")),
+        }
+
+
+def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
+    """The objects that outlive a run. Checks every parameter, for 0-dim ones are often stored differently."""
+
+    def run() -> dict[str, weakref.ref[Any]]:
+        if front_end == "trainer":
+            module: Any = Lit("momentum")
+            trainer = new_trainer(tmp, strategy, 2)
+            trainer.fit(module, loader(1, 2))
+            used: Any = trainer.strategy
+        else:
+            fabric, module = new_fabric(strategy), oracle.new_net()
+            model, optimizer = fabric.setup(module, oracle.momentum(module))
+            for x, y in whole_batches(fabric, 1):
+                fabric.backward(mse_loss(model(x), y))
+                optimizer.step()
+            used = fabric.strategy
+        parameters = {f"parameter {name}": weakref.ref(one) for name, one in module.named_parameters()}
+        return {"module": weakref.ref(module), "backend": weakref.ref(used.backend), **parameters}
+
+    known = run()
+    # repeated: values of a weak dictionary are garbage only after their keys, and gc.collect() does nothing while
+    # another rank's thread is collecting
+    for _ in range(50):
+        gc.collect()
+        if all(one() is None for one in known.values()):
+            break
+        time.sleep(0.1)
+    return sorted(name for name, one in known.items() if one() is not None)
+
+
+_NOTHING = {"environment variables": [], "threads": [], "process groups": 0, "files": []}
+
+
+class LeftoversSuite(Clauses):
+    """A process can train any number of times, and is afterwards as it was before."""
+
+    @on_ranks("processes", "one controller")  # threads share what this looks at
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_nothing_is_left_behind(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
+        """A run must leave no environment variables, threads, process groups or temporary files behind."""
+        for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, False, None):
+            assert left == _NOTHING
+
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_what_nobody_holds_is_gone(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
+        """The module, its parameters and the backend must be garbage-collected once nothing references them."""
+        for alive in ranks.run(2, _alive, self.strategy, str(tmp_path), front_end):
+            assert alive == []
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    @on_ranks("processes", "one controller")  # threads share what this looks at
+    @pytest.mark.parametrize(
+        "options", [{}, pytest.param({"async_save": True}, marks=requires("async_save"))], ids=["at once", "async_save"]
+    )
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_checkpoints_leave_nothing_else_behind(
+        self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd, options: dict[str, Any]
+    ) -> None:
+        """A run that saves and resumes must leave nothing behind but its checkpoints."""
+        for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, True, options):
+            assert left == _NOTHING
+        kept = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(("cwd", "tmp")))
+        assert kept == ["first", "second"]

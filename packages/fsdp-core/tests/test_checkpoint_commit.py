@@ -1,0 +1,341 @@
+"""What is at the path, and what is left of it: the old checkpoint or the new one, whole, and nothing besides."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint import is_checkpoint, load, load_state_dict, read_manifest, remove, save, verify
+from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.writers import new_writer
+from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
+from fsdp_core.runtime import ProcessGroupRuntime
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def state(value: float) -> dict[str, Any]:
+    weights = {"w": torch.full((4, 3), value), "b": torch.full((2,), value)}
+    moments = {name: {"exp_avg": weight * 2, "step": torch.tensor(value)} for name, weight in weights.items()}
+    return {
+        "model": weights,
+        "optimizer": [{"state": moments, "param_groups": [{"params": ["w", "b"]}]}],
+        "best": torch.tensor([value]),
+        "step": value,
+    }
+
+
+def save_state(path: Any, value: float, **options: Any) -> None:
+    kinds: Any = {"model": "model", "optimizer/0": "optimizer"}
+    save(path, state(value), runtime=ProcessGroupRuntime(), strategy="test", kinds=kinds, **options)
+
+
+def value_of(path: Any) -> float:
+    """The value that was saved; every part of the checkpoint must hold it."""
+    verify(path)
+    nest = load(path)
+    value = float(nest["step"])
+    tensors: list[Tensor] = [saved.full() for saved in nest["model"].values()]
+    for entry in nest["optimizer"][0]["state"].values():
+        tensors += [entry["exp_avg"].full() / 2, entry["step"].full()]
+    tensors.append(nest["best"])
+    assert all((tensor == value).all() for tensor in tensors)
+    return value
+
+
+def files_in(path: Path) -> set[str]:
+    return {str(found.relative_to(path)) for found in path.rglob("*") if not found.is_dir() or found.is_symlink()}
+
+
+def is_tidy(path: Path) -> bool:
+    """Whether a folder holds what its manifest names, nothing else, and nothing was left beside it."""
+    return files_in(path) == {*read_manifest(path).files, "manifest.json"} and not [
+        other for other in path.parent.iterdir() if other.name.startswith((f"{path.name}.", "."))
+    ]
+
+
+def test_an_overwrite_leaves_only_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folders" / "last.ckpt"
+    for value in (1.0, 2.0, 3.0):
+        save_state(path, value)
+        assert value_of(path) == value
+        assert is_tidy(path)
+
+
+def test_without_overwrite_what_is_there_stays(tmp_path: Path) -> None:
+    save_state(tmp_path / "c", 1.0, overwrite=False)
+    with pytest.raises(CheckpointExistsError, match="already exists, and overwrite=False: save to another path"):
+        save_state(tmp_path / "c", 2.0, overwrite=False)
+    assert value_of(tmp_path / "c") == 1.0
+
+
+@pytest.mark.parametrize("kind", ["file", "link_to_file", "link_to_checkpoint", "dangling_link"])
+def test_a_file_or_link_gives_way_once_the_new_one_is_whole(tmp_path: Path, kind: str) -> None:
+    path, other = tmp_path / "last.ckpt", tmp_path / "epoch=1.ckpt"
+    if kind == "file":
+        path.write_bytes(b"an earlier full checkpoint")
+    elif kind == "link_to_file":
+        other.write_bytes(b"x")
+        path.symlink_to(other)
+    else:
+        if kind == "link_to_checkpoint":
+            save_state(other, 7.0)
+        path.symlink_to(other)
+    save_state(path, 1.0)
+    assert value_of(path) == 1.0
+    assert not path.is_symlink()
+    assert is_tidy(path)
+    if kind == "link_to_file":
+        assert other.read_bytes() == b"x"
+    if kind == "link_to_checkpoint":  # what the link pointed to is another checkpoint, and stays
+        assert value_of(other) == 7.0
+
+
+@pytest.mark.parametrize("step", ["commit", "move_to", "writing"])
+def test_a_failure_leaves_a_file_as_it_was(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(b"an earlier full checkpoint")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(Folder, step, fail)
+    with pytest.raises(CheckpointError, match="injected"):
+        save_state(path, 1.0)
+    assert path.read_bytes() == b"an earlier full checkpoint"
+    assert [found.name for found in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("content", ["notes.txt", "model/weights.bin", ".metadata", "manifest.json"])
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "c"
+    (path / content).parent.mkdir(parents=True)
+    (path / content).write_text("{}")
+    with pytest.raises(CheckpointExistsError, match=rf"something else in it \({content}\).*save to another path"):
+        save_state(path, 1.0)
+    with pytest.raises(CheckpointExistsError, match=r"is not a checkpoint of this format .*, so it was not removed"):
+        remove(path)
+    assert files_in(path) == {content}
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    save_state(tmp_path, 1.0)
+    assert value_of(tmp_path) == 1.0
+
+
+def test_files_of_the_user_stay_through_overwrites_and_removal(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save_state(path, 1.0)
+    (path / "notes.txt").write_text("mine")
+    (path / "model" / "tokenizer.json").write_text("mine")
+    save_state(path, 2.0)
+    assert value_of(path) == 2.0
+    remove(path)
+    assert files_in(path) == {"notes.txt", "model/tokenizer.json"}
+
+
+def test_files_behind_a_link_are_not_removed(tmp_path: Path) -> None:
+    save_state(tmp_path / "other", 1.0)
+    save_state(tmp_path / "c", 2.0)
+    for file in (tmp_path / "c" / "optimizer").iterdir():
+        file.unlink()
+    (tmp_path / "c" / "optimizer").rmdir()
+    (tmp_path / "c" / "optimizer").symlink_to(tmp_path / "other" / "optimizer")
+    remove(tmp_path / "c")
+    assert value_of(tmp_path / "other") == 1.0
+
+
+def test_nothing_is_saved_behind_a_link(tmp_path: Path) -> None:
+    """A load would not follow it."""
+    save_state(tmp_path / "c", 1.0)
+    (tmp_path / "c" / "model").rename(tmp_path / "elsewhere")
+    (tmp_path / "c" / "model").symlink_to(tmp_path / "elsewhere")
+    before = files_in(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"'model/.* is a link to .*elsewhere, outside of the checkpoint"):
+        save_state(tmp_path / "c", 2.0)
+    assert files_in(tmp_path / "elsewhere") == before
+    (tmp_path / "c" / "model").unlink()
+    (tmp_path / "linked").symlink_to("c")
+    save_state(tmp_path / "linked", 3.0)
+    assert value_of(tmp_path / "linked") == 3.0
+
+
+@pytest.mark.parametrize("at", range(1, 14))
+def test_whatever_sync_fails_one_whole_checkpoint_is_there(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save_state(path, 1.0)
+    before = files_in(path)
+    with monkeypatch.context() as patched:
+        interrupt(patched, os, "fsync", at, OSError(5, "Input/output error"))
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save_state(path, 2.0)
+    # The manifest's replacement counts, whatever fails after it.
+    if value_of(path) == 1.0:
+        assert files_in(path) == before
+    else:
+        assert value_of(path) == 2.0
+    save_state(path, 3.0)
+    assert value_of(path) == 3.0
+    assert is_tidy(path)
+
+
+class Stop(BaseException):
+    """Not an Exception: nothing that a save does on failure happens, as if the process had died here."""
+
+
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, at: int, error: BaseException | None = None
+) -> None:
+    """Raise at the ``at``-th call of a function of the operating system, before it does anything."""
+    calls, function = iter(range(1, 10_000)), getattr(module, name)
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == at:
+            raise error or Stop
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, stopping)
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        *(("fsync", at) for at in range(1, 15)),
+        *((name, at) for name in ("replace", "unlink", "makedirs") for at in range(1, 5)),
+    ],
+)
+def test_whatever_instant_a_save_ends_at_one_whole_checkpoint_is_there(
+    tmp_path: Path, name: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save_state(path, 1.0)
+    with monkeypatch.context() as patched:
+        interrupt(patched, os, name, at)
+        with contextlib.suppress(Stop):
+            save_state(path, 2.0)
+    assert value_of(path) in (1.0, 2.0)
+    save_state(path, 3.0)  # the next save removes what the interrupted one has left
+    assert value_of(path) == 3.0
+    assert is_tidy(path)
+
+
+@pytest.mark.parametrize("at", range(1, 15))
+def test_an_interrupted_first_save_is_no_checkpoint_and_the_next_one_is(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    with monkeypatch.context() as patched:
+        interrupt(patched, os, "fsync", at)
+        with contextlib.suppress(Stop):
+            save_state(path, 2.0)
+    if is_checkpoint(path):
+        assert value_of(path) == 2.0
+    else:
+        assert not path.exists()  # no search for checkpoints finds it, nor a part of it
+        assert not [other.name for other in tmp_path.iterdir() if not other.name.startswith(".partial-")]
+        with pytest.raises(CheckpointFormatError, match="the path does not exist"):
+            load(path)
+    save_state(path, 3.0)
+    assert value_of(path) == 3.0
+    assert is_tidy(path)
+
+
+@pytest.mark.parametrize("name", ["rename", "unlink", "fsync"])
+@pytest.mark.parametrize("at", [1, 2, 6, 10])
+def test_a_file_in_the_way_is_never_lost(tmp_path: Path, name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(b"old")
+    with monkeypatch.context() as patched:
+        interrupt(patched, os, name, at)
+        with contextlib.suppress(Stop):
+            save_state(path, 2.0)
+    if is_checkpoint(path):
+        assert value_of(path) == 2.0
+    else:
+        # It is under its name, or, between two renames, beside it.
+        kept = [path, *tmp_path.glob("last.ckpt.*.replaced")]
+        assert [file.read_bytes() for file in kept if file.is_file()] == [b"old"]
+    save_state(path, 3.0)
+    assert value_of(path) == 3.0
+    assert not list(tmp_path.glob(".partial*"))
+
+
+def test_what_others_have_put_into_the_folder_of_an_interrupted_save_stays(tmp_path: Path) -> None:
+    save_state(tmp_path / "last.ckpt", 1.0)
+    left, empty, link, file = (tmp_path / replace(new_writer(digit * 12), started=1).partial for digit in "abcd")
+    for folder in (left, empty):
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "aaaaaaaaaaaa-rank-00000.safetensors").write_bytes(b"ours")
+        (folder / "state-aaaaaaaaaaaa.json").write_bytes(b"ours")
+    (left / "notes").mkdir()
+    (left / "notes" / "mine.txt").write_text("mine")
+    (left / "model" / "weights.bin").write_text("mine")
+    link.symlink_to(tmp_path / "elsewhere")
+    shutil.copytree(left, tmp_path / "elsewhere")
+    file.write_text("mine")
+    save_state(tmp_path / "last.ckpt", 2.0)
+    assert value_of(tmp_path / "last.ckpt") == 2.0
+    assert not empty.exists()
+    assert {str(path.relative_to(left)) for path in left.rglob("*") if path.is_file()} == {
+        "notes/mine.txt", "model/weights.bin"
+    }  # fmt: skip
+    assert len([path for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()]) == 4
+    assert (link.is_symlink(), file.read_text()) == (True, "mine")
+
+
+@pytest.mark.parametrize("make", [save_state, lambda path, _: Path(path).write_bytes(b"x"), lambda *_: None])
+def test_remove_leaves_nothing(tmp_path: Path, make: Callable[[Path, float], Any]) -> None:
+    make(tmp_path / "c", 1.0)
+    remove(tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_remove_of_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
+    save_state(tmp_path / "c", 1.0)
+    (tmp_path / "last").symlink_to("c")
+    assert is_checkpoint(tmp_path / "last")
+    assert value_of(tmp_path / "last") == 1.0
+    remove(tmp_path / "last")
+    assert value_of(tmp_path / "c") == 1.0
+
+
+def test_remove_takes_an_interrupted_save(tmp_path: Path) -> None:
+    save_state(tmp_path / "c", 1.0)
+    (tmp_path / "c" / "manifest.json").unlink()
+    remove(tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_through_memory(tmp_path: Path) -> None:
+    url = f"memory://checkpoints/{tmp_path.name}"
+    for value in (1.0, 2.0):
+        save_state(url, value)
+        assert value_of(url) == value
+    assert load_state_dict(url)["b"].tolist() == [2.0, 2.0]
+    files = fsspec.filesystem("memory").find(f"/checkpoints/{tmp_path.name}")
+    assert len(files) == len(read_manifest(url).files) + 1
+    with fsspec.open(f"{url}/model/{Path(files[1]).name}", "wb") as stream:
+        stream.write(b"x")
+    with pytest.raises(CheckpointFormatError, match="memory://"):
+        load(f"{url}/nothing")
+    remove(url)
+    assert not is_checkpoint(url)
+    assert not fsspec.filesystem("memory").find(f"/checkpoints/{tmp_path.name}")
+
+
+def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"NotADirectoryError|FileExistsError"):
+        save_state(tmp_path / "file" / "c", 1.0)
