@@ -256,6 +256,8 @@ KNOWN_ATTRIBUTES = {
     "initialization/materialize.py": {"_reset_parameters"},  # of nn.MultiheadAttention and nn.Transformer
     "checkpoint/async_save.py": {"_register_atexit"},  # of threading: before the interpreter waits for threads
     "checkpoint/storage/folder.py": {"_cache"},  # of fsspec's file systems, which a fork must not share
+    "fsdp_fsdp2/tensor_parallel.py": {"_tp_plan"},  # of transformers' models: the plan that they bring
+    "fsdp_fsdp2/trainer.py": {"_device_mesh"},  # of LightningModule, whose public property can't be set
     "autoload.py": {"_initializing"},  # of a module that is being imported
     "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module
     "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it

@@ -40,7 +40,7 @@ def start(devices: int = 4) -> Any:
 
     fabric = Fabric(strategy="xla_fsdp_spmd", devices=devices)
     fabric.launch()
-    mesh = fabric.strategy.runtime.mesh  # type: ignore[attr-defined]
+    mesh = fabric.strategy.runtime.device_mesh  # type: ignore[attr-defined]
     return {"mesh": dict(mesh.shape()), "world": fabric.world_size, "variable": os.environ["CPU_NUM_DEVICES"]}
 
 

@@ -173,12 +173,12 @@ def refused(fabric: Any, folder: Path) -> dict[str, Any]:
     """A checkpoint that does not fit changes nothing."""
     module = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 6))
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
-    fabric.save(folder / f"other{fabric.strategy.runtime.mesh.size()}", {"model": model, "optimizer": optimizer})
+    fabric.save(folder / f"other{fabric.strategy.runtime.device_mesh.size()}", {"model": model, "optimizer": optimizer})
     other = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
     of_other, its_optimizer = fabric.setup(other, torch.optim.AdamW(other.parameters()))
     before = whole_state(fabric.strategy, other)
     try:
-        path = folder / f"other{fabric.strategy.runtime.mesh.size()}"
+        path = folder / f"other{fabric.strategy.runtime.device_mesh.size()}"
         fabric.load(path, {"model": of_other, "optimizer": its_optimizer})
     except CheckpointMismatchError as error:
         after = whole_state(fabric.strategy, other)

@@ -182,7 +182,8 @@ def _check_heads(root: nn.Module, styles: Collection[nn.Module] | Mapping[nn.Mod
             if type(heads) is int and heads % size:
                 raise ShardingError(
                     f"tp_plan divides layers of {name!r}, which has {attribute}={heads}, and "
-                    f"tensor_parallel_size={size} does not divide that.\nChoose a size that divides it, or leave these layers out of the plan."
+                    f"tensor_parallel_size={size} does not divide that.\n"
+                    "Choose a size that divides it, or leave these layers out of the plan."
                 )
 
 

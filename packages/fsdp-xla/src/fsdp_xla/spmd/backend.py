@@ -74,7 +74,7 @@ class XLASPMDBackend(Backend):
     def terms(self) -> dict[str, Any]:
         return {
             **super().terms(),
-            "mesh": dict(self.spmd.mesh.shape()),
+            "mesh": dict(self.spmd.device_mesh.shape()),
             "auto_wrap_policy": describe_policy(self.auto_wrap_policy),
             "activation_checkpointing_policy": describe_policy(self.activation_checkpointing_policy),
             "tensor_plan": self.tensor_plan,
@@ -112,7 +112,7 @@ class XLASPMDBackend(Backend):
             for one in own:
                 self._place(one, dims, placed, written)
         module.to(self.runtime.device)  # anything else that follows a module's device, such as metrics
-        sharded = XLASPMDSharded(module, Boundaries(module, units, self.spmd.mesh))
+        sharded = XLASPMDSharded(module, Boundaries(module, units, self.spmd.device_mesh))
         self.spmd.settle()
         return sharded
 
@@ -137,7 +137,7 @@ class XLASPMDBackend(Backend):
         written: list[nn.Parameter],
     ) -> None:
         """Put a module's own parameters and buffers on the devices, in shards. Tied parameters stay tied."""
-        shards = self.spmd.mesh.shape()[FSDP_AXIS]
+        shards = self.spmd.device_mesh.shape()[FSDP_AXIS]
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
@@ -158,7 +158,7 @@ class XLASPMDBackend(Backend):
         """Move a tensor to the devices, of which each gets only its shard."""
         moved = tensor.to(self.runtime.device)
         if not is_marked(moved):
-            mark_as(moved, self.spmd.mesh, spec)
+            mark_as(moved, self.spmd.device_mesh, spec)
         return moved
 
     def shard_batch(self, tensor: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class XLASPMDBackend(Backend):
         if value.shape == parameter.shape:
             mark(value, sharding_of(parameter))
         else:
-            mark_as(value, self.spmd.mesh, replicated_spec(value.ndim))
+            mark_as(value, self.spmd.device_mesh, replicated_spec(value.ndim))
 
     def full_tensor(self, value: Any) -> Any:
         if isinstance(value, ChunkedTensor):

@@ -44,7 +44,7 @@ class XLASPMDRuntime(Runtime):
             )
         self.tensor_parallel_size = tensor_parallel_size
         self._expected: int | None = None
-        self._mesh: Any = None
+        self._device_mesh: Any = None
 
     def expect(self, devices: int, hosts: int = 1) -> None:
         """Record the requested number of devices, which :meth:`start` compares with the actual number."""
@@ -56,10 +56,10 @@ class XLASPMDRuntime(Runtime):
         self._expected = devices
 
     @property
-    def mesh(self) -> Any:
+    def device_mesh(self) -> Any:
         """The mesh of all devices: the axis ``"fsdp"``, and ``"model"`` if tensors are parallel too."""
-        assert self._mesh is not None, "XLASPMDRuntime.start() comes before its mesh"
-        return self._mesh
+        assert self._device_mesh is not None, "XLASPMDRuntime.start() comes before its mesh"
+        return self._device_mesh
 
     def start(
         self,
@@ -106,10 +106,10 @@ class XLASPMDRuntime(Runtime):
                 f"tensor_parallel_size={size} does not divide the {count} devices into groups.\n"
                 f"Write a number that divides {count}."
             )
-        if self._mesh is None:
+        if self._device_mesh is None:
             shape, axes = ((count,), (FSDP_AXIS,)) if size == 1 else ((count // size, size), (FSDP_AXIS, MODEL_AXIS))
-            self._mesh = xs.Mesh(np.arange(count), shape, axes)
-        xs.set_global_mesh(self._mesh)
+            self._device_mesh = xs.Mesh(np.arange(count), shape, axes)
+        xs.set_global_mesh(self._device_mesh)
         check_autograd(
             self.device,
             "xla_fsdp_spmd",
@@ -120,7 +120,7 @@ class XLASPMDRuntime(Runtime):
         follow_manual_seed(self.set_device_random_state)
 
     def described(self) -> str:
-        count = int(np.prod(list(self.mesh.shape().values())))
+        count = int(np.prod(list(self.device_mesh.shape().values())))
         return f"{count} device{'s' if count > 1 else ''} of one process (XLA)"
 
     def stop(self) -> None:

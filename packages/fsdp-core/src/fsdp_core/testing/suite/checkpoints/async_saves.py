@@ -294,7 +294,7 @@ class AsyncSavesSuite(Clauses):
     def test_callbacks_keep_what_they_keep_in_a_synchronous_run(
         self, ranks: Ranks, tmp_path: Path, save_last: Any
     ) -> None:
-        """``ModelCheckpoint`` must keep the checkpoints of a synchronous run, and resuming from them must be the same."""
+        """``ModelCheckpoint`` must keep the checkpoints of a synchronous run, and resuming must be the same."""
         tmp = str(tmp_path)
         want = ranks.run(2, _kept, self.strategy, tmp, False, save_last)
         got = ranks.run(2, _kept, self.strategy, tmp, True, save_last)

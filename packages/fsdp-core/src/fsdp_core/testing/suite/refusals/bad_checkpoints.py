@@ -108,7 +108,7 @@ def _refused_by_fabric(strategy: str, path: str, module: Lit, error: type[Except
     return told
 
 
-# -- damaged checkpoints ------------------------------------------------------------------------------------------------
+# -- damaged checkpoints -----------------------------------------------------------------------------------------------
 
 
 def _load_damaged(strategy: str, tmp: str, path: str) -> list[str]:
@@ -119,7 +119,7 @@ def _load_damaged(strategy: str, tmp: str, path: str) -> list[str]:
     ]
 
 
-# -- checkpoints that don't match ---------------------------------------------------------------------------------------
+# -- checkpoints that don't match --------------------------------------------------------------------------------------
 
 
 class Renamed(Lit):
@@ -240,7 +240,7 @@ def _load_absent_key(strategy: str, tmp: str, path: str) -> tuple[str, str]:
     return told, _refused_by_trainer(strategy, tmp, path, Lit(), KeyError)
 
 
-# -- objects that can't be saved ----------------------------------------------------------------------------------------
+# -- objects that can't be saved ---------------------------------------------------------------------------------------
 
 
 def _save_over_a_folder(strategy: str, tmp: str, kind: str) -> list[str]:
@@ -376,7 +376,7 @@ class BadCheckpointsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_checkpoint_without_a_key(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:
-        """``fabric.load`` with a key that was not saved must be refused, and so must ``fit`` from Fabric's checkpoint."""
+        """``fabric.load`` with a key that was not saved must be refused; so must ``fit`` from Fabric's checkpoint."""
         saved("fabric", "sharded", tmp_path / "checkpoint")
         for told, trainer in ranks.run(2, _load_absent_key, self.strategy, str(tmp_path), str(tmp_path / "checkpoint")):
             assert_says(told, "no 'scheduler'", "'model', 'optimizer', 'step'", "strict=False")

@@ -168,7 +168,7 @@ class BadOptionsSuite(Clauses):
         ]
 
     def test_misspelt_name(self) -> None:
-        """A misspelt name must raise UnknownStrategyError, which suggests the strategy and lists the package's others."""
+        """A misspelt name must raise UnknownStrategyError, which suggests the strategy and the package's others."""
         provider = registry.provider(self.strategy)
         siblings = [name for name in registry.strategies() if registry.provider(name) == provider]
         misspelt = f"{self.strategy}{self.strategy[-1]}"

@@ -1,0 +1,384 @@
+"""Hybrid sharding and tensor parallelism: numbers are those of one process, and checkpoints move between meshes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import fsdp_core
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.oracle import Trained, train_plain
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.suite.numerics.parity import assert_same
+from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
+
+WIDTH = 8  # of a block, which two ranks can divide
+
+
+def plan() -> dict[str, Any]:
+    """The blocks' linear layers divided by columns and rows, and the tied pair by rows."""
+    whole = {"inp": ColwiseParallel(output_layouts=Replicate()), "out": ColwiseParallel(output_layouts=Replicate())}
+    return {**whole, "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+
+
+#: Options and the number of ranks; the plan is built by each rank.
+MESHES: dict[str, tuple[dict[str, Any], int]] = {
+    "replicate 2 x shard 2": ({"data_parallel_replicate_size": 2}, 4),
+    "replicate 2": ({"data_parallel_replicate_size": 2, "data_parallel_size": 1}, 2),
+    "tensor 2": ({"tensor_parallel_size": 2}, 2),
+    "shard 2 x tensor 2": ({"tensor_parallel_size": 2}, 4),
+    "replicate 2 x tensor 2": (
+        {"data_parallel_replicate_size": 2, "data_parallel_size": 1, "tensor_parallel_size": 2},
+        4,
+    ),
+}
+
+
+def options_of(mesh: str, under_lightning_module: bool = False) -> dict[str, Any]:
+    options, _ = MESHES[mesh]
+    prefix = "net." if under_lightning_module else ""
+    own = {f"{prefix}{name}": style for name, style in plan().items()}
+    return {**options, "tp_plan": own} if "tensor_parallel_size" in options else options
+
+
+class OwnLoader(Lit):
+    """Divides the oracle's batches among the data-parallel ranks itself."""
+
+    steps = 4
+
+    def train_dataloader(self) -> Any:
+        data: Any = oracle.dataset(oracle.BATCH * self.steps)
+        assert self.trainer is not None
+        share = self.trainer.distributed_sampler_kwargs
+        assert share is not None
+        sampler: Any = DistributedSampler(data, **share, shuffle=False)
+        return DataLoader(data, batch_size=oracle.BATCH // share["num_replicas"], sampler=sampler)
+
+
+def fit_on(mesh: str, tmp: str, optimizer: str, trainer: dict[str, Any]) -> tuple[Trained, float]:
+    module = OwnLoader(optimizer, width=WIDTH)
+    run = new_trainer(tmp, "fsdp2", MESHES[mesh][1], options_of(mesh, under_lightning_module=True), **trainer)
+    run.fit(module)
+    state = {name.removeprefix("net."): value for name, value in full_state(run.strategy).items()}
+    return (means(module.losses), state), float(run.callback_metrics["loss"])
+
+
+def fabric_fit_on(mesh: str, accumulate: int, max_norm: float | None) -> Trained:
+    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
+    net = oracle.new_net(width=WIDTH)
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    shares = fabric.strategy.runtime.data_parallel_world_size  # type: ignore[attr-defined]
+    data: Any = oracle.dataset(oracle.BATCH * 4)
+    losses = []
+    for i, (x, y) in enumerate(fabric.setup_dataloaders(DataLoader(data, batch_size=oracle.BATCH // shares))):
+        stepping = (i + 1) % accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not stepping):
+            loss = nn.functional.mse_loss(model(x), y)
+            losses.append(loss.detach())
+            fabric.backward(loss / accumulate)
+        if stepping:
+            if max_norm is not None:
+                fabric.clip_gradients(model, optimizer, max_norm=max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return means(losses), full_state(fabric.strategy)
+
+
+def plain(optimizer: str, **options: Any) -> Trained:
+    return train_plain(4, getattr(oracle, optimizer), net=oracle.new_net(width=WIDTH), **options)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_trainer_equals_plain(ranks: RankPool, tmp_path: Path, mesh: str) -> None:
+    clip = {"gradient_clip_val": 0.05}
+    got = ranks.run(MESHES[mesh][1], fit_on, mesh, str(tmp_path), "adamw_groups", clip)
+    want = plain("adamw_groups", clip_norm=0.05)
+    assert_same([trained for trained, _ in got], want)
+    assert [logged for _, logged in got] == pytest.approx([want[0][-1]] * len(got), abs=oracle.FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_accumulation_under_fabric_equals_plain(ranks: RankPool, mesh: str) -> None:
+    got = ranks.run(MESHES[mesh][1], fabric_fit_on, mesh, 2, 0.05)
+    assert_same(got, plain("adamw_groups", accumulate=2, clip_norm=0.05))
+
+
+@pytest.mark.parametrize("order", [1.0, float("inf")])
+def test_norm_of_gradients_sharded_over_different_axes(ranks: RankPool, order: float) -> None:
+    got = ranks.run(4, norm_on, "shard 2 x tensor 2", order)
+    net = oracle.new_net(width=WIDTH)
+    (x, y), *_ = oracle.global_batches(1)
+    nn.functional.mse_loss(net(x), y).backward()
+    want = float(nn.utils.clip_grad_norm_(net.parameters(), 1.0, order))
+    assert got == pytest.approx([want] * 4, rel=oracle.FP32_TOLERANCE)
+
+
+def norm_on(mesh: str, order: float) -> float:
+    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
+    net = oracle.new_net(width=WIDTH)
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    x, y = oracle.global_batches(1)[0]
+    fabric.backward(nn.functional.mse_loss(model(x), y))
+    return float(fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=order))
+
+
+def seen_on(mesh: str, shuffle: bool, workers: int) -> tuple[int, list[list[float]]]:
+    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
+    data: Any = [float(i) for i in range(16)]
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=shuffle, num_workers=workers))
+    runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
+    return runtime.data_parallel_rank, [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize(("shuffle", "workers"), [(False, 0), (True, 2)])
+def test_tensor_parallel_peers_see_the_same_batches(ranks: RankPool, shuffle: bool, workers: int) -> None:
+    got = ranks.run(4, seen_on, "shard 2 x tensor 2", shuffle, workers)
+    assert [rank for rank, _ in got] == [0, 0, 1, 1]
+    assert (got[0], got[2]) == (got[1], got[3])
+    assert sorted(x for _, batches in (got[0], got[2]) for batch in batches for x in batch) == list(range(16))
+
+
+def saved_on(mesh: str, folder: str) -> Any:
+    fabric, model, optimizer = trained(mesh)
+    fabric.save(folder, {"model": model, "optimizer": optimizer})
+    return full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer)
+
+
+def loaded_on(mesh: str | None, folder: str) -> Any:
+    fabric, model, optimizer = trained(mesh)
+    fabric.load(folder, {"model": model, "optimizer": optimizer})
+    return full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer)
+
+
+def trained(mesh: str | None) -> tuple[Any, Any, Any]:
+    fabric = new_fabric("fsdp2", MESHES[mesh][1] if mesh else 2, options_of(mesh) if mesh else None)
+    net = oracle.new_net(width=WIDTH)
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    x, y = oracle.global_batches(1)[0]
+    fabric.backward(nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    return fabric, model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("shard 2 x tensor 2", None),
+        ("shard 2 x tensor 2", "replicate 2 x shard 2"),
+        ("replicate 2 x shard 2", "tensor 2"),
+        ("replicate 2 x tensor 2", "shard 2 x tensor 2"),
+    ],
+)
+def test_checkpoints_move_between_meshes(ranks: RankPool, tmp_path: Path, saved: str, loaded: str | None) -> None:
+    folder = str(tmp_path / "checkpoint")
+    want, *others = ranks.run(MESHES[saved][1], saved_on, saved, folder)
+    got = ranks.run(MESHES[loaded][1] if loaded else 2, loaded_on, loaded, folder)
+    for states in (*others, *got):
+        torch.testing.assert_close(states, want, rtol=0, atol=0)
+    held = sum(path.stat().st_size for path in (tmp_path / "checkpoint").rglob("*.safetensors"))
+    written = sum(t.numel() * t.element_size() for t in leaves(want))
+    assert held < written + 2**16  # each byte once, and the files' headers
+
+
+def leaves(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return [tensor for value in values for tensor in leaves(value)]
+
+
+def axes_on(mesh: str) -> tuple[Any, ...]:
+    strategy: Any = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh)).strategy
+    whole = strategy.device_mesh
+    return whole.mesh_dim_names, whole["tensor_parallel"].size(), whole["data_parallel_replicate"].size(), strategy.mesh
+
+
+@pytest.mark.parametrize("mesh", ["replicate 2", "shard 2 x tensor 2"])
+def test_axes_of_one_rank_are_left_out_and_can_be_looked_up(ranks: RankPool, mesh: str) -> None:
+    sizes = MESHES[mesh][0]
+    for names, tensor, replicate, data in ranks.run(MESHES[mesh][1], axes_on, mesh):
+        assert tensor == sizes.get("tensor_parallel_size", 1) == data.tensor_parallel
+        assert replicate == sizes.get("data_parallel_replicate_size", 1) == data.data_parallel_replicate
+        assert ("tensor_parallel" in names, "data_parallel_replicate" in names) == (tensor > 1, replicate > 1)
+
+
+def device_mesh_of_module(tmp: str) -> tuple[int, int]:
+    found: list[Any] = []
+
+    class Looks(Lit):
+        def configure_model(self) -> None:
+            found.append(self.device_mesh)
+
+    run = new_trainer(tmp, "fsdp2", 2, options_of("replicate 2"))
+    run.validate(Looks(width=WIDTH), DataLoader([torch.ones(oracle.FEATURES)] * 0, batch_size=1), verbose=False)
+    (mesh,) = found
+    return mesh["data_parallel_replicate"].size(), mesh["tensor_parallel"].size()
+
+
+def test_configure_model_has_the_mesh(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, device_mesh_of_module, str(tmp_path)) == [(2, 1)] * 2
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 3
+        self.q = nn.Linear(6, 6)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm, self.emb, self.head = Heads(), nn.LayerNorm(6), nn.Embedding(6, 6), nn.Linear(6, 6)
+        self.head.weight = self.emb.weight
+
+
+class WithPlan(Attending):
+    _tp_plan: ClassVar = {"norm": "packed"}
+
+
+#: A plan, what it is used with, and what the message says.
+UNFIT: dict[str, tuple[Any, type[nn.Module], list[str]]] = {
+    "nothing matches": (
+        {"blocks.*.upp": ColwiseParallel()},
+        oracle.Net,
+        ["matches no submodule of Net", "blocks.0.up"],
+    ),
+    "two match": (
+        {"inp": ColwiseParallel(), "i*": RowwiseParallel()},
+        oracle.Net,
+        ["'inp' matches two patterns", "'i*'"],
+    ),
+    "a style of others": (
+        {"norm": RowwiseParallel()},
+        Attending,
+        ["'norm'", "RowwiseParallel", "LayerNorm", "layers in"],
+    ),
+    "uneven": (
+        {"blocks.*.up": ColwiseParallel()},
+        oracle.Net,
+        ["blocks.0.up.weight", "size 7", "size=2", "another size"],
+    ),
+    "heads": ({"attention.q": ColwiseParallel()}, Attending, ["num_heads=3", "'attention'"]),
+    "tied": ({"emb": ColwiseParallel()}, Attending, ["'emb.weight' and 'head.weight'", "one parameter", "leave both"]),
+    "no own plan": ("auto", Attending, ["no submodule of Attending brings a plan"]),
+    "own plan": ("auto", WithPlan, ["'packed'", "WithPlan", "colwise"]),
+}
+
+
+def unfit(case: str) -> str:
+    tp_plan, module, _ = UNFIT[case]
+    fabric = new_fabric("fsdp2", 2, {"tensor_parallel_size": 2, "tp_plan": tp_plan})
+    return refusal(ShardingError, lambda: fabric.setup(module()))
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_plan_that_does_not_fit(ranks: RankPool, case: str) -> None:
+    for told in ranks.run(2, unfit, case):
+        assert_says(told, *UNFIT[case][2])
+
+
+#: Options, on two ranks, and what the message says.
+SIZES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "does not divide": (
+        {"tensor_parallel_size": 3, "tp_plan": "auto"},
+        ["does not divide 2 ranks", "tensor_parallel_size=2"],
+    ),
+    "too many": ({"data_parallel_size": 4}, ["is for 4 ranks", "there are 2", "data_parallel_size=2", "start 4 ranks"]),
+    "no number": (
+        {"data_parallel_replicate_size": 0},
+        ["data_parallel_replicate_size=0", "positive integer", "'auto'"],
+    ),
+    "a bool": ({"data_parallel_size": True}, ["data_parallel_size=True", "positive integer"]),
+    "no plan": ({"tensor_parallel_size": 2}, ["needs a plan", "tp_plan='auto'"]),
+    "no dict": ({"tp_plan": ["blocks"]}, ["tp_plan=['blocks']", "dict from patterns"]),
+    "no style": ({"tp_plan": {"blocks": "colwise"}}, ["'colwise' is no style"]),
+}
+
+
+@pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_that_do_not_fit_before_any_process_starts(tmp_path: Path, front_end: str, case: str) -> None:
+    options, words = SIZES[case]
+
+    def start() -> None:
+        if front_end == "trainer":
+            new_trainer(tmp_path, "fsdp2", 2, options)
+        else:
+            new_fabric("fsdp2", 2, options)
+
+    assert_says(refusal(UnsupportedCapabilityError, start), *words)
+    assert not torch.distributed.is_initialized()
+
+
+class Normed(nn.Module):
+    """A block whose norm runs on parts of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return output
+
+
+def sequence_parallel_on(world_size: int) -> dict[str, torch.Tensor]:
+    from torch.distributed.tensor import Shard
+
+    own = {
+        "norm": SequenceParallel(),
+        "up": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    }
+    styles = {**own, "down": RowwiseParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
+    fabric = new_fabric("fsdp2", world_size, {"tensor_parallel_size": 2, "tp_plan": styles})
+    with oracle.seeded(3):
+        net = Normed()
+        x = torch.randn(4, 8, 6)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
+    mine = x.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank]
+    fabric.backward(model(mine).square().mean())
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sequence_parallel_norms_get_whole_gradients(ranks: RankPool, world_size: int) -> None:
+    with oracle.seeded(3):
+        net = Normed()
+        x = torch.randn(4, 8, 6)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(x).square().mean().backward()
+    optimizer.step()
+    for got in ranks.run(world_size, sequence_parallel_on, world_size):
+        torch.testing.assert_close(got, dict(net.state_dict()), rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE)
+
+
+def gathered_on(mesh: str) -> tuple[list[float], Any]:
+    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
+    net = oracle.new_net(width=WIDTH)
+    model = fabric.setup(net)
+    x, _ = oracle.global_batches(1)[0]
+    with fsdp_core.gathered(model, modifier_rank=0):
+        output = net(x).flatten().tolist()
+        with torch.no_grad():
+            net.blocks[0].up.weight.mul_(2)
+    return output, full_state(fabric.strategy)["blocks.0.up.weight"]
+
+
+def test_gathered_model_runs_as_written_and_takes_changes(ranks: RankPool) -> None:
+    net = oracle.new_net(width=WIDTH)
+    x, _ = oracle.global_batches(1)[0]
+    for output, weight in ranks.run(4, gathered_on, "shard 2 x tensor 2"):
+        assert output == pytest.approx(net(x).flatten().tolist(), abs=oracle.FP32_TOLERANCE)
+        torch.testing.assert_close(weight, net.blocks[0].up.weight.detach() * 2, rtol=0, atol=0)
