@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
 from fsdp_core.sharding import GatheredShard
@@ -326,6 +327,8 @@ def _gathered_part(parameter: Any) -> Tensor | None:
     if parameter.sharded_state.name != "UNSHARDED":
         return None
     gathered = parameter._unsharded_param
+    if isinstance(gathered, DTensor):  # tensor parallelism has divided it before
+        gathered = gathered._local_tensor
     if type(gathered.data) is not Tensor:  # another library's subclass, with its own all-gather extension
         return None
     mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
@@ -345,7 +348,7 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
     for module in root.modules():
         for name in _HOOKS:
             hooks = getattr(module, name)
-            taken += [(hooks, key, hook) for key, hook in hooks.items() if _is_of_fully_shard(hook)]
+            taken += [(hooks, key, hook) for key, hook in hooks.items() if _is_of_torch(hook)]
         if isinstance(module, FSDPModule):
             classes.append((module, type(module)))
         # a copy of the module would include these, process groups and all
@@ -374,9 +377,11 @@ _HOOKS = (
 )
 
 
-def _is_of_fully_shard(hook: Any) -> bool:
+def _is_of_torch(hook: Any) -> bool:
+    """Whether ``fully_shard`` or tensor parallelism has registered a hook."""
     function = getattr(hook, "hook", hook)  # torch wraps some
-    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+    module = str(getattr(function, "__module__", ""))
+    return module.startswith(("torch.distributed.fsdp._fully_shard", "torch.distributed.tensor."))
 
 
 def abandon_forward(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
@@ -413,6 +418,8 @@ def unreduced_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor
         grad = parameter.unsharded_accumulated_grad
         if grad is None and hasattr(parameter, "_unsharded_param"):
             grad = parameter._unsharded_param.grad
+        if isinstance(grad, DTensor):  # ranks that divide a sequence each have a part of the sum
+            grad = grad.redistribute(placements=parameter._unsharded_param.placements)
         if grad is not None:
             yield parameter.sharded_param, grad
 
@@ -438,6 +445,8 @@ def set_unreduced_gradients(
             continue
         gathered = parameter._unsharded_param
         grad = read().to(gathered.device, copy=True).view(gathered.shape)
+        if isinstance(gathered, DTensor):
+            grad = distribute_tensor(grad, gathered.device_mesh, gathered.placements, src_data_rank=None)
         if grad.dtype == gathered.dtype:
             gathered.grad = grad
         else:

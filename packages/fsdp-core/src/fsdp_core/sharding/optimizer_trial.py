@@ -14,9 +14,10 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
@@ -233,7 +234,8 @@ def _of_this_rank(whole: _Course) -> _Course:
 
 def _on_all_ranks(fine: bool, mesh: DeviceMesh) -> bool:
     flag = torch.tensor(float(fine), device=mesh.device_type)
-    return bool(DTensor.from_local(flag, mesh, [Partial("min")] * mesh.ndim, run_check=False).full_tensor().item())
+    dist.all_reduce(flag, dist.ReduceOp.MIN)  # not over one parameter's mesh: others may have larger ones
+    return bool(flag)
 
 
 @dataclass(kw_only=True)
