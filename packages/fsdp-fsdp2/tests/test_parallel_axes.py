@@ -36,6 +36,10 @@ MESHES: dict[str, tuple[dict[str, Any], int]] = {
     "replicate 2": ({"data_parallel_replicate_size": 2, "data_parallel_size": 1}, 2),
     "tensor 2": ({"tensor_parallel_size": 2}, 2),
     "shard 2 x tensor 2": ({"tensor_parallel_size": 2}, 4),
+    "replicate 2 x tensor 2": (
+        {"data_parallel_replicate_size": 2, "data_parallel_size": 1, "tensor_parallel_size": 2},
+        4,
+    ),
 }
 
 
@@ -171,6 +175,7 @@ def trained(mesh: str | None) -> tuple[Any, Any, Any]:
         ("shard 2 x tensor 2", None),
         ("shard 2 x tensor 2", "replicate 2 x shard 2"),
         ("replicate 2 x shard 2", "tensor 2"),
+        ("replicate 2 x tensor 2", "shard 2 x tensor 2"),
     ],
 )
 def test_checkpoints_move_between_meshes(ranks: RankPool, tmp_path: Path, saved: str, loaded: str | None) -> None:
@@ -298,12 +303,6 @@ SIZES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no dict": ({"tp_plan": ["blocks"]}, ["tp_plan=['blocks']", "dict from patterns"]),
     "no style": ({"tp_plan": {"blocks": "colwise"}}, ["'colwise' is no style"]),
 }
-
-
-def test_replicas_that_are_tensor_parallel_are_refused(tmp_path: Path) -> None:
-    sizes = {"data_parallel_replicate_size": 2, "tensor_parallel_size": 2, "tp_plan": "auto"}
-    told = refusal(UnsupportedCapabilityError, lambda: new_trainer(tmp_path, "fsdp2", 4, sizes))
-    assert_says(told, "data_parallel_replicate_size=2 and tensor_parallel_size=2", "Leave one of them out")
 
 
 @pytest.mark.parametrize("front_end", ["trainer", "fabric"])

@@ -17,7 +17,7 @@ from torch.distributed import DistError
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
-from fsdp_core.torch_private import meeting_place
+from fsdp_core.torch_private import forget_meshes, meeting_place
 
 __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
@@ -313,6 +313,7 @@ class ProcessGroupRuntime(Runtime):
             world_size=world_size,
             timeout=timeout,
         )
+        forget_meshes()
         self._owns_group = True
         # gloo's threads abort the interpreter (exit status 134) if the group still exists when it ends
         atexit.register(self.stop)

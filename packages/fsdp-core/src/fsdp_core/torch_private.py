@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import device_mesh
 from torch.distributed.fsdp import FlatParameter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 
 # What fully_shard places a parameter as that tensor parallelism has sharded along the same dimension; no public name.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -35,6 +35,7 @@ __all__ = [
     "batches_given",
     "foreach_mul_",
     "foreach_norm",
+    "forget_meshes",
     "hooks_on",
     "in_backward",
     "is_exhausted",
@@ -55,6 +56,19 @@ __all__ = [
     "watch_iterators",
     "without_torch_function",
 ]
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor has cached by mesh. Called when a process group is created.
+
+    Meshes are equal if their ranks are, whatever their process groups. After a process group was destroyed and another
+    was created, cached results would name groups of the former one, and torch gives the same names to other groups.
+    """
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in torch 2.9
+    if clear is not None:
+        clear()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def is_first_slice(mesh: device_mesh.DeviceMesh) -> bool:

@@ -93,13 +93,6 @@ class FSDP2Backend(Backend):
         mesh = Mesh.of(world_size, **self.sizes)
         if mesh.tensor_parallel > 1 and self.tp_plan is None:
             raise missing_plan(mesh.tensor_parallel)
-        if mesh.tensor_parallel > 1 and mesh.data_parallel_replicate > 1:
-            raise UnsupportedCapabilityError(
-                f"data_parallel_replicate_size={mesh.data_parallel_replicate} and tensor_parallel_size="
-                f"{mesh.tensor_parallel} can't be used together in this version: fully_shard's results are not right "
-                "where replicas of one shard each are tensor-parallel, and more ranks were not tried.\n"
-                "Leave one of them out: with tensor parallelism, data_parallel_size shards over the other ranks."
-            )
         return mesh
 
     @property
