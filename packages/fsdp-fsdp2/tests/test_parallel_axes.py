@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -134,7 +136,8 @@ def norm_on(mesh: str, order: float) -> float:
 def seen_on(mesh: str, shuffle: bool) -> tuple[int, list[list[float]]]:
     fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
     data: Any = [float(i) for i in range(16)]
-    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=shuffle))
+    with mock.patch.dict(os.environ, {"PL_GLOBAL_SEED": "3"}):  # by which Lightning's sampler shuffles
+        loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=shuffle))
     runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
     return runtime.data_parallel_rank, [batch.tolist() for batch in loader]
 
