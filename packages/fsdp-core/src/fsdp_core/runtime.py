@@ -17,7 +17,7 @@ from torch.distributed import DistError
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
-from fsdp_core.torch_private import forget_meshes, meeting_place
+from fsdp_core.torch_private import default_store, forget_meshes
 
 __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
@@ -398,7 +398,7 @@ class ProcessGroupRuntime(Runtime):
         return box
 
     def meet(self, doing: str) -> None:
-        store = meeting_place()
+        store = default_store()
         if store is None or self.world_size == 1:
             return
         wait = self.patience if self._timeout is None else min(self._timeout, self.patience)

@@ -32,7 +32,8 @@ __all__ = [
     "Place",
     "StridedShard",
     "TorchDispatchMode",
-    "batches_given",
+    "batches_yielded",
+    "default_store",
     "foreach_mul_",
     "foreach_norm",
     "forget_meshes",
@@ -43,7 +44,6 @@ __all__ = [
     "is_flattened",
     "iterates_as_torch",
     "make_scaler_sharded",
-    "meeting_place",
     "not_managed",
     "place_of",
     "process_groups",
@@ -160,7 +160,7 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def meeting_place() -> Any:
+def default_store() -> Any:
     """The store of the default process group; ``None`` without a process group.
 
     There is no public way to get it. Unlike a collective, it can be used while other ranks wait in a collective.
@@ -243,17 +243,17 @@ def watch_iterators(loader: DataLoader[Any], told: Callable[[Any], None]) -> Non
     """Call ``told`` with each iterator that a dataloader creates. A plain ``DataLoader`` keeps no reference to them."""
     place = weakref.ref(loader)
 
-    def make_and_tell() -> Any:
+    def create_and_report() -> Any:
         own: Any = place()
         iterator = type(own)._get_iterator(own)
         told(iterator)
         return iterator
 
     instance: Any = loader
-    instance._get_iterator = make_and_tell
+    instance._get_iterator = create_and_report
 
 
-def batches_given(iterator: Any) -> int:
+def batches_yielded(iterator: Any) -> int:
     """The number of batches that a dataloader's iterator has yielded, without those that its workers have prefetched.
 
     No public API counts them in the main process.

@@ -28,7 +28,7 @@ _HEAD_START = 0.05
 _INTERRUPTED = 130  # the shell's exit status of a process ended by SIGINT
 
 #: Failures that no rank has raised yet; reported when the interpreter exits.
-_untold: list[CheckpointError] = []
+_unraised: list[CheckpointError] = []
 #: The pending jobs of all instances.
 _unfinished: set[Future[None]] = set()
 
@@ -132,7 +132,7 @@ class AsyncSaves:
         with self._changed:
             failure, self._failure, self._raise_at = self._failure, None, None
         if failure is not None:
-            _untold.remove(failure)
+            _unraised.remove(failure)
             raise failure
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class AsyncSaves:
         except Exception as gone:  # a rank has exited, so the others can't agree
             failure.add_note(f"The ranks could not agree on when to raise this: {gone}")
         with self._changed:
-            _untold.append(failure)
+            _unraised.append(failure)
             self._failure, self._raise_at, self._choosing = failure, steps + 1, False
             self._changed.notify_all()
 
@@ -191,7 +191,7 @@ if hasattr(threading, "_register_atexit"):
 def _forget() -> None:
     """Drop the parent's jobs in a forked process."""
     _unfinished.clear()
-    _untold.clear()
+    _unraised.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -205,9 +205,9 @@ def _leave_unfinished() -> None:
 
 
 @atexit.register
-def _tell_untold() -> None:
-    if _untold:
-        _end("\n".join(f"{type(failure).__name__}: {failure}" for failure in _untold), 1)
+def _report_unraised() -> None:
+    if _unraised:
+        _end("\n".join(f"{type(failure).__name__}: {failure}" for failure in _unraised), 1)
 
 
 def _end(message: str, status: int) -> None:

@@ -86,7 +86,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         async_save: bool = False,
         **unknown: Never,
     ) -> None:
-        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
+        self._store_options(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
         self.roots: list[Sharded] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._num_nodes = 1
@@ -223,7 +223,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.async_saves is not None:
             self.async_saves.step()
-        self._look_at(optimizer, self.roots)
+        self._follow_added_parameters(optimizer, self.roots)
         output = super().optimizer_step(optimizer, **kwargs)
         self._backward_sync_control.accumulating.clear()
         self._unreduced.clear()

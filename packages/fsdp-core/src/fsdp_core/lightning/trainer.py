@@ -31,7 +31,7 @@ from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
 from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
-from fsdp_core.lightning.checkpoints.model_checkpoint import expect_what_is_pending
+from fsdp_core.lightning.checkpoints.model_checkpoint import treat_pending_saves_as_done
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
 from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
@@ -108,7 +108,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         async_save: bool = False,
         **unknown: Never,
     ) -> None:
-        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
+        self._store_options(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
@@ -116,7 +116,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
-        self._looked_at: list[int] = []
+        self._last_guarded: list[int] = []
         self._held_in_pieces: list[Tensor] = []
         self._trainer: pl.Trainer | None = None
         self._fitting = False
@@ -197,7 +197,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._fitting = self._is_first_step = fitting
         if fitting and self.async_saves is not None:
-            expect_what_is_pending(trainer.checkpoint_callbacks)
+            treat_pending_saves_as_done(trainer.checkpoint_callbacks)
         module = self.lightning_module
         if fitting:
             check_loop(self.strategy_name, self.state_dict_type, trainer, module)
@@ -353,8 +353,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def _pieces(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors, which, unlike DTensors, compute on one rank."""
         held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if list(map(id, held)) != self._looked_at:  # called several times a step, in which it rarely changes
-            self._looked_at = list(map(id, held))
+        if list(map(id, held)) != self._last_guarded:  # called several times a step, in which it rarely changes
+            self._last_guarded = list(map(id, held))
             self._held_in_pieces = [p for p in held if not isinstance(p, DTensor) and self.sharded.holds_part(p)]
         return (p.grad for p in self._held_in_pieces)
 
@@ -378,7 +378,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         sharded = self.sharded
-        self._look_at(optimizer, [sharded])
+        self._follow_added_parameters(optimizer, [sharded])
         if not self._inside_root_forward:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._exact_resume.on_step(optimizer)
