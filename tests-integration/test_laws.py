@@ -99,6 +99,25 @@ def test_core_imports_no_plugin(path: Path) -> None:
     assert not within(imported(path), *map(import_name, PLUGINS))
 
 
+#: Where core names strategies of this project: to tell which package to install, which names are Lightning's too, and which
+#: strategy an optimizer works with.
+NAMES_STRATEGIES = ("plugins/registry.py", "plugins/lightning_names.py", "sharding/optimizer_trial.py")
+OUR_STRATEGY = re.compile(r"(?<![-\w])(fsdp2|fsdp_native|ddp_fully_sharded|xla_fsdp)(_\w+)?\b")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in sorted(CORE.rglob("*.py")) if "testing" not in p.parts and not shown(p).endswith(NAMES_STRATEGIES)],
+    ids=shown,
+)
+def test_no_message_of_core_names_a_plugins_strategy(path: Path) -> None:
+    """A message says what a strategy needs, or what is installed."""
+    expressions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Expr)]
+    docstrings = {id(node.value) for node in expressions}
+    words = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    assert [one.value for one in words if isinstance(one.value, str) and OUR_STRATEGY.search(one.value)] == []
+
+
 @pytest.mark.parametrize("name", PLUGINS)
 def test_plugins_import_core_and_not_each_other(name: str) -> None:
     others = [import_name(other) for other in PLUGINS if other != name]

@@ -91,7 +91,7 @@ class Runtime(ABC):
         raise UnsupportedCapabilityError(
             f"{type(self).__name__} has no groups of a part of its ranks, and the mesh {self.mesh.described()} needs "
             "them.\n"
-            "Leave the sizes of the mesh out, or use strategy='fsdp2'."
+            "Leave the sizes of the mesh out, or use a strategy whose ranks are processes of torch.distributed."
         )
 
     @property

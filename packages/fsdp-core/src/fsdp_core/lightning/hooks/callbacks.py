@@ -125,8 +125,8 @@ def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> No
             f"{type(asked[0]).__name__} can't be used with {strategy!r} as it is: it unfreezes the parameters that it "
             f"finds in modules, and {hidden[0]!r} is kept elsewhere here.\n"
             "Give the optimizer all parameters in configure_optimizers(), and freeze and unfreeze them with "
-            "requires_grad_() there and in configure_model(); or take a strategy that keeps parameters in their "
-            "modules, such as strategy='fsdp2'."
+            "requires_grad_() there and in configure_model(); or use a strategy that keeps sharded parameters in "
+            "their modules."
         )
 
 

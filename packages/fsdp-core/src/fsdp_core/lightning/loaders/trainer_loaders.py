@@ -193,7 +193,7 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
         rank_zero_warn(
             "The checkpoint was saved within an epoch, and this strategy does not restore the positions that it holds "
             "of the data loaders, so that epoch's samples start over.\n"
-            "Resume with strategy='fsdp2', or another name that `fsdp list` shows, or from the end of an epoch."
+            "Resume with a strategy that `fsdp list` shows, or from the end of an epoch."
         )
 
 
