@@ -88,7 +88,7 @@ class OptimizerMismatchError(FSDPError, ValueError):
 class CheckpointError(FSDPError):
     """The base class of errors about checkpoints.
 
-    Messages may contain names from files that somebody else created, so control characters, which could move a
+    Messages may contain names from files that others created, so control characters, which could move a
     terminal's cursor or change its colours, are escaped.
     """
 

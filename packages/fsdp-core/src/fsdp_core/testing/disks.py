@@ -36,7 +36,7 @@ class Disk:
     def wait(self) -> None:
         """Wait until a file may be written."""
         time.sleep(self.seconds)
-        assert self.opened.wait(_PATIENCE), "nobody has opened this disk"
+        assert self.opened.wait(_PATIENCE), "the disk was not opened in time"
 
     def take(self, count: int) -> None:
         """Use up space for some bytes."""

@@ -181,5 +181,5 @@ class StoreCommunicator(Communicator):
         # a separate connection: a wait blocks its connection, so that a value from another thread of this rank, for
         # which the others wait, would not get through
         self._made += 1
-        beside = PrefixStore(f"{self._made}", self._store.clone())
-        return StoreCommunicator(beside, self.world_size, self._store)
+        separate = PrefixStore(f"{self._made}", self._store.clone())
+        return StoreCommunicator(separate, self.world_size, self._store)

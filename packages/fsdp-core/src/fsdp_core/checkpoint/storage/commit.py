@@ -44,7 +44,7 @@ class Place:
     Attributes:
         path: The requested path.
         writer: The writer of the save.
-        aside: Whether to write beside the path and to move there at the end: if nothing is at the path, so that it
+        aside: Whether to write next to the path and to move there at the end: if nothing is at the path, so that it
             never holds a partial checkpoint, or if a file or a link is to be replaced.
         before: The fingerprint of the manifest that was at the path.
         expected: The identity of the file or link that was at the path.

@@ -256,7 +256,7 @@ def _recount_batches(loop: Any, combined: Any) -> None:
     counted = done = progress.current.completed + batch_was_done  # where Lightning will continue
     position = position_of(deciding_loader(combined))
     if progress.is_last_batch and batches == math.inf:
-        if batch_was_done:  # without a length Lightning would go on counting
+        if batch_was_done:  # without a length Lightning would continue counting
             for moment in ("ready", "started", "processed", "completed"):
                 setattr(progress.current, moment, getattr(progress.current, moment) - counted)
     elif progress.is_last_batch:
