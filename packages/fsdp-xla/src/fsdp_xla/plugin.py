@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_core import Capability, StrategyInfo, hookimpl
-from fsdp_core.plugins import options_in
+from fsdp_core.plugins import COMMON_OPTIONS, options_in
 
 __all__ = ["fsdp_strategies", "why_not_here"]
 
@@ -44,7 +44,10 @@ _SPMD = replace(
     trainer="fsdp_xla.spmd.trainer:XLASPMDStrategy",
     fabric="fsdp_xla.spmd.fabric:XLASPMDStrategy",
     capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD},
-    options=options_in("fsdp_xla.spmd.constructor:XLASPMDOptions"),
+    options=(
+        *options_in("fsdp_xla.spmd.constructor:XLASPMDOptions"),
+        *(option for option in COMMON_OPTIONS if option.name == "precision_plugin"),  # the Trainer's name for precision
+    ),
 )
 
 

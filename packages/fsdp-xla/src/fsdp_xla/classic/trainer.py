@@ -11,27 +11,20 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-import torch
 from torch.optim import Optimizer
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_core.lightning import ShardedTrainerStrategy
 from fsdp_xla.classic.constructor import XLAFSDPOptions
-from fsdp_xla.lightning.batch_shapes import BatchShapes, stage_of
 from fsdp_xla.lightning.cluster_environment import refuse_synced_norms
-from fsdp_xla.lightning.host_metrics import (
-    compute_metrics_on_host,
-    count_on_host,
-    log_numbers_on_host,
-    reduce_metrics_over,
-)
+from fsdp_xla.lightning.host_metrics import reduce_metrics_over
 from fsdp_xla.lightning.launchers import TrainerXLALauncher
+from fsdp_xla.lightning.trainer_on_xla import TrainerOnXLA
 from fsdp_xla.torch_xla_private.devices import sync
 
 __all__ = ["XLAFSDPStrategy"]
 
 
-class XLAFSDPStrategy(XLAFSDPOptions, ShardedTrainerStrategy):
+class XLAFSDPStrategy(XLAFSDPOptions, TrainerOnXLA):
     """Shards a LightningModule with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device.
 
     ``Trainer(strategy="xla_fsdp")`` is this class with its defaults.
@@ -39,33 +32,15 @@ class XLAFSDPStrategy(XLAFSDPOptions, ShardedTrainerStrategy):
 
     launcher_class: ClassVar[Any] = TrainerXLALauncher
 
-    def __init__(self, *common: Any, **options: Any) -> None:
-        self._batch_shapes = BatchShapes()
-        super().__init__(*common, **options)
-
     def _configure_launcher(self) -> None:
         if self._layer_sync is not None and self.num_processes * self.num_nodes > 1:
             refuse_synced_norms("sync_batchnorm=True")
         super()._configure_launcher()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        compute_metrics_on_host(trainer)
         super().setup(trainer)
         assert self.lightning_module is not None
-        log_numbers_on_host(self.lightning_module)
         reduce_metrics_over(self.runtime, self.lightning_module)
-
-    def teardown(self) -> None:
-        if self.lightning_module is not None:
-            vars(self.lightning_module).pop("log", None)  # see log_numbers_on_host
-        super().teardown()
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return super().reduce(count_on_host(tensor), group, reduce_op)
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._batch_shapes.note(stage_of(self.lightning_module), batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

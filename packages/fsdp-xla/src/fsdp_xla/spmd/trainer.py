@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from fsdp_core.lightning import ShardedTrainerStrategy
-from fsdp_xla.lightning.batch_shapes import BatchShapes, stage_of
-from fsdp_xla.lightning.host_metrics import compute_metrics_on_host, count_on_host, log_numbers_on_host
+from fsdp_xla.lightning.trainer_on_xla import TrainerOnXLA
 from fsdp_xla.spmd.constructor import XLASPMDOptions
 
 __all__ = ["XLASPMDStrategy"]
 
 
-class XLASPMDStrategy(XLASPMDOptions, ShardedTrainerStrategy):
+class XLASPMDStrategy(XLASPMDOptions, TrainerOnXLA):
     """Shards a LightningModule with torch_xla's SPMD: one process drives all XLA devices of the host.
 
     ``Trainer(strategy="xla_fsdp_spmd", devices=4)`` is this class with its defaults. ``devices`` is the number of
@@ -45,25 +42,9 @@ class XLASPMDStrategy(XLASPMDOptions, ShardedTrainerStrategy):
         *common: Any,
         **options: Any,
     ) -> None:
-        self._batch_shapes = BatchShapes()
         super().__init__(accelerator, parallel_devices, checkpoint_io, precision_plugin, *common, **options)
 
-    def setup(self, trainer: pl.Trainer) -> None:
-        compute_metrics_on_host(trainer)
-        super().setup(trainer)
-        assert self.lightning_module is not None
-        log_numbers_on_host(self.lightning_module)
-
-    def teardown(self) -> None:
-        if self.lightning_module is not None:
-            vars(self.lightning_module).pop("log", None)  # see log_numbers_on_host
-        super().teardown()
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return super().reduce(count_on_host(tensor), group, reduce_op)
-
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._batch_shapes.note(stage_of(self.lightning_module), batch)
         return self._shard_batch(super().batch_to_device(batch, device, dataloader_idx))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
