@@ -55,7 +55,8 @@ class LateParamGroups:
         saved = state_by_name(optimizer, layout, saved)
         held = set(_names(optimizer, sharded))
         known = {part.name for parts in layout.values() for part in parts} - set(elsewhere)
-        late = [g for g in saved["param_groups"] if g["params"] and not held & {*g["params"]} and known >= {*g["params"]}]
+        absent = known - held
+        late = [group for group in saved["param_groups"] if group["params"] and absent.issuperset(group["params"])]
         if not late:
             return saved, {}
         names = {name for group in late for name in group["params"]}
