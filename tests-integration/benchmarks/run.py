@@ -139,11 +139,14 @@ def mesh_rows(of: dict[str, Any]) -> Iterator[Row]:
             f"95 % in {wall['from']:.3f} to {wall['to']:.3f}; {milliseconds} ms; processor time {processor_time:.3f}; "
             f"by hand beside itself {itself['ratio']:.3f}"
         )
-        yield Row(f"time per step, {name}: {pair}", f"{wall['ratio']:.3f}", "≤ 1.03", met(wall["ratio"] <= 1.03), detail)
+        ratio = wall["ratio"]
+        yield Row(f"time per step, {name}: {pair}", f"{ratio:.3f}", "≤ 1.03", met(ratio <= 1.03), detail)
     for name, way in of.items():
         mine, by_hand = (way["counts"]["contenders"][one]["collectives"] for one in ("fsdp2", "by hand"))
-        own = {kind: count - (WAYS[name].accumulate if kind == "broadcast" else 1) * (kind in LIGHTNINGS)
-               for kind, count in mine.items()}
+        own = {
+            kind: count - (WAYS[name].accumulate if kind == "broadcast" else 1) * (kind in LIGHTNINGS)
+            for kind, count in mine.items()
+        }
         own = {kind: count for kind, count in own.items() if count}
         fewer = all(own.get(kind, 0) <= by_hand.get(kind, 0) for kind in {*own, *by_hand})
         yield Row(f"collectives of a step, {name}", _counts(own), "by hand", met(fewer), f"by hand {_counts(by_hand)}")

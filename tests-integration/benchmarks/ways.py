@@ -126,5 +126,3 @@ def _sharded(way: Way, model: Transformer) -> nn.Module:
 
 def _recomputed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: checkpoint(forward, x, use_reentrant=False)
-
-
