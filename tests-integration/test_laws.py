@@ -281,6 +281,7 @@ KNOWN_ATTRIBUTES = {
     "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module
     "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
     "hooks/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging
+    "checkpoints/late_param_groups.py": {"_restarting"},  # of Lightning's BaseFinetuning: to restore groups again
     "checkpoints/patched_io.py": {"_fs"},  # of Lightning's ModelCheckpoint
     "lightning/trainer.py": {"_layer_sync", "_reset_optimizers_and_schedulers"},  # what a strategy inherits
     "classic/trainer.py": {"_layer_sync"},

@@ -31,6 +31,7 @@ from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
 from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
+from fsdp_core.lightning.checkpoints.late_param_groups import LateParamGroups
 from fsdp_core.lightning.checkpoints.model_checkpoint import treat_pending_saves_as_done
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
@@ -112,6 +113,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
+        #: Saved state of param groups that the optimizers do not hold yet.
+        self.late_param_groups = LateParamGroups()
         self._in_step = self._blocking = False
         self._has_stepped = False
         self._is_first_step = False
@@ -219,6 +222,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         show_written_shapes(trainer, sharded)
         if fitting:
             self._exact_resume.follow(trainer)
+            self.late_param_groups.clear()
             self._reset_optimizers_and_schedulers()
             with sharded.as_written():
                 self.setup_optimizers(trainer)
@@ -378,7 +382,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         sharded = self.sharded
-        self._follow_added_parameters(optimizer, [sharded])
+        self.param_groups_added(optimizer)
+        self.late_param_groups.check_complete(optimizer)
         if not self._inside_root_forward:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._exact_resume.on_step(optimizer)
@@ -475,6 +480,11 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._training_loaders.progress_restored(self.lightning_module.trainer)
         self._exact_resume.take(checkpoint.get(KEY))
 
+    def param_groups_added(self, optimizer: Optimizer) -> None:
+        """Make an optimizer hold the shards of what it was given, and restore the state that a checkpoint has of it."""
+        self._follow_added_parameters(optimizer, [self.sharded])
+        self.late_param_groups.restore(optimizer, self.sharded)
+
     @property
     def fit_saves(self) -> AsyncSaves | None:
         """Writes in the background of a fit; ``None`` without training, where a save returns once all is written."""
@@ -483,6 +493,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         refuse_values_of_parts(False)
         self._check_saving(filter(None, [self._sharded_or_none]))
+        if "optimizer_states" in checkpoint:
+            self.late_param_groups.check_saving()
         path = self.broadcast(str(filepath))
         if self.fit_saves is not None:
             self.fit_saves.wait()  # before memory is allocated for this one

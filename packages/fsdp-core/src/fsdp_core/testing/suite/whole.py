@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_core.testing.suite.checkpoints.async_saves import AsyncSavesSuite
 from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
+from fsdp_core.testing.suite.checkpoints.late_param_groups import LateParamGroupsSuite
 from fsdp_core.testing.suite.checkpoints.loader_positions import LoaderPositionsSuite
 from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
@@ -53,6 +54,7 @@ class StrategySuite(
     CheckpointsSuite,
     FabricCheckpointsSuite,
     ExactResumeSuite,
+    LateParamGroupsSuite,
     LoaderPositionsSuite,
     AsyncSavesSuite,
     LaunchingSuite,
