@@ -67,6 +67,27 @@ class TestStaging:
         first, second, rows = [place.data_ptr() for place in places if isinstance(place, torch.Tensor)]
         assert first == second != rows
 
+    def test_deferred_copies_are_made_when_they_are_finished(self) -> None:
+        weight, buffer = torch.ones(2), torch.ones(3)
+        staging = Staging()
+        plan = Plan(tensors={"weight": weight, "buffer": buffer})
+        copies = staging.copy(plan, rank=0, deferred=lambda tensor: tensor is weight).tensors
+        copies["weight"].fill_(5.0)  # the memory of what is not copied yet
+        staging.finish()
+        weight.zero_()
+        buffer.zero_()
+        staging.wait()
+        assert (copies["weight"].tolist(), copies["buffer"].tolist()) == ([1.0, 1.0], [1.0, 1.0, 1.0])
+
+    def test_a_write_before_a_deferred_copy_is_told(self) -> None:
+        weight = torch.ones(2)
+        state = {"model": {"weight": weight}}
+        staging = Staging()
+        staging.copy(plan_save(state, {"model": "model"}, {}, rank=0), rank=0, deferred=lambda tensor: True)
+        weight[:1].zero_()  # through a view
+        with pytest.raises(CheckpointError, match="'model/weight' was written to while it was being"):
+            staging.wait()
+
     def test_memory_is_used_again(self) -> None:
         staging = Staging()
 

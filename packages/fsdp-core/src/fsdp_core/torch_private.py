@@ -50,6 +50,7 @@ __all__ = [
     "queue_backward_callback",
     "refuse_unreduced_values",
     "skipped_initialiser",
+    "times_written",
     "tree_flatten",
     "tree_map",
     "users_of_storage",
@@ -286,3 +287,11 @@ def skipped_initialiser(asked: Callable[..., Any]) -> tuple[Callable[..., Any], 
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return frame.f_globals[code.co_name], {name: frame.f_locals[name] for name in names}
+
+
+def times_written(tensor: Tensor) -> int:
+    """How often a tensor, or one that shares its memory, was written in place; 0 for inference tensors.
+
+    Autograd counts it to detect writes to what a backward pass needs. No public name exists.
+    """
+    return 0 if tensor.is_inference() else tensor._version

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from torch import Tensor
+
 from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.saving import prepare_save
 from fsdp_core.checkpoint.staging import Staging
@@ -63,12 +65,21 @@ class AsyncSaves:
         """Return an instance without pending jobs: ranks that are threads start from copies of what was built."""
         return AsyncSaves(copy.deepcopy(self._runtime, memo))
 
-    def save(self, path: StrPath, state: Mapping[str, Any], **options: Any) -> None:
+    def save(
+        self,
+        path: StrPath,
+        state: Mapping[str, Any],
+        *,
+        deferred: Callable[[Tensor], bool] | None = None,
+        **options: Any,
+    ) -> None:
         """Copy a state, and write the copy in the background. Waits for pending jobs first.
 
         Args:
             path: As in :func:`~fsdp_core.checkpoint.save`.
-            state: The state to save; it may be changed as soon as this returns.
+            state: The state to save; it may be changed as soon as this returns, except for deferred tensors.
+            deferred: Which tensors in host memory are copied in the background, too. They must not be changed before
+                :meth:`finish_copying` has returned.
             **options: The other arguments of :func:`~fsdp_core.checkpoint.save`, except ``runtime``.
 
         Raises:
@@ -79,7 +90,7 @@ class AsyncSaves:
             path,
             state,
             runtime=self._runtime,
-            stage=lambda plan: self._staging.copy(plan, self._runtime.rank),
+            stage=lambda plan: self._staging.copy(plan, self._runtime.rank, deferred=deferred),
             **options,
         )
 
@@ -88,6 +99,10 @@ class AsyncSaves:
             prepared.write(channel)
 
         self.run(f"saving {os.fspath(path)}", write)
+
+    def finish_copying(self) -> None:
+        """Wait until the deferred tensors of the last save are copied. To be called before they are changed."""
+        self._staging.finish()
 
     def run(self, doing: str, job: Callable[[Runtime], None]) -> None:
         """Run a job in the thread, after all pending jobs.

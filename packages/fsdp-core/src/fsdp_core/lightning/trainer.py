@@ -29,6 +29,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.step_gradients import guard, unguard
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
+from fsdp_core.lightning.checkpoints.deferred_copies import copied_after
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
 from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.checkpoints.late_param_groups import LateParamGroups
@@ -384,6 +385,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         sharded = self.sharded
         self.param_groups_added(optimizer)
         self.late_param_groups.check_complete(optimizer)
+        if self.fit_saves is not None:
+            closure = copied_after(closure, self.fit_saves, optimizer)
         if not self._inside_root_forward:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._exact_resume.on_step(optimizer)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
+from fsdp_core.lightning.checkpoints.deferred_copies import copied_before_a_step
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
 from fsdp_core.lightning.checkpoints.full.file import gathered
 from fsdp_core.lightning.checkpoints.full.layout import numbered
@@ -82,6 +83,7 @@ def save_checkpoint(
         strategy.fit_saves,
         kinds=kinds,
         aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
+        deferred=copied_before_a_step(strategy.lightning_module.trainer, sharded, strategy.optimizers),
     )
 
 
