@@ -168,6 +168,7 @@ def checkpoints(strategy: str, *, quick: bool) -> dict[str, Any]:
     words = ("--strategy", strategy, "--folder", folder, "--turns", 3 if quick else 9, *(["--small"] if quick else []))
     try:
         result = {"on two ranks": run_on_ranks("checkpoint_time.py", *words, time_limit=1200, ranks=2)}
+        result["held"] = run_on_ranks("checkpoint_time.py", *words, "--held", time_limit=1200, ranks=2)
         if ACCELERATOR == "cpu" or RANKS > 2:
             more = run_on_ranks("checkpoint_time.py", *words, "--reshard", time_limit=1200, ranks=3)
             result["on three ranks"] = more
@@ -200,8 +201,9 @@ def checkpoint_rows(of: dict[str, Any]) -> Iterator[Row]:
     """Saving and loading, beside torch's own."""
     two, whole = of["on two ranks"], of["consolidate"]
     three = of.get("on three ranks", {"ratios": {}, "medians": {}})
-    bars = dict(zip((*two["ratios"], *three["ratios"]), (1.10, 1.10, 0.15, 1.50), strict=False))
-    for part in (two, three):
+    pairs = (*two["ratios"], *of["held"]["ratios"], *three["ratios"])
+    bars = dict(zip(pairs, (1.10, 1.10, 0.15, 0.05, 1.50), strict=False))
+    for part in (two, of["held"], three):
         for pair, ratio in part["ratios"].items():
             seconds = " / ".join(f"{part['medians'][name]:.2f}" for name in pair.split(" ÷ "))
             detail = f"95 % in {ratio['from']:.3f} to {ratio['to']:.3f}; {seconds} s"
