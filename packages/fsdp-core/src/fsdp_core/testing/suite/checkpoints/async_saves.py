@@ -180,15 +180,16 @@ def _stall(strategy: str, tmp: str, kind: str) -> tuple[int, bool, bool]:
         save = AtStep(1, lambda trainer: trainer.save_checkpoint(path))
         run = new_trainer(tmp, strategy, 2, options_of(kind, used), callbacks=[save, Count()])
         saves: Any = run.strategy.async_saves  # type: ignore[attr-defined]
-        close = saves.close
+        wait = saves.wait
 
-        def open_and_close() -> None:
-            waited[0] = True
-            run.strategy.barrier()  # ranks that are threads share the disk
-            used.opened.set()
-            close()
+        def open_and_wait() -> None:
+            if steps[0] == 4:  # the save itself waits for earlier ones
+                waited[0] = True
+                run.strategy.barrier()  # ranks that are threads share the disk
+                used.opened.set()
+            wait()
 
-        saves.close = open_and_close
+        saves.wait = open_and_wait
         run.fit(Lit("momentum"), loader(4, 2))
         return steps[0], waited[0], is_checkpoint(path) if kind == "sharded" else os.path.isfile(path)
 
