@@ -307,7 +307,7 @@ path, how = Path(sys.argv[1]), sys.argv[2]
 runtime = ProcessGroupRuntime()
 runtime.start(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), address="127.0.0.1", port=sys.argv[3])
 saves = AsyncSaves(runtime)
-entered = disk(seconds=30 if how == "interrupted" else 0.5, room=1000 if how == "full" else None)
+entered = disk(seconds=300 if how == "interrupted" else 0.5, room=1000 if how == "full" else None)
 entered.__enter__()
 saves.save(path, {"model": {"w": torch.ones(100, 100)}}, strategy="test", kinds={"model": "model"})
 # as remote filesystems do to look up a host; Python closes all executors while it ends
@@ -371,9 +371,7 @@ class TestEndOfTheInterpreter:
         assert "the script ends" in process.stdout.readline()
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        _, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 15
+        _, err = process.communicate(timeout=60)  # the disk takes 300 s
         assert process.returncode == 130, err
         assert "interrupted before a checkpoint was complete" in err
 

@@ -13,14 +13,14 @@ from fsdp_core.checkpoint.format.paths import find_part, split_path
 from fsdp_core.checkpoint.loading import load, verify_tensors
 from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
-from fsdp_core.checkpoint.storage.rereading import retry_if_replaced
+from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError, MissingKeyError
 from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["load_state_dict"]
 
 
-@retry_if_replaced("path")
+@begins_anew("path")
 def load_state_dict(
     path: StrPath,
     key: str = "model",

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.format.manifest import FileEntry, StoredChunk, StoredT
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.remedies import unreadable
-from fsdp_core.checkpoint.storage.rereading import retry_if_replaced
+from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.errors import CheckpointFormatError
 
@@ -28,7 +28,7 @@ _THREADS = 4
 _SHOWN = 20
 
 
-@retry_if_replaced("path")
+@begins_anew("path")
 def verify(path: StrPath, *, on_bytes: OnBytes | None = None) -> None:
     """Read every file of a checkpoint and compare it with the manifest.
 

@@ -12,7 +12,7 @@ from fsdp_core.checkpoint.storage.folder import Folder, open_folder
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["ATTEMPTS", "pause", "retried", "retry_if_replaced", "seen", "too_often"]
+__all__ = ["ATTEMPTS", "pause", "retried", "begins_anew", "seen", "too_often"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class _ReplacedTooOften(CheckpointFormatError):
     """A read has failed after its last attempt. An enclosing read does not start it again."""
 
 
-def retry_if_replaced(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def begins_anew(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Run a function that reads checkpoints again if one of them was replaced in the meantime.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import children, leaves, read_plain, scalar, tensor_of
-from fsdp_core.checkpoint.storage.rereading import retry_if_replaced
+from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.tensor_bytes import BLOCK_BYTES, TensorBytes, open_files
 from fsdp_core.checkpoint.tools.conversion import OnProgress, counter
@@ -77,7 +77,7 @@ class Differences:
         return bool(self.only_a or self.only_b or self.tied or self.tensors or self.plain)
 
 
-@retry_if_replaced("a", "b")
+@begins_anew("a", "b")
 def compare(
     a: StrPath, b: StrPath, *, rtol: float = 0.0, atol: float = 0.0, on_progress: OnProgress | None = None
 ) -> Differences:

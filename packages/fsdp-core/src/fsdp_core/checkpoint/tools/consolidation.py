@@ -12,7 +12,7 @@ from fsdp_core.checkpoint.format.paths import split_path
 from fsdp_core.checkpoint.storage.atomic import check_apart, check_file, check_folder, new_file, new_folder
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, tensor_of
-from fsdp_core.checkpoint.storage.rereading import retry_if_replaced
+from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
 from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
@@ -43,7 +43,7 @@ class Consolidated:
     left_out: Mapping[str, str]
 
 
-@retry_if_replaced("path")
+@begins_anew("path")
 def consolidate_safetensors(
     path: StrPath,
     out: StrPath,
@@ -96,7 +96,7 @@ def consolidate_safetensors(
     return weights.report([os.path.basename(os.fspath(out))])
 
 
-@retry_if_replaced("path")
+@begins_anew("path")
 def consolidate_huggingface(
     path: StrPath,
     out: StrPath,

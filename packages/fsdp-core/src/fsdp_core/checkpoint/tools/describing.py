@@ -10,7 +10,7 @@ from fsdp_core.checkpoint.format.manifest import FORMAT_VERSION, Manifest
 from fsdp_core.checkpoint.format.paths import join_path, split_path
 from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, scalar, tensor_of
-from fsdp_core.checkpoint.storage.rereading import retry_if_replaced
+from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.tensor_bytes import open_files
 
 __all__ = ["describe", "part_of"]
@@ -18,7 +18,7 @@ __all__ = ["describe", "part_of"]
 _LONGEST = 200
 
 
-@retry_if_replaced("path")
+@begins_anew("path")
 def describe(path: StrPath) -> dict[str, Any]:
     """Describe a checkpoint without reading tensors: its origin, tensors, files and plain data.
 

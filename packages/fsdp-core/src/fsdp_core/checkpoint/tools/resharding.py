@@ -15,7 +15,7 @@ from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_er
 from fsdp_core.checkpoint.storage.commit import choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import is_ours
-from fsdp_core.checkpoint.storage.rereading import retry_if_replaced
+from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
 from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.checkpoint.tools.conversion import OnProgress, counter, refuse_damaged
@@ -32,7 +32,7 @@ _ALWAYS_FILES = 1024  # allowed even if some files hold no tensor
 _MOST_FILES = 100_000  # the limit of the five digits in their names
 
 
-@retry_if_replaced("path")
+@begins_anew("path")
 def reshard(
     path: StrPath,
     out: StrPath,

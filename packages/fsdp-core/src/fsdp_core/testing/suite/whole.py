@@ -12,9 +12,9 @@ from fsdp_core.testing.suite.interface.capabilities import CapabilitiesSuite
 from fsdp_core.testing.suite.interface.contract import ContractSuite
 from fsdp_core.testing.suite.interface.listing import ListingSuite
 from fsdp_core.testing.suite.interface.presets import PresetClauses
-from fsdp_core.testing.suite.modules.built_in_parts import BuiltInPartsSuite
 from fsdp_core.testing.suite.modules.outside_steps import OutsideStepsSuite
 from fsdp_core.testing.suite.modules.parameters import ParametersSuite
+from fsdp_core.testing.suite.modules.sharded_init import BuiltInPartsSuite
 from fsdp_core.testing.suite.modules.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.modules.shards import ShardsSuite
 from fsdp_core.testing.suite.numerics.forward_backward_order import PassesSuite
