@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core import Runtime
 from fsdp_core.sharding import MESH_AXES, MeshAxis
+from fsdp_fsdp2.torch_private import join_axes
 
-__all__ = ["AxesMesh", "device_mesh"]
+__all__ = ["AxesMesh", "device_mesh", "flattened"]
 
 
 class AxesMesh(DeviceMesh):
@@ -32,6 +33,16 @@ class AxesMesh(DeviceMesh):
             )
         rows = torch.arange(torch.distributed.get_world_size()).view(-1, *[1] * len(asked))
         return DeviceMesh(self.device_type, rows, mesh_dim_names=("ranks", *asked))[names]
+
+
+def flattened(mesh: DeviceMesh, *axes: MeshAxis) -> str:
+    """Join neighbouring axes of a mesh into one, which can be looked up in it by the returned name.
+
+    All ranks must call it: it creates process groups the first time.
+    """
+    name = "_and_".join(axes)
+    join_axes(mesh[axes], name)
+    return name
 
 
 def device_mesh(runtime: Runtime) -> AxesMesh:

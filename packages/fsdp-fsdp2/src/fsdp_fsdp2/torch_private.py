@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -27,6 +28,8 @@ __all__ = [
     "gathered_parameters",
     "gathered_shards",
     "is_interrupted",
+    "join_axes",
+    "recomputes",
     "set_unreduced_gradients",
     "take_unfrozen",
     "unreduced_gradients",
@@ -474,3 +477,17 @@ def _groups(unit: FSDPModule) -> list[Any]:
 
 def _parameters(unit: FSDPModule) -> Iterator[Any]:
     return (parameter for group in _groups(unit) for parameter in group.fsdp_params)
+
+
+def join_axes(mesh: DeviceMesh, name: str) -> None:
+    """Let the axes of a slice of a mesh be looked up in the whole mesh as one axis with this name.
+
+    ``fully_shard`` shards over one axis, and context-parallel ranks share in that. A second mesh of other axes would not
+    do: torch combines a DTensor's meshes, as with tensor parallelism, only if they are slices of one.
+    """
+    mesh._flatten(name)
+
+
+def recomputes() -> bool:
+    """Whether a backward pass is running in this thread, in which activation checkpointing may recompute a module."""
+    return torch._C._current_graph_task_id() != -1
