@@ -204,8 +204,9 @@ def fit_on(mesh: str, tmp: str, kind: str, trainer: dict[str, Any], options: dic
     trained = means(module.losses), state
     logged = {name: float(value) for name, value in run.callback_metrics.items()}
     run.test(module, verbose=False)
+    tested = float(run.callback_metrics["test_loss"])
     (*_, predicted) = run.predict(module) or ()
-    return trained, logged, float(run.callback_metrics["test_loss"]), predicted, module.shapes
+    return trained, logged, tested, predicted, module.shapes
 
 
 @pytest.mark.parametrize("mesh", ["context 2", "shard 2 x context 2"])
@@ -252,3 +253,289 @@ def test_masks_under_fabric(ranks: RankPool, mesh: str) -> None:
     got = ranks.run(4, every_kind_on, mesh)
     for index, kind in enumerate(("causal", "padded", "packed", "all")):
         assert_same([by_kind[index] for by_kind in got], plain(kind))
+
+
+def saved_on(mesh: str, folder: str) -> Any:
+    fabric, model, optimizer = trained(mesh)
+    fabric.save(folder, {"model": model, "optimizer": optimizer})
+    return full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer)
+
+
+def loaded_on(mesh: str, folder: str) -> Any:
+    fabric, model, optimizer = trained(mesh)
+    fabric.load(folder, {"model": model, "optimizer": optimizer})
+    return full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer)
+
+
+def trained(mesh: str) -> tuple[Any, Any, Any]:
+    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
+    net = new_net()
+    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    (batch,) = fabric.setup_dataloaders(DataLoader(batches(1), batch_size=None))  # type: ignore[arg-type]
+    fabric.backward(loss_of(model(batch["ids"]), batch["labels"]))
+    optimizer.step()
+    return fabric, model, optimizer
+
+
+def test_checkpoints_move_between_meshes(ranks: RankPool, tmp_path: Path) -> None:
+    folders = {mesh: str(tmp_path / mesh.replace(" ", "")) for mesh in ("context 2", "context 2 x tensor 2")}
+    wants = {mesh: ranks.run(MESHES[mesh][1], saved_on, mesh, folder) for mesh, folder in folders.items()}
+    for mesh, loaded in (("context 2", "shard 2"), ("context 2 x tensor 2", "context 2")):
+        want, *others = wants[mesh]
+        for states in (*others, *ranks.run(2, loaded_on, loaded, folders[mesh])):
+            torch.testing.assert_close(states, want, rtol=0, atol=0)
+        held = sum(path.stat().st_size for path in Path(folders[mesh]).rglob("*.safetensors"))
+        written = sum(t.numel() * t.element_size() for state in want for t in leaves(state))
+        assert held < written + 2**16  # each byte once, and the files' headers
+    torch.testing.assert_close(fsdp_core.load_state_dict(folders["context 2"]), wants["context 2"][0][0], rtol=0, atol=0)
+
+
+def leaves(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return [tensor for value in values for tensor in leaves(value)]
+
+
+class Dropping(nn.Module):
+    """Attention with dropout in it and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.level = 0.0
+        self.kept = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        self.level = float(torch.rand(()))
+        self.kept = functional.dropout(torch.ones(x.shape), 0.5, self.training)
+        y = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
+        return functional.dropout(y, 0.5, self.training) * self.kept
+
+
+def dropped_on() -> Any:
+    found = []
+    for policy in (None, {Dropping}):
+        torch.manual_seed(3)
+        fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2, "activation_checkpointing_policy": policy})
+        torch.manual_seed(3)
+        net = nn.Sequential(Dropping())
+        model = fabric.setup(net)
+        x = fabric.strategy.split_batch(torch.ones(2, LENGTH, WIDTH))  # type: ignore[attr-defined]
+        torch.manual_seed(4)
+        fabric.backward(model(x).sum())
+        dropping: Any = net[0]
+        gradients = {name: parameter.grad.full_tensor() for name, parameter in net.named_parameters()}
+        found.append((dropping.level, dropping.kept, gradients, float(torch.rand(()))))
+    return found
+
+
+def test_dropout_differs_between_parts_and_other_numbers_do_not(ranks: RankPool) -> None:
+    (first, first_again), (second, second_again) = ranks.run(2, dropped_on)
+    assert (first[0], first[3]) == (second[0], second[3])
+    assert not torch.equal(first[1], second[1])
+    for once, again in ((first, first_again), (second, second_again)):  # recomputed
+        assert once[0] == again[0] and torch.equal(once[1], again[1])
+        torch.testing.assert_close(once[2], again[2])
+
+
+def losses_by_hand() -> Any:
+    """Losses whose weighting is the user's, of logits that are the batch itself."""
+    fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2})
+    strategy: Any = fabric.strategy
+    net = nn.Linear(VOCABULARY, VOCABULARY)
+    nn.init.eye_(net.weight)
+    nn.init.zeros_(net.bias)
+    model = fabric.setup(nn.Sequential(net, SeesAll()))
+    batch = {"x": LOGITS, "labels": batches(1)[0]["labels"]}
+    weight = torch.linspace(0.5, 2, VOCABULARY)
+
+    def run(loss: Any) -> float:
+        part = strategy.split_batch({"x": batch["x"].clone(), "labels": batch["labels"].clone()})
+        value = loss(model(part["x"]), part["labels"])
+        fabric.backward(value)
+        return float(fabric.all_reduce(value.detach()))
+
+    def masked_mean(logits: Tensor, labels: Tensor) -> Tensor:
+        each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return each.sum() / (labels != -100).sum()
+
+    def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
+        each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return fsdp_core.token_mean(each.sum(), (labels != -100).sum())
+
+    return (
+        run(lambda logits, labels: loss_of(logits, labels, weight)),
+        run(token_mean),
+        run(lambda logits, labels: loss_of(logits, fsdp_core.shift_labels(labels))),
+        run(lambda logits, labels: functional.nll_loss(logits.log_softmax(-1).movedim(-1, 1), labels)),
+        refusal(ShardingError, lambda: run(masked_mean)),
+        refusal(ShardingError, lambda: run(lambda y, labels: loss_of(y[:, :-1], labels[:, 1:]))),
+    )
+
+
+class SeesAll(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * functional.scaled_dot_product_attention(x, x, x)
+
+
+with oracle.seeded(11):
+    LOGITS = torch.randn(ROWS, LENGTH, VOCABULARY)
+
+
+def test_losses_are_means_over_all_tokens_or_refused(ranks: RankPool) -> None:
+    labels, weight = batches(1)[0]["labels"], torch.linspace(0.5, 2, VOCABULARY)
+    want = [
+        loss_of(LOGITS, labels, weight),
+        loss_of(LOGITS, labels),
+        loss_of(LOGITS[:, :-1], labels[:, 1:]),
+        loss_of(LOGITS, labels),
+    ]
+    for *got, by_hand, shifted in ranks.run(2, losses_by_hand):
+        assert got == pytest.approx(list(map(float, want)), abs=oracle.FP32_TOLERANCE)
+        assert_says(by_hand, "'labels'", "12, 4", "fsdp_core.token_mean")
+        assert_says(shifted, "12 labels", "the next rank holds", "fsdp_core.shift_labels")
+
+
+class Wrong(nn.Module):
+    """A model that is wrong on a part of a sequence."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inp = kind, nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.heads = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        x, length = self.inp(x), x.shape[1]
+        q = x.view(*x.shape[:2], 2, -1).transpose(1, 2)
+        match self.kind:
+            case "arange":
+                x = x + self.table[torch.arange(length)]
+            case "table":
+                x = x + self.table[:length]
+            case "by hand":
+                return torch.softmax(q @ q.mT, -1) @ q
+            case "weights":
+                return self.heads(x, x, x)[0]
+            case "imported":
+                return IMPORTED(q, q, q)
+            case "local mask":
+                mask = torch.ones(length, length, dtype=torch.bool).tril()
+                return functional.scaled_dot_product_attention(q, q, q, mask)
+            case "class token":
+                q = torch.cat([q[:, :, :1], q], 2)
+            case "none":
+                return x
+        return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+IMPORTED = functional.scaled_dot_product_attention
+
+X = torch.zeros(2, LENGTH, WIDTH)
+
+#: What is done with a model, and what the message says.
+WRONG: dict[str, list[str]] = {
+    "arange": ["torch.arange(4)", "counts the positions", "fsdp_core.sequence_positions"],
+    "table": ["(8, 16) was cut to [:4]", "first positions", "table[positions]"],
+    "by hand": ["(2, 2, 4, 4)", "attention by hand", "attn_implementation='sdpa'"],
+    "weights": ["need_weights=True", "need_weights=False"],
+    "imported": ["imported before", "torch.nn.functional.scaled_dot_product_attention"],
+    "local mask": ["(4, 4) has 4 keys", "the 8 of the whole sequence", "fsdp_core.gather_sequence"],
+    "class token": ["over 5 positions", "have had 4", "leave context_parallel_size out"],
+    "none": ["context parallel on a model without SDPA", "Wrong", "leave context_parallel_size out"],
+}
+
+#: Options, a batch, and what is said of it.
+BATCHES: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
+    "odd": ({}, torch.zeros(2, 7, 3), ["of length 7", "context_parallel_size=2", "such as 8"]),
+    "nothing to split": ({}, {"label": torch.zeros(4)}, ["no tensor has a second", "'label' (4,)", "context_parallel_dims"]),
+    "sizes": ({}, (X, torch.zeros(2, 3)), ["different sizes", "'0' (2, 8, 16)", "'1' (2, 3)", "context_parallel_dims="]),
+    "a name": ({"context_parallel_dims": {"ids": 1}}, {"x": X}, ["'ids'", "no tensor of the batch", "'x' (2, 8, 16)"]),
+    "a dim": ({"context_parallel_dims": {"x": 3}}, {"x": X}, ["'x'", "no such dimension"]),
+}
+
+
+def refused_on() -> dict[str, str]:
+    found = {}
+    for name, (options, batch, _) in BATCHES.items():
+        fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2, **options})
+        strategy: Any = fabric.strategy
+        found[name] = refusal(ShardingError, lambda: strategy.split_batch(batch))
+    strategy = new_fabric("fsdp2", 2, {"context_parallel_size": 2, "context_parallel_dims": {"0.x": -1}}).strategy
+    found["named"] = str([tuple(t.shape) for t in strategy.split_batch([{"x": X, "y": X}])[0].values()])
+    found["twice"] = refusal(ShardingError, lambda: strategy.split_batch(strategy.split_batch([{"x": X}])))
+    fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2})
+    strategy = fabric.strategy
+    found["peers"] = refusal(ShardingError, lambda: strategy.split_batch(X + strategy.runtime.rank))
+    for kind in WRONG:
+        fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2, "auto_wrap_policy": None})
+        model, strategy = fabric.setup(Wrong(kind)), fabric.strategy
+        if kind == "arange":
+            found["not split"] = refusal(ShardingError, lambda: model(X))
+        part = strategy.split_batch(X)
+        found[kind] = refusal(ShardingError, lambda: model(part))
+    found["rnn"] = refusal(ShardingError, lambda: fabric.setup(nn.LSTM(2, 2)))
+    return found
+
+
+def test_what_is_wrong_on_a_part_of_a_sequence(ranks: RankPool) -> None:
+    for found in ranks.run(2, refused_on):
+        for name, (_, _, words) in BATCHES.items():
+            assert_says(found[name], *words)
+        for name, words in WRONG.items():
+            assert_says(found[name], *words)
+        assert found["named"] == "[(2, 8, 8), (2, 8, 16)]"
+        assert_says(found["twice"], "'0.x'", "already the part", "split_batch()")
+        assert_says(found["peers"], "different batches", "distributed_sampler_kwargs")
+        assert_says(found["not split"], "no batch has been split", "split_batch(batch)")
+        assert_says(found["rnn"], "LSTM", "neighbouring positions")
+
+
+def half_on(precision: str) -> Any:
+    fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2}, precision)
+    net = new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    batch = fabric.strategy.split_batch(batches(1)[0])  # type: ignore[attr-defined]
+    loss = loss_of(model(batch["ids"], "padded"), batch["labels"])
+    fabric.backward(loss)
+    optimizer.step()
+    return means([loss.detach()]), full_state(fabric.strategy)
+
+
+def test_bf16_mixed(ranks: RankPool) -> None:
+    net = new_net()
+    optimizer, batch = oracle.sgd(net), batches(1)[0]
+    loss = loss_of(net(batch["ids"], "padded"), batch["labels"])
+    loss.backward()
+    optimizer.step()
+    for losses, state in ranks.run(2, half_on, "bf16-mixed"):
+        assert losses == pytest.approx([float(loss)], abs=oracle.HALF_TOLERANCE)
+        torch.testing.assert_close(state, dict(net.state_dict()), rtol=0, atol=oracle.HALF_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"context_parallel_size": 3}, ["context_parallel_size=3 does not divide 2 ranks"]),
+        ({"context_parallel_dims": ["ids"]}, ["context_parallel_dims=['ids']", "{'input_ids': 1"]),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], words: list[str]) -> None:
+    assert_says(refusal(UnsupportedCapabilityError, lambda: new_fabric("fsdp2", 2, options)), *words)
+
+
+def test_steps_over_the_loader_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(2, fit_by_loader, str(tmp_path)):
+        assert_says(told, "training_step(dataloader_iter)", "context_parallel_size", "training_step(batch, batch_idx)")
+
+
+class ByLoader(Lit):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return None
+
+
+def fit_by_loader(tmp: str) -> str:
+    run = new_trainer(tmp, "fsdp2", 2, {"context_parallel_size": 2})
+    return refusal(UnsupportedCapabilityError, lambda: run.fit(ByLoader()))

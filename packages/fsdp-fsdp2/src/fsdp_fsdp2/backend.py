@@ -34,7 +34,7 @@ from fsdp_core.sharding import (
 )
 from fsdp_core.state import give_back
 from fsdp_fsdp2.context_parallel import ContextParallel, check_splittable, checked_dims
-from fsdp_fsdp2.meshes import device_mesh
+from fsdp_fsdp2.meshes import device_mesh, sharding_mesh
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.tensor_parallel import (
     TensorParallelPlan,
@@ -92,6 +92,7 @@ class FSDP2Backend(Backend):
         self.context_parallel_dims = checked_dims(context_parallel_dims)
         self.tp_plan = tp_plan
         self._device_mesh: DeviceMesh | None = None
+        self._sharding_mesh: DeviceMesh | None = None
 
     def mesh(self, world_size: int) -> Mesh:
         mesh = Mesh.of(world_size, **self.sizes)
@@ -109,10 +110,9 @@ class FSDP2Backend(Backend):
     @property
     def _fsdp_mesh(self) -> DeviceMesh:
         """The axes that ``fully_shard`` shards and replicates over; the context-parallel one shards as well."""
-        mesh, shards = self.device_mesh, "data_parallel"
-        if self.runtime.mesh.context_parallel > 1:
-            shards = flattened(mesh, "data_parallel", "context_parallel")
-        return mesh["data_parallel_replicate", shards] if self.runtime.mesh.data_parallel_replicate > 1 else mesh[shards]
+        if self._sharding_mesh is None:
+            self._sharding_mesh = sharding_mesh(self.device_mesh, self.runtime.mesh)
+        return self._sharding_mesh
 
     def terms(self) -> dict[str, Any]:
         return {

@@ -28,9 +28,10 @@ __all__ = [
     "gathered_parameters",
     "gathered_shards",
     "is_interrupted",
-    "join_axes",
+    "joined_axes",
     "recomputes",
     "set_unreduced_gradients",
+    "side_by_side",
     "take_unfrozen",
     "unreduced_gradients",
     "without_hooks",
@@ -479,13 +480,21 @@ def _parameters(unit: FSDPModule) -> Iterator[Any]:
     return (parameter for group in _groups(unit) for parameter in group.fsdp_params)
 
 
-def join_axes(mesh: DeviceMesh, name: str) -> None:
-    """Let the axes of a slice of a mesh be looked up in the whole mesh as one axis with this name.
+def joined_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The axes of a slice of a mesh as one axis of this name.
 
     ``fully_shard`` shards over one axis, and context-parallel ranks share in that. A second mesh of other axes would not
     do: torch combines a DTensor's meshes, as with tensor parallelism, only if they are slices of one.
     """
-    mesh._flatten(name)
+    return mesh._flatten(name)
+
+
+def side_by_side(outer: DeviceMesh, inner: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
+    """Two slices of one mesh as a mesh of two axes. Before torch 2.10, joined axes can be sliced by name instead."""
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([outer, inner])
+    both: DeviceMesh = root[(*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))]
+    return both
 
 
 def recomputes() -> bool:

@@ -12,16 +12,10 @@ from fsdp_core.errors import UnsupportedCapabilityError
 
 __all__ = ["refuse_loader_steps", "split_in_fabric"]
 
+#: The attribute of a loader that splits its batches.
+_SPLIT = "_fsdp_core_split"
+
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-class _Splitting:
-    """Comes before the class of a loader whose batches are split when they leave it, before they are moved."""
-
-    _fsdp_core_split: Callable[[Any], Any]
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._fsdp_core_split, super().__iter__())  # type: ignore[misc]
 
 
 def split_in_fabric(loader: Any, split: Callable[[Any], Any]) -> Any:
@@ -31,9 +25,14 @@ def split_in_fabric(loader: Any, split: Callable[[Any], Any]) -> Any:
         loader: The loader, changed in place. What another strategy has made of it is replaced.
         split: From a batch to this rank's part.
     """
-    if not isinstance(loader, _Splitting):
-        loader.__class__ = type(type(loader).__name__, (_Splitting, type(loader)), {})
-    loader.__dict__["_fsdp_core_split"] = split
+    kind = type(loader)
+    if _SPLIT not in vars(loader):
+
+        def split_batches(self: Any) -> Iterator[Any]:
+            return map(vars(self)[_SPLIT], kind.__iter__(self))
+
+        loader.__class__ = type(kind.__name__, (kind,), {"__iter__": split_batches})
+    vars(loader)[_SPLIT] = split
     return loader
 
 
