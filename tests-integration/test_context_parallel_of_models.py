@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,10 +100,8 @@ def on_ranks() -> dict[str, Any]:
 def refused() -> dict[str, str]:
     see_others()
     fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2})
-    found = {
-        name: refusal(UnsupportedCapabilityError, lambda: fabric.setup(new_model(name, **options)))
-        for name, options in {"mistral": {}, "llama": {"attn_implementation": "eager"}}.items()
-    }
+    unfit = {"mistral": new_model("mistral"), "llama": new_model("llama", attn_implementation="eager")}
+    found = {name: refusal(UnsupportedCapabilityError, partial(fabric.setup, model)) for name, model in unfit.items()}
     model = fabric.setup(new_model("llama"))
     split: Any = fabric.strategy.split_batch  # type: ignore[attr-defined]
     part = split(new_batch("packed"))

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over the whole sequence, of which this rank has a part, and losses over all its tokens.
+"""Context parallelism: attention over the whole sequence, of which a rank has a part, and losses over all its tokens.
 
 ``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that, in a forward pass of a
 context-parallel module, gathers keys and values over the context-parallel ranks first.
@@ -6,7 +6,7 @@ context-parallel module, gathers keys and values over the context-parallel ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -32,7 +32,7 @@ _torchs: dict[str, Any] = {}
 
 #: The module whose forward pass is running, and the one whose was the last, which a backward pass may recompute.
 _active: ContextParallel | None = None
-_latest: Callable[[], ContextParallel | None] = lambda: None
+_latest: ref[ContextParallel] | None = None
 
 
 class ContextParallel:
@@ -43,7 +43,7 @@ class ContextParallel:
 
     Attributes:
         split: How its batches are split.
-        attending: Whether attention that sees the whole sequence is being computed.
+        attending: Whether a function of torch's is being called by one of ours.
         trusted: The number of running forward passes of models that were given the positions of their tokens.
     """
 
@@ -172,14 +172,29 @@ class ContextParallel:
         elif attn_mask is not None:
             attn_mask = _rows(attn_mask, split, length, keys)
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        with self.own_random(query.device) if dropout_p > 0 else self.by_torch():
+            return _attend_by_torch(query, key, value, attn_mask, **options)
+
+    @contextmanager
+    def by_torch(self) -> Iterator[None]:
+        """A context in which torch's functions are not looked at: they are called by ours."""
         self.attending = True
         try:
-            if dropout_p > 0:
-                with own_random(query.device, split):
-                    return _attend_by_torch(query, key, value, attn_mask, **options)
-            return _attend_by_torch(query, key, value, attn_mask, **options)
+            yield
         finally:
             self.attending = False
+
+    @contextmanager
+    def own_random(self, device: torch.device) -> Iterator[None]:
+        """The same, in which each context-parallel rank draws numbers of its own.
+
+        Outside, peers draw the same numbers, such as one noise level for each sample. Here the generator is seeded with
+        a number drawn there and the rank: what restores the generator, as before a recomputation, restores this too.
+        """
+        seed = int(torch.randint(2**48, (1,)))
+        with self.by_torch(), torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            torch.manual_seed(seed * self.split.size + self.split.rank)
+            yield
 
 
 def _rows(mask: Tensor, split: SequenceSplit, length: int, keys: int) -> Tensor:
@@ -207,19 +222,6 @@ def _rows(mask: Tensor, split: SequenceSplit, length: int, keys: int) -> Tensor:
     return mask
 
 
-@contextmanager
-def own_random(device: torch.device, split: SequenceSplit) -> Iterator[None]:
-    """A context in which each context-parallel rank draws numbers of its own.
-
-    Outside, peers draw the same numbers, such as one noise level for each sample. Here the generator is seeded with a
-    number drawn there and the rank, so what is restored with a checkpoint, or before a recomputation, restores this too.
-    """
-    seed = int(torch.randint(2**48, (1,)))
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        torch.manual_seed(seed * split.size + split.rank)
-        yield
-
-
 def _attend_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     theirs = _torchs["scaled_dot_product_attention"]
     if not isinstance(mask, CausalBias):
@@ -234,7 +236,7 @@ def _attend_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 def _acting() -> ContextParallel | None:
     """The module whose forward pass is running, or is being recomputed."""
-    return _active or (_latest() if recomputes() else None)
+    return _active or (_latest() if _latest is not None and recomputes() else None)
 
 
 def _replace_functions() -> None:
@@ -254,7 +256,7 @@ def _replace_functions() -> None:
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    context = _acting() if _active is not None or _latest() is not None else None
+    context = _acting()
     if context is not None:
         return context.attend(*args, **kwargs)
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
@@ -278,10 +280,10 @@ def _multi_head_attention(*args: Any, need_weights: bool = True, **kwargs: Any) 
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    context = _acting() if training and p > 0 and (_active is not None or _latest() is not None) else None
-    if context is None:
+    context = _acting() if training and p > 0 else None
+    if context is None or context.attending:  # torch's function calls this one while a first pass is looked at
         return _torchs["dropout"](input, p, training, inplace)
-    with own_random(input.device, context.split):
+    with context.own_random(input.device):
         return _torchs["dropout"](input, p, training, inplace)
 
 
@@ -349,8 +351,9 @@ def check_splittable(root: nn.Module) -> None:
         mixes = isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1)
         if mixes:
             raise ShardingError(
-                f"{name or 'the root'} is a {type(module).__name__}, which computes from neighbouring positions, some of "
-                "which other ranks hold.\nLeave context_parallel_size out: it is for models in which only attention does."
+                f"{name or 'the root'} is a {type(module).__name__}, which computes from neighbouring positions, some "
+                "of which other ranks hold.\n"
+                "Leave context_parallel_size out: it is for models in which only attention combines positions."
             )
     check_transformers(root)
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FirstPass", "not_split"]
 
-_ATTENTION = torch.nn.functional.scaled_dot_product_attention  # torch's own: this file is imported before it is replaced
+#: torch's own: this file is imported before the function is replaced.
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _SOFTMAX = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
-_POSITIONS = "Positions of this rank's part are fsdp_core.sequence_positions(length), with which a table can be indexed; "
+_POSITIONS = "Positions of this rank's part are fsdp_core.sequence_positions(length)"
 
 
 def not_split(length: int, lengths: Collection[int]) -> ShardingError:
@@ -31,8 +32,8 @@ def not_split(length: int, lengths: Collection[int]) -> ShardingError:
     told = ", ".join(map(str, sorted(lengths)[:8]))
     return ShardingError(
         f"attention was called over {length} positions, and the parts of batches on this rank have had {told}.\n"
-        "Was this batch split? fabric.setup_dataloaders() and fabric.strategy.split_batch() do it. Models that add tokens "
-        "to a sequence, or generate with a cache, can't be split: leave context_parallel_size out."
+        "Was this batch split? fabric.setup_dataloaders() and fabric.strategy.split_batch() do it. Models that add "
+        "tokens to a sequence, or generate with a cache, can't be split: leave context_parallel_size out."
     )
 
 
@@ -69,8 +70,8 @@ class FirstPass(TorchFunctionMode):
             scores = args[0].shape
             if len(scores) > 3 and scores[-1] in self._lengths and scores[-2] in self._lengths:
                 raise ShardingError(
-                    f"a softmax over scores of shape {tuple(scores)} looks like attention by hand, which sees this rank's "
-                    "part of the sequence alone.\n"
+                    f"a softmax over scores of shape {tuple(scores)} looks like attention by hand, which sees this "
+                    "rank's part of the sequence alone.\n"
                     "Call torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa' for "
                     "transformers), or leave context_parallel_size out."
                 )
@@ -78,23 +79,26 @@ class FirstPass(TorchFunctionMode):
             return
         if func is torch.arange and _counts_to(args, kwargs) in self._lengths:
             raise ShardingError(
-                f"torch.arange({_counts_to(args, kwargs)}) in the model counts the positions of this rank's part of the "
-                f"sequence from 0, on every rank.\n{_POSITIONS}or give them to the model in the batch."
+                f"torch.arange({_counts_to(args, kwargs)}) in the model counts the positions of this rank's part of "
+                f"the sequence from 0, on every rank.\n{_POSITIONS}; or give them to the model in the batch."
             )
         if func is Tensor.__getitem__ and (id(args[0]) in self._tables or isinstance(args[0], nn.Parameter)):
             cut = _cut_to(args[0], args[1], self._lengths)
             if cut is not None:
                 raise ShardingError(
                     f"a parameter or buffer of shape {tuple(args[0].shape)} was cut to [:{cut}], the length of this "
-                    f"rank's part of the sequence: every rank gets the first positions.\n{_POSITIONS}such as "
-                    "table[positions]."
+                    f"rank's part of the sequence: every rank gets the first positions.\n{_POSITIONS}, "
+                    "with which the table can be indexed: table[positions]."
                 )
 
 
 def _counts_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """The end of an ``arange`` from 0 by steps of 1."""
-    start, end = (args[0], args[1]) if len(args) > 1 else (kwargs.get("start", 0), args[0] if args else kwargs.get("end"))
-    step = args[2] if len(args) > 2 else kwargs.get("step", 1)
+    start, end, step = kwargs.get("start", 0), kwargs.get("end"), kwargs.get("step", 1)
+    if len(args) == 1:
+        (end,) = args
+    elif args:
+        start, end, step = (*args, step)[:3]
     return end if type(end) is int and start == 0 and step == 1 else None
 
 
@@ -104,7 +108,7 @@ def _cut_to(table: Tensor, index: Any, lengths: Collection[int]) -> int | None:
     for size, one in zip(table.shape, indices, strict=False):
         if one is None or one is Ellipsis:
             return None
-        if isinstance(one, slice) and one.start in (None, 0) and one.step in (None, 1) and type(one.stop) is int:
-            if one.stop in lengths and size > one.stop:
-                return one.stop
+        begins = isinstance(one, slice) and one.start in (None, 0) and one.step in (None, 1)
+        if begins and type(one.stop) is int and one.stop in lengths and size > one.stop:
+            return int(one.stop)
     return None

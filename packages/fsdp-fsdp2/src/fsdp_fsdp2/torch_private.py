@@ -483,8 +483,8 @@ def _parameters(unit: FSDPModule) -> Iterator[Any]:
 def joined_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The axes of a slice of a mesh as one axis of this name.
 
-    ``fully_shard`` shards over one axis, and context-parallel ranks share in that. A second mesh of other axes would not
-    do: torch combines a DTensor's meshes, as with tensor parallelism, only if they are slices of one.
+    ``fully_shard`` shards over one axis, and context-parallel ranks share in that. A second mesh of other axes would
+    not do: torch combines a DTensor's meshes, as with tensor parallelism, only if they are slices of one.
     """
     return mesh._flatten(name)
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_transformers", "follow_transformers"]
 
+#: Arguments that would mean the whole sequence to the caller, and a part to the model.
+_OF_WHOLE_SEQUENCES = ("past_key_values", "num_items_in_batch", "logits_to_keep")
+
 #: The losses of transformers that compare each position's logits with that position's label.
 _BY_POSITION = ("ForMaskedLM", "ForTokenClassification")
 
@@ -115,12 +118,13 @@ def _complete(model: nn.Module, named: dict[str, Any], context: ContextParallel)
     batch, length = inputs.shape[:2]
     if length not in context.split.lengths:
         raise not_split(length, context.split.lengths)
-    refused = [name for name in ("past_key_values", "num_items_in_batch", "logits_to_keep") if _is_given(named.get(name))]
+    refused = [name for name in _OF_WHOLE_SEQUENCES if _is_given(named.get(name))]
     if refused:
         raise ShardingError(
-            f"{refused[0]} can't be passed to {type(model).__name__} with context parallelism, where it would mean this "
-            "rank's part of the sequence.\n"
-            "Leave it out. A loss is the mean over the labels of all context-parallel ranks; divide another one by hand."
+            f"{refused[0]} can't be passed to {type(model).__name__} with context parallelism, where it would mean "
+            "this rank's part of the sequence.\n"
+            "Leave it out. A loss is the mean over the labels of all context-parallel ranks; compute another one by "
+            "hand."
         )
     causal = bool(_is_causal(model))
     positions = named.get("position_ids")
@@ -194,8 +198,8 @@ def _shift(model: nn.Module, named: dict[str, Any], parameters: Any) -> None:
     takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     if loss != "ForCausalLM" or not (takes_more or "shift_labels" in parameters):
         raise ShardingError(
-            f"{type(model).__name__} computes a loss ({loss}) from labels= that is not known to be right on a part of a "
-            "sequence.\n"
+            f"{type(model).__name__} computes a loss ({loss}) from labels= that is not known to be right on a part of "
+            "a sequence.\n"
             "Leave labels out, and compute the loss from its logits and fsdp_core.shift_labels(labels)."
         )
     if named.get("shift_labels") is None:

@@ -70,8 +70,8 @@ class SequenceSplit:
             batch: A tensor, or nested dicts, lists, tuples and dataclasses of tensors. It is not changed.
 
         Raises:
-            ShardingError: No tensor can be split, sizes differ, a sequence can't be divided, the batch was split before,
-                or peers have different batches.
+            ShardingError: No tensor can be split, sizes differ, a sequence can't be divided, the batch was split
+                before, or peers have different batches.
         """
         entries = dict(_entries(batch))
         dims = self._chosen(entries)
@@ -90,14 +90,14 @@ class SequenceSplit:
     def _chosen(self, entries: dict[str, Tensor]) -> dict[str, int]:
         """The sequence dimension of each entry to split."""
         if self.dims is not None:
-            missing = [name for name in self.dims if name not in entries]
-            unfit = [n for n, dim in self.dims.items() if n in entries and not -entries[n].ndim <= dim < entries[n].ndim]
-            if missing or unfit:
-                raise ShardingError(
-                    f"context_parallel_dims names {_quoted((missing + unfit)[0])}, which "
-                    + ("is no tensor of the batch" if missing else "has no such dimension")
-                    + f"; its tensors are {_shapes(entries)}.\nWrite the names as they are here, with dimensions from 0."
-                )
+            for name, dim in self.dims.items():
+                known = entries.get(name)
+                if known is None or not -known.ndim <= dim < known.ndim:
+                    why = "is no tensor of the batch" if known is None else f"has no dimension {dim}"
+                    raise ShardingError(
+                        f"context_parallel_dims names {_quoted(name)}, which {why}; its tensors are "
+                        f"{_shapes(entries)}.\nWrite the names as they are here, with dimensions from 0."
+                    )
             return {name: dim % entries[name].ndim for name, dim in self.dims.items()}
         dims = {name: 1 for name, tensor in entries.items() if tensor.ndim > 1}
         sizes = {entries[name].shape[1] for name in dims}
@@ -106,9 +106,10 @@ class SequenceSplit:
             raise ShardingError(
                 f"context_parallel_size={self.size} splits each batch along its sequence, and {why}: "
                 f"{_shapes(entries)}.\n"
-                "Write context_parallel_dims={'input_ids': 1, 'labels': 1} with the entries of your batch to split, and "
-                "their sequence dimensions; entries of a tuple are named '0', '1', and so on. A model whose sequence is "
-                "not in the batch, such as one of image patches, can't be split: leave context_parallel_size out."
+                "Write context_parallel_dims={'input_ids': 1, 'labels': 1} with the entries of your batch to split, "
+                "and their sequence dimensions; entries of a tuple are named '0', '1', and so on. A model whose "
+                "sequence is not in the batch, such as one of image patches, can't be split: leave "
+                "context_parallel_size out."
             )
         return dims
 
@@ -143,8 +144,9 @@ class SequenceSplit:
         if any(one != theirs[0] for one in theirs):
             raise ShardingError(
                 "context-parallel ranks have different batches, of which each would compute a part.\n"
-                "Let samplers go by data-parallel rank: DistributedSampler(data, **strategy.distributed_sampler_kwargs), "
-                "or let Lightning add the sampler; and seed what is random in the dataset by that rank too."
+                "Let samplers go by data-parallel rank, DistributedSampler(data, "
+                "**strategy.distributed_sampler_kwargs), or let Lightning add the sampler; and seed what is random in "
+                "the dataset by that rank too."
             )
 
     def weight(self, total: Tensor, count: Tensor | float) -> Tensor:
@@ -175,9 +177,9 @@ class SequenceSplit:
             numbers = counts.tolist()
             if len(set(numbers)) > 1:
                 raise ShardingError(
-                    f"of the labels {_quoted(name)}, context-parallel ranks have {', '.join(map(str, numbers))} that are "
-                    f"not {IGNORED}, and no loss was computed that knows it: the average of their means is not the mean "
-                    "over the batch.\n"
+                    f"of the labels {_quoted(name)}, context-parallel ranks have {', '.join(map(str, numbers))} that "
+                    f"are not {IGNORED}, and no loss was computed that knows it: the average of their means is not the "
+                    "mean over the batch.\n"
                     "Call torch.nn.functional.cross_entropy(..., reduction='mean') through its module, which is "
                     "corrected; or write loss = fsdp_core.token_mean(sum_of_losses, number_of_tokens)."
                 )
