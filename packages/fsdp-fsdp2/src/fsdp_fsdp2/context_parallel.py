@@ -6,7 +6,7 @@ context-parallel module, gathers keys and values over the context-parallel ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -75,7 +75,7 @@ class ContextParallel:
         if torch.is_grad_enabled():
             _latest = ref(self)
         if first is not None:
-            first.__enter__()
+            first.begin()
 
     def leave(self, root: nn.Module, *, failed: bool) -> None:
         """End a forward pass of the root, if one is running.
@@ -89,7 +89,7 @@ class ContextParallel:
             return
         _active, fast, first = self._running.pop()
         if first is not None:
-            first.__exit__(None, None, None)
+            first.end()
         torch.backends.mha.set_fastpath_enabled(fast)
         if not self._running:
             self.attending, self.trusted = False, 0
@@ -243,7 +243,7 @@ def _replace_functions() -> None:
     """Replace the functions of :mod:`torch.nn.functional`, once. They act in context-parallel modules only."""
     if _torchs:
         return
-    replacements = {
+    replacements: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": _attention,
         "multi_head_attention_forward": _multi_head_attention,
         "dropout": _dropout,

@@ -51,6 +51,14 @@ class FirstPass(TorchFunctionMode):
         self._lengths = frozenset(context.split.lengths)
         self._tables = {id(table) for table in (*root.buffers(), *root.parameters())}
 
+    def begin(self) -> None:
+        """Look at the operations from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Look no more."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -58,7 +58,7 @@ def check_transformers(root: nn.Module) -> None:
             why = "its layers don't say, or not all alike, whether they are causal", "Leave context_parallel_size out"
         if why is not None:
             raise UnsupportedCapabilityError(
-                f"{type(model).__name__} can't be trained with context parallelism: {why[0]}.\n{why[1]}."
+                f"{_name(model)} can't be trained with context parallelism: {why[0]}.\n{why[1]}."
             )
 
 
@@ -112,7 +112,7 @@ def _complete(model: nn.Module, named: dict[str, Any], context: ContextParallel)
     inputs = named.get("inputs_embeds") if inputs is None else inputs
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         raise ShardingError(
-            f"{type(model).__name__} was called without input_ids and inputs_embeds, whose positions are not known.\n"
+            f"{_name(model)} was called without input_ids and inputs_embeds, whose positions are not known.\n"
             "Pass one of them, or leave context_parallel_size out."
         )
     batch, length = inputs.shape[:2]
@@ -121,7 +121,7 @@ def _complete(model: nn.Module, named: dict[str, Any], context: ContextParallel)
     refused = [name for name in _OF_WHOLE_SEQUENCES if _is_given(named.get(name))]
     if refused:
         raise ShardingError(
-            f"{refused[0]} can't be passed to {type(model).__name__} with context parallelism, where it would mean "
+            f"{refused[0]} can't be passed to {_name(model)} with context parallelism, where it would mean "
             "this rank's part of the sequence.\n"
             "Leave it out. A loss is the mean over the labels of all context-parallel ranks; compute another one by "
             "hand."
@@ -147,13 +147,18 @@ def _complete(model: nn.Module, named: dict[str, Any], context: ContextParallel)
         named["position_ids"] = sequence_positions(length, inputs.device).expand(batch, -1)
     elif positions is None:
         raise ShardingError(
-            f"{type(model).__name__} takes no position_ids, and would count each rank's positions from 0.\n"
+            f"{_name(model)} takes no position_ids, and would count each rank's positions from 0.\n"
             "Leave context_parallel_size out."
         )
     if "use_cache" in parameters:
         named["use_cache"] = False  # it would hold keys of this rank alone
     if named.get("labels") is not None:
         _shift(model, named, parameters)
+
+
+def _name(model: nn.Module) -> str:
+    """The name of a model's class, before it was sharded."""
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _is_given(value: object) -> bool:
@@ -193,12 +198,14 @@ def _mask(
 def _shift(model: nn.Module, named: dict[str, Any], parameters: Any) -> None:
     """Shift the labels of a causal language model over the boundary of parts."""
     loss = getattr(model, "loss_type", None)
+    if loss is None and _name(model).endswith("LMHeadModel"):
+        loss = "ForCausalLM"  # the default of transformers, for a class whose name does not say it
     if loss in _BY_POSITION:
         return
     takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     if loss != "ForCausalLM" or not (takes_more or "shift_labels" in parameters):
         raise ShardingError(
-            f"{type(model).__name__} computes a loss ({loss}) from labels= that is not known to be right on a part of "
+            f"{_name(model)} computes a loss ({loss}) from labels= that is not known to be right on a part of "
             "a sequence.\n"
             "Leave labels out, and compute the loss from its logits and fsdp_core.shift_labels(labels)."
         )

@@ -194,7 +194,7 @@ class _Gathered(torch.autograd.Function):
         return torch.cat(ranks.all_gather(part.detach()).unbind(), dim)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ranks = ctx.ranks
         # in fp32, as the gradient of the unsplit keys would be accumulated
@@ -232,7 +232,7 @@ def gather_sequence(part: Tensor, dim: int = 1) -> Tensor:
     """
     if _current is None:
         return part
-    gathered: Tensor = _Gathered.apply(part, dim % part.ndim, _current.ranks)
+    gathered: Tensor = _Gathered.apply(part, dim % part.ndim, _current.ranks)  # type: ignore[no-untyped-call]
     return gathered
 
 
