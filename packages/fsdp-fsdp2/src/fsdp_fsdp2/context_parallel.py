@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError, gather_sequence
-from fsdp_core.sharding import SequenceSplit, current_split, sharded_of
+from fsdp_core.sharding import SequenceSplit, current_split, sharded_of, use_split
 from fsdp_core.state import gathered_modules
 from fsdp_fsdp2.sequence_checks import FirstPass, not_split
 from fsdp_fsdp2.torch_private import recomputes
@@ -67,6 +67,7 @@ class ContextParallel:
         """Begin a forward pass of the root."""
         global _active, _latest
         self.split = split
+        use_split(split)  # what the model gathers is gathered after a Trainer's stage too
         look = root.training not in self._looked_at and bool(split.lengths) and not self._running
         first = FirstPass(self, root) if look else None
         self._running.append((_active, torch.backends.mha.get_fastpath_enabled(), first))

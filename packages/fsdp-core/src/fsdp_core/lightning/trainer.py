@@ -48,6 +48,7 @@ from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_again
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.sequence import use_split
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
 
@@ -521,6 +522,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def teardown(self) -> None:
         refuse_values_of_parts(False)
+        use_split(None)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

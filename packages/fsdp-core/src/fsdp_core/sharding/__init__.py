@@ -21,7 +21,7 @@ from fsdp_core.sharding.flat import (
     unwrapped,
 )
 from fsdp_core.sharding.mixed_precision import ShardPrecision
-from fsdp_core.sharding.sequence import SequenceSplit, current_split
+from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, sharded_around, sharded_of
 from fsdp_core.sharding.wrap_policy import (
     ActivationCheckpointingPolicy,
@@ -82,5 +82,6 @@ __all__ = [
     "stand_ins_in_place",
     "stays_whole",
     "unwrapped",
+    "use_split",
     "wrap",
 ]

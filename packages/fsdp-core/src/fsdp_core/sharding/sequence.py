@@ -73,6 +73,7 @@ class SequenceSplit:
             ShardingError: No tensor can be split, sizes differ, a sequence can't be divided, the batch was split
                 before, or peers have different batches.
         """
+        use_split(self)  # a Trainer's is no longer current after its stage
         entries = dict(_entries(batch))
         dims = self._chosen(entries)
         again = [name for name in dims if getattr(entries[name], _IS_PART, False)]
@@ -203,7 +204,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def current_split() -> SequenceSplit | None:
-    """How the running strategy splits batches; ``None`` without context parallelism."""
+    """How the running strategy splits batches; ``None`` without context parallelism, and after a Trainer's stage."""
     return _current
 
 

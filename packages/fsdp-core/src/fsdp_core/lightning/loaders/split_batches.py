@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -28,6 +29,7 @@ def split_in_fabric(loader: Any, split: Callable[[Any], Any]) -> Any:
     kind = type(loader)
     if _SPLIT not in vars(loader):
 
+        @wraps(kind.__iter__)  # it creates torch's iterators, so the loader's position can be followed as before
         def split_batches(self: Any) -> Iterator[Any]:
             return map(vars(self)[_SPLIT], kind.__iter__(self))
 
