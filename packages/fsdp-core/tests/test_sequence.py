@@ -1,4 +1,4 @@
-"""Parts of sequences without ranks: what batches may be, how a loader is made to yield parts, and helpers of one process."""
+"""Parts of sequences without ranks: what batches may be, loaders that yield parts, and helpers in one process."""
 
 from __future__ import annotations
 
