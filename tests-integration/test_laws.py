@@ -276,6 +276,8 @@ KNOWN_ATTRIBUTES = {
     "checkpoint/async_save.py": {"_register_atexit"},  # of threading: before the interpreter waits for threads
     "checkpoint/storage/folder.py": {"_cache"},  # of fsspec's file systems, which a fork must not share
     "fsdp_fsdp2/tensor_parallel.py": {"_tp_plan"},  # of transformers' models: the plan that they bring
+    "fsdp_fsdp2/transformers_models.py": {"_attn_implementation"},  # of transformers' configurations: which attention
+    "sharding/sequence.py": {"_fields"},  # of named tuples, documented
     "fsdp_fsdp2/trainer.py": {"_device_mesh"},  # of LightningModule, whose public property can't be set
     "autoload.py": {"_initializing"},  # of a module that is being imported
     "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module

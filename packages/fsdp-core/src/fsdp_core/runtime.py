@@ -284,7 +284,7 @@ class ProcessGroupRuntime(Runtime):
     def along(self, *axes: MeshAxis) -> Runtime:
         if self.mesh.size(axes) == self.world_size:
             return self
-        key = self.mesh, axes
+        key = self.mesh, tuple(axis for axis in axes if self.mesh.size((axis,)) > 1)
         if key not in self._along:
             self._along[key] = _Peers(self, axes, self._timeout)
         return self._along[key]

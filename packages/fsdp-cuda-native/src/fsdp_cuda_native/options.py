@@ -43,6 +43,7 @@ ALWAYS: Mapping[str, Collection[object]] = {
     "sync_module_states": (True,),
     "flatten_parameters": (True,),
     "data_parallel_size": ("auto",),
+    "context_parallel_size": (1,),
     "tensor_parallel_size": (1,),
 }
 
@@ -55,6 +56,7 @@ OTHER_OPTIONS: Mapping[str, str] = {
     "precision_plugin": "Under Fabric it is called precision.",
     "precision": "Write precision= to the Trainer; a plugin is called precision_plugin here.",
     "data_parallel_size": "Leave it out: all ranks shard; tensor parallelism is not part of 'fsdp_native'.",
+    "context_parallel_size": "'fsdp_native' has no context parallelism: write strategy='fsdp2'.",
     "tensor_parallel_size": "'fsdp_native' has no tensor parallelism.",
     "save_distributed_checkpoint": "Write state_dict_type='sharded', or 'full'.",
     "flatten_parameters": "Leave it out: parameters are always flattened. It belongs to 'ddp_fully_sharded'.",

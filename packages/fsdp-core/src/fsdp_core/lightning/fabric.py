@@ -31,6 +31,7 @@ from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
+from fsdp_core.lightning.loaders.split_batches import split_in_fabric
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
 from fsdp_core.lightning.strategy import RanksOfStrategy
@@ -216,9 +217,13 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         follow_in_fabric(dataloader)
-        return dataloader
+        return dataloader if self.backend.sequence is None else split_in_fabric(dataloader, self.split_batch)
 
     # -- steps -----------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        self._check_loss()
+        super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.async_saves is not None:

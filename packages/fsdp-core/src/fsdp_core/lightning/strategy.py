@@ -33,7 +33,7 @@ from fsdp_core.lightning.devices import (
 from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
 from fsdp_core.lightning.private import reset_seed
 from fsdp_core.lightning.signatures import described_constructor
-from fsdp_core.mesh import Mesh
+from fsdp_core.mesh import GRADIENT_AXES, Mesh
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -337,16 +337,31 @@ class RanksOfStrategy:
         self.backend.bind(self.runtime, self.shard_precision)
 
     def _reduced(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
-        """Reduce a tensor over the data-parallel ranks; other values are returned unchanged."""
+        """Reduce a tensor over the ranks with different batches or parts; other values are returned unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor
-        ranks = self.runtime.data if group is None else self.runtime
+        ranks = self.runtime.along(*GRADIENT_AXES) if group is None else self.runtime
         return ranks.all_reduce(tensor, reduce_op_name(reduce_op), group)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the data-parallel ranks' tensors along a new first dimension."""
-        ranks = self.runtime.data if group is None else self.runtime
+        """Stack the tensors of the ranks with different batches, or parts of them, along a new first dimension."""
+        ranks = self.runtime.along(*GRADIENT_AXES) if group is None else self.runtime
         return ranks.all_gather(tensor, group, sync_grads)
+
+    def split_batch(self, batch: Any) -> Any:
+        """This rank's part of a batch along the sequence; the batch itself without context parallelism.
+
+        The batches of a Trainer, and of loaders that Fabric has set up, are split already. Context-parallel ranks must
+        call it with the same batch.
+
+        Raises:
+            ShardingError: The batch can't be split as the options say, or is a part already.
+        """
+        return batch if self.backend.sequence is None else self.backend.sequence.split(batch)
+
+    def _check_loss(self) -> None:
+        if self.backend.sequence is not None:
+            self.backend.sequence.check_loss()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any of them, decide for something. All ranks must call it."""

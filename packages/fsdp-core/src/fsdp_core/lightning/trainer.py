@@ -39,6 +39,7 @@ from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint,
 from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
 from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
+from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
@@ -49,6 +50,7 @@ from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_again
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.sequence import use_split
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
 
@@ -206,6 +208,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if fitting:
             check_loop(self.strategy_name, self.state_dict_type, trainer, module)
             check_pruning(trainer, self.strategy_name)
+        if self.backend.sequence is not None:
+            refuse_loader_steps(module, self.strategy_name)
         if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":
             # fail now rather than at the first checkpoint, which may be hours away
             check_hyper_parameters(module, "hyper_parameters")
@@ -276,6 +280,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._exact_resume.before_iterators()
         return dataloader
 
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return self.split_batch(super().batch_to_device(batch, device, dataloader_idx))
+
     def model_to_device(self) -> None:
         """Nothing to do: sharding places each unit on its device."""
 
@@ -342,6 +349,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._blocking = False
 
     def pre_backward(self, closure_loss: Tensor) -> None:
+        self._check_loss()
         if self._inside_root_forward:
             self._unguard()
             self._check_writes()
@@ -529,6 +537,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def teardown(self) -> None:
         refuse_values_of_parts(False)
+        use_split(None)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
