@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp_core
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import Block, Trained, train_plain
 from fsdp_core.testing.state import full_state
@@ -121,3 +123,145 @@ def test_activations(ranks: RankPool) -> None:
         saved = {name: counts["saved"] for name, (_, counts) in by_case.items()}
         assert saved["every block"] < saved["every second"] < saved["none"]
         assert saved["offload"] == saved["offload and recompute"] < saved["every block"]  # only outside of the blocks
+
+
+HYBRID: dict[str, Any] = {"data_parallel_replicate_size": 2, "sync_each_batch": "within_replica"}
+
+
+def reductions_on(accumulate: int) -> tuple[Counter[str], Counter[str]]:
+    """The collectives of gradients in one optimizer step of ours, and of the loop by hand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    batches = oracle.global_batches(accumulate)
+
+    def by_hand(index: int, model: Any, forward: Any) -> None:
+        model.set_requires_all_reduce(index == accumulate - 1)
+        forward()
+
+    def ours(index: int, model: Any, forward: Any) -> None:
+        with fabric.no_backward_sync(model, enabled=index < accumulate - 1):
+            forward()
+
+    def run(model: Any, micro_batch: Any, backward: Any) -> Counter[str]:
+        counting = Collectives()
+        for index, (x, y) in enumerate(batches):
+            with counting:
+                micro_batch(index, model, lambda x=x, y=y: backward(nn.functional.mse_loss(model(x), y)))
+        return counting.counts
+
+    fabric = new_fabric("fsdp2", 4, HYBRID)
+    net = without_scalars()
+    model, _ = fabric.setup(net, oracle.sgd(net))
+    counted = run(model, ours, fabric.backward)
+    other = without_scalars()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for block in other.blocks:
+        fully_shard(block, mesh=mesh)
+    return counted, run(fully_shard(other, mesh=mesh), by_hand, torch.Tensor.backward)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts reductions of floating-point tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "reduce" in name and func.namespace == "c10d":
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            if tensors[0].is_floating_point():
+                self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def without_scalars() -> Any:
+    net = oracle.new_net(width=16)
+    for block in net.blocks:
+        del block.gain
+        block.gain = 0.5  # type: ignore[assignment]
+    return net
+
+
+def test_all_reduce_waits_as_in_the_loop_by_hand(ranks: RankPool) -> None:
+    for counted, by_hand in ranks.run(4, reductions_on, 4):
+        assert counted == by_hand
+        assert counted == {"_reduce_scatter_base_": 4 * 4, "allreduce_": 4}
+
+
+def accumulated_on(what: str, folder: str, precision: Any) -> Any:
+    """Weights after two optimizer steps of four micro-batches each, of which something happens in the second."""
+    def set_up(options: dict[str, Any] = HYBRID) -> tuple[Any, Any, Any, Any]:
+        fabric = new_fabric("fsdp2", 4, options, precision=precision)
+        net = Branches()
+        return fabric, net, *fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+
+    fabric, net, model, optimizer = set_up()
+    rank = fabric.strategy.runtime.data_parallel_rank
+    for i, batch in enumerate(oracle.global_batches(8)):
+        x, y = (one.chunk(4)[rank] for one in batch)
+        if what == "saved" and i == 6:
+            held = fsdp_core.AccumulatedGradients(model)
+            fabric.save(folder, {"model": model, "optimizer": optimizer, "gradients": held})
+        if what.startswith("resumed") and i == 6:
+            others = {} if "other" in what else {"sync_each_batch": False} if "later" in what else HYBRID
+            fabric, net, model, optimizer = set_up(others)
+            held = fsdp_core.AccumulatedGradients(model)
+            fabric.load(folder, {"model": model, "optimizer": optimizer, "gradients": held})
+        if what == "given up" and i == 6:
+            optimizer.zero_grad()
+        if what == "frozen" and i == 6:
+            net.blocks[0].up.weight.requires_grad_(False)
+        with fabric.no_backward_sync(model, enabled=i % 4 != 3):
+            fabric.backward(nn.functional.mse_loss(model(x, i), y) / 4)
+        if i % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_state(fabric.strategy)
+
+
+class Branches(oracle.Net):
+    """Skips a block, and half of another one, in some micro-batches, the last of a step among them."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16)
+        with oracle.seeded(1):
+            self.load_state_dict(oracle.new_net(width=16).state_dict())
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:  # type: ignore[override]
+        x = self.inp(x) * self.scale
+        for i, block in enumerate(self.blocks):
+            if i != 1 or index % 4 in (0, 1):
+                x = block(x)
+        output: torch.Tensor = self.out(self.frozen(x))
+        return output
+
+
+def accumulated_plainly(what: str) -> dict[str, torch.Tensor]:
+    net = Branches()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for i, (x, y) in enumerate(oracle.global_batches(8)):
+        if what == "given up" and i == 6:
+            optimizer.zero_grad()
+        (nn.functional.mse_loss(net(x, i), y) / 4).backward()
+        if i % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+
+def accumulated_on_each(folder: str) -> dict[str, Any]:
+    names = ("whole", "saved", "resumed", "resumed with other options", "resumed to reduce later", "given up")
+    return {name: accumulated_on(name, folder, None) for name in names}
+
+
+def test_all_reduce_waits_across_replicas(ranks: RankPool, tmp_path: Path) -> None:
+    wanted = {name: accumulated_plainly(name) for name in ("whole", "given up")}
+    for by_name in ranks.run(4, accumulated_on_each, str(tmp_path / "checkpoint"), timeout=240.0):
+        for name, got in by_name.items():
+            want = wanted["given up" if name == "given up" else "whole"]
+            torch.testing.assert_close(
+                got, want, rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE, msg=lambda m, name=name: f"{name}: {m}"
+            )
