@@ -1,20 +1,25 @@
-"""Options about how units compute and when they communicate: numbers are those of one process, and the effect counted."""
+"""Options about how units compute and communicate: numbers are those of one process, and the effect is counted."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_core
+from fsdp_core.errors import FSDPError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import Block, Trained, train_plain
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import means, new_fabric
@@ -252,16 +257,252 @@ def accumulated_plainly(what: str) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
+def close(got: Any, want: Any, name: str, tolerance: float = oracle.FP32_TOLERANCE) -> None:
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda told: f"{name}: {told}")
+
+
 def accumulated_on_each(folder: str) -> dict[str, Any]:
     names = ("whole", "saved", "resumed", "resumed with other options", "resumed to reduce later", "given up")
-    return {name: accumulated_on(name, folder, None) for name in names}
+    got: dict[str, Any] = {name: accumulated_on(name, folder, None) for name in names}
+    half = {precision: accumulated_on("whole", folder, precision) for precision in ("bf16-mixed", "16-mixed")}
+    return {**got, **half, "frozen": refusal(ShardingError, lambda: accumulated_on("frozen", folder, None))}
 
 
 def test_all_reduce_waits_across_replicas(ranks: RankPool, tmp_path: Path) -> None:
     wanted = {name: accumulated_plainly(name) for name in ("whole", "given up")}
     for by_name in ranks.run(4, accumulated_on_each, str(tmp_path / "checkpoint"), timeout=240.0):
+        assert_says(by_name.pop("frozen"), "'blocks.0.up.weight' was frozen or unfrozen", "within_replica", "zero_grad()")
+        for name in ("bf16-mixed", "16-mixed"):
+            close(by_name.pop(name), wanted["whole"], name, oracle.HALF_TOLERANCE)
         for name, got in by_name.items():
             want = wanted["given up" if name == "given up" else "whole"]
-            torch.testing.assert_close(
-                got, want, rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE, msg=lambda m, name=name: f"{name}: {m}"
-            )
+            close(got, want, name)
+
+
+def compiled_on(folder: str) -> tuple[dict[str, tuple[Trained, Counts]], int, Trained]:
+    """Runs with compiled units, the number of graphs of one, and a run that continues a compiled one uncompiled."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    eager = {"backend": "aot_eager", "fullgraph": True}
+    cases: dict[str, dict[str, Any]] = {
+        "compiled": {"compile": eager},
+        "recomputed": {"compile": eager, "activation_checkpointing_policy": "every_1"},
+        "saves": {
+            "compile": eager,
+            "activation_checkpointing_policy": "every_1",
+            "activation_checkpointing_saves": ["aten.addmm"],
+        },
+        "nothing kept": {"compile": eager, "activation_memory_budget": 0},
+        "offloaded": {"compile": eager, "activation_offload": True},
+    }
+    found = {name: trained_with(options) for name, options in cases.items()}
+    counted = trained_with({"compile": {"backend": backend, "fullgraph": True}})
+    return {**found, "counted": counted}, len(graphs), continued(folder, eager)
+
+
+def continued(folder: str, keywords: dict[str, Any]) -> Trained:
+    """Two steps with compiled units, and two without."""
+    losses = []
+    for compile, part in ((keywords, (0, 1)), (False, (2, 3))):
+        fabric = new_fabric("fsdp2", 2, {"compile": compile})
+        net = oracle.new_net(width=16)
+        model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+        if not compile:
+            fabric.load(folder, {"model": model, "optimizer": optimizer})
+        for i in part:
+            x, y = (one.chunk(2)[fabric.global_rank] for one in oracle.global_batches(4)[i])
+            loss = nn.functional.mse_loss(model(x), y)
+            fabric.backward(loss)
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.save(folder if compile else f"{folder}-2", {"model": model, "optimizer": optimizer})
+    return means(losses), full_state(fabric.strategy)
+
+
+def test_compiled_units(ranks: RankPool, tmp_path: Path) -> None:
+    """Names, numbers and checkpoints stay; blocks of one class share a graph."""
+    want = train_plain(4, oracle.adamw_groups, net=oracle.new_net(width=16))
+    for by_case, graphs, resumed in ranks.run(2, compiled_on, str(tmp_path / "checkpoint"), timeout=280.0):
+        for name, (trained, _) in by_case.items():
+            assert trained[1].keys() == want[1].keys(), name
+            assert_same([trained], want)
+        assert_same([resumed], want)
+        assert graphs == 1
+        saved = {name: counts["saved"] for name, (_, counts) in by_case.items()}
+        assert saved["recomputed"] < saved["saves"] < saved["compiled"]
+        assert saved["nothing kept"] < saved["compiled"]
+        assert saved["offloaded"] < saved["recomputed"]
+
+
+def even_blocks(unit: Any) -> bool | None:
+    """A policy that frees every other block."""
+    return bool(unit.index % 2 == 0)
+
+
+#: Options, and the order in which a step gathers four blocks; ``"|"`` is between the forward and the backward pass.
+ORDERS: dict[str, tuple[dict[str, Any], str]] = {
+    "by default": ({}, "root 0 1 2 3 | 2 1 0"),
+    "one ahead": ({"forward_prefetch_depth": 1}, "root 0 1 2 3 | 2 1 0"),
+    "two back": ({"backward_prefetch_depth": 2, "reshard_after_forward": True}, "root 0 1 2 3 | 3 2 1 0"),
+    "none freed": ({"reshard_after_forward": False}, "root 0 1 2 3 |"),
+    "of a class": ({"reshard_after_forward": {Block}}, "root 0 1 2 3 | 3 2 1 0"),
+    "by a function": ({"reshard_after_forward": even_blocks}, "root 0 1 2 3 | 2 0"),
+}
+
+
+def set_up_with(options: dict[str, Any]) -> Any:
+    fabric = new_fabric("fsdp2", 2, options)
+    net = oracle.new_net(blocks=4)
+    for index, block in enumerate(net.blocks):
+        block.index = index  # type: ignore[assignment]
+    model, _ = fabric.setup(net, oracle.sgd(net))
+    return fabric, net, model
+
+
+def gathered_in_order(options: dict[str, Any]) -> list[str]:
+    """The units in the order in which one step gathers them, and runs them (in brackets)."""
+    fabric, net, model = set_up_with(options)
+    owners = {m: name for name, block in net.blocks.named_children() for m in block.modules()}
+    order: list[str] = []
+    gather = _fsdp_collectives.foreach_all_gather
+
+    def note(parameters: Any, *args: Any) -> Any:
+        order.append(owners.get(parameters[0]._module_info.module, "root"))
+        return gather(parameters, *args)
+
+    for name, block in net.blocks.named_children():
+        block.up.register_forward_pre_hook(lambda *_, name=name: order.append(f"({name})"))
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", note):
+        x, y = oracle.global_batches(1)[0]
+        loss = nn.functional.mse_loss(model(x), y)
+        order.append("|")
+        fabric.backward(loss)
+    return order
+
+
+def orders_of_each() -> dict[str, list[str]]:
+    return {name: gathered_in_order(options) for name, (options, _) in ORDERS.items()}
+
+
+def test_units_are_gathered_in_the_order_asked_for(ranks: RankPool) -> None:
+    for by_case in ranks.run(2, orders_of_each, timeout=120.0):
+        for name, (_, want) in ORDERS.items():
+            assert " ".join(one for one in by_case[name] if not one.startswith("(")) == want, name
+        # a unit is gathered when the one before it runs
+        ahead = [order.index("(0)") - order.index("1") for order in (by_case["by default"], by_case["one ahead"])]
+        assert ahead == [-1, 1]
+
+
+#: Options, and what the message says; before any process starts.
+MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "saves without policy": (
+        {"activation_checkpointing_saves": ["aten.mm"]},
+        ["activation_checkpointing_saves", "Add activation_checkpointing_policy", "every_1"],
+    ),
+    "no operator": (
+        {"activation_checkpointing_policy": {Block}, "activation_checkpointing_saves": ["aten.addm"]},
+        ["'aten.addm'", "no operator", "'aten.addmm'"],
+    ),
+    "one name": (
+        {"activation_checkpointing_policy": {Block}, "activation_checkpointing_saves": "aten.mm"},
+        ["activation_checkpointing_saves='aten.mm' names no operations", "['aten.mm', 'aten.addmm']"],
+    ),
+    "budget without compile": ({"activation_memory_budget": 0.5}, ["=0.5", "compiled units", "Add compile=True"]),
+    "budget too large": (
+        {"activation_memory_budget": 50, "compile": True},
+        ["activation_memory_budget=50", "from 0", "to 1"],
+    ),
+    "budget and policy": (
+        {"activation_memory_budget": 0.5, "compile": True, "activation_checkpointing_policy": {Block}},
+        ["{Block}", "activation_memory_budget=0.5", "Write one"],
+    ),
+    "budget in eager": (
+        {"activation_memory_budget": 0.5, "compile": {"backend": "eager"}},
+        ["no effect on the backend 'eager'", "'inductor'"],
+    ),
+    "offload": ({"activation_offload": "cpu"}, ["activation_offload='cpu'", "True"]),
+    "compile string": ({"compile": "inductor"}, ["compile='inductor'", "compile=True", "dict"]),
+    "compile keyword": ({"compile": {"fulgraph": True}}, ["'fulgraph'", "fullgraph"]),
+    "compile backend": ({"compile": {"backend": "indctor"}}, ["'indctor'", "inductor"]),
+    "no depth": ({"forward_prefetch_depth": 0}, ["forward_prefetch_depth=0", "positive integer"]),
+    "true depth": ({"backward_prefetch_depth": True}, ["backward_prefetch_depth=True", "positive integer"]),
+    "reshard no class": ({"reshard_after_forward": ["Block"]}, ["holds 'Block'", "set of the units' classes"]),
+    "sync": ({"sync_each_batch": "within"}, ["sync_each_batch='within'", "'within_replica'"]),
+    "one replica": (
+        {"sync_each_batch": "within_replica"},
+        ["there is one replica", "data_parallel_replicate_size=2", "sync_each_batch=True"],
+    ),
+    "no torchao": ({"float8": True}, ["float8=True needs torchao", "python -m pip install torchao"]),
+    "float8 filter": ({"float8_filter": print}, ["float8_filter", "Add float8=True"]),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_option_that_says_nothing(case: str) -> None:
+    options, words = MISUSED[case]
+    assert_says(refusal(UnsupportedCapabilityError, lambda: new_fabric("fsdp2", 2, options)), *words)
+    assert not torch.distributed.is_initialized()
+
+
+def compiles_already() -> nn.Module:
+    net = oracle.new_net()
+    net.blocks[1] = torch.compile(net.blocks[1], backend="eager")  # type: ignore[assignment]
+    return net
+
+
+def compiled_in_place() -> nn.Module:
+    net = oracle.new_net()
+    net.blocks[1].up.compile(backend="eager")
+    return net
+
+
+#: Options, what they are used with, and what the message says.
+UNFIT: dict[str, tuple[dict[str, Any], Callable[[], nn.Module], list[str]]] = {
+    "every which": ({"activation_checkpointing_policy": "every_0"}, oracle.new_net, ["'every_0' is no policy", "every_2"]),
+    "too few": (
+        {"activation_checkpointing_policy": "every_4"},
+        oracle.new_net,
+        ["one of 4 repeated blocks, and Net has 3", "{MyBlock}"],
+    ),
+    "offload of the root": (
+        {"activation_offload": True, "auto_wrap_policy": None},
+        oracle.new_net,
+        ["Net has none but itself", "auto_wrap_policy"],
+    ),
+    "compiled root": ({"compile": True, "auto_wrap_policy": None}, oracle.new_net, ["none but itself", "auto_wrap"]),
+    "compiled twice": ({"compile": True}, compiles_already, ["a Block is compiled already", "Leave out either"]),
+    "compiled inside": ({"compile": True}, compiled_in_place, ["a Linear is compiled already", "Leave out either"]),
+    "no such unit": (
+        {"reshard_after_forward": {nn.Linear}},
+        oracle.new_net,
+        ["{Linear} matches no unit of Net", "units are of: Block"],
+    ),
+    "no answer": ({"reshard_after_forward": str}, oracle.new_net, ["str", "not known to 'fsdp2'"]),
+    "another answer": ({"reshard_after_forward": repr}, oracle.new_net, ["repr returned 'Block(", "Return True"]),
+    "answer that does not divide": (
+        {"reshard_after_forward": lambda unit: 3},
+        oracle.new_net,
+        ["reshard_after_forward=3 does not divide the 2 ranks"],
+    ),
+}
+
+
+def unfit_on() -> dict[str, str]:
+    def set_up(options: dict[str, Any], net: Callable[[], nn.Module]) -> None:
+        new_fabric("fsdp2", 2, options).setup(net())
+
+    return {
+        case: refusal(FSDPError, lambda options=options, net=net: set_up(options, net))
+        for case, (options, net, _) in UNFIT.items()
+    }
+
+
+def test_option_that_does_not_fit_the_model(ranks: RankPool) -> None:
+    for told in ranks.run(2, unfit_on, timeout=120.0):
+        for case, (_, _, words) in UNFIT.items():
+            assert_says(told[case], *words)

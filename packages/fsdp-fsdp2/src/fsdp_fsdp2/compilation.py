@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.state import unwrap_compiled
-from fsdp_fsdp2.torch_private import memory_budget
+from fsdp_fsdp2.torch_private import BudgetedCompiler
 
 __all__ = ["CompiledForward", "check_compile", "compile_units"]
 
@@ -87,18 +86,14 @@ class CompiledForward:
     Args:
         forward: The module's ``forward``.
         keywords: Those of :func:`torch.compile`.
-        budget: The share of the activations that is kept; ``None`` for what the compiler chooses.
     """
 
-    def __init__(self, forward: Callable[..., Any], keywords: Mapping[str, Any], budget: float | None) -> None:
+    def __init__(self, forward: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
         self.original = forward
-        self.budget = budget
         self._compiled = torch.compile(forward, **keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # the budget is a setting of the process, which a graph takes when it is compiled, at some call
-        with nullcontext() if self.budget is None else memory_budget(self.budget):
-            return self._compiled(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _the_same, (self.original,)
@@ -117,7 +112,7 @@ def compile_units(
         root: The module that holds the units.
         units: The units.
         keywords: Those of :func:`torch.compile`; ``None`` to compile nothing.
-        budget: See :class:`CompiledForward`.
+        budget: The share of the activations that is kept; ``None`` for what the compiler chooses.
 
     Raises:
         ShardingError: There are no units, or the user has compiled one.
@@ -137,8 +132,12 @@ def compile_units(
                 f"compile would compile a {type(unit).__name__}, in which a {type(inside[0]).__name__} is compiled "
                 "already.\nLeave out either the option compile, or torch.compile in the model."
             )
+    if budget is not None:
+        others = {name: keywords[name] for name in keywords if name not in ("backend", "mode", "options")}
+        chosen = {name: keywords.get(name) for name in ("mode", "options", "dynamic")}
+        keywords = {**others, "backend": BudgetedCompiler(budget, keywords.get("backend", "inductor"), **chosen)}
     for unit in units:
-        unit.forward = CompiledForward(unit.forward, keywords, budget)
+        unit.forward = CompiledForward(unit.forward, keywords)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

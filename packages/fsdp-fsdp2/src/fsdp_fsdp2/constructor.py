@@ -40,8 +40,8 @@ class FSDP2Options(StrategyOptions):
         compile: Whether each unit is compiled, before it is sharded; or a dict of :func:`torch.compile`'s keywords.
         float8: Whether linear layers compute in float8, by torchao: ``True``, emulated on CPUs; or a
             ``torchao.float8.Float8LinearConfig``.
-        float8_filter: A function ``(module, name) -> bool`` of linear layers that do. ``None``: all whose dimensions are
-            multiples of 16.
+        float8_filter: A function ``(module, name) -> bool`` of linear layers that do. ``None``: all. Only those whose
+            dimensions are multiples of 16 can.
         reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
             them sharded over groups of that many ranks. ``None``: all reshard but the root and the last unit, which
             the backward pass needs first. Or a set of the units' classes that reshard, or a function of a unit that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from fsdp_core.sharding import GatheredShard
 
 __all__ = [
     "AssignedData",
+    "BudgetedCompiler",
     "Gathering",
     "PartlyReduced",
     "UnusedParameters",
@@ -30,7 +31,6 @@ __all__ = [
     "gathered_shards",
     "has_hooks",
     "is_interrupted",
-    "memory_budget",
     "set_unreduced_gradients",
     "take_unfrozen",
     "unreduced_gradients",
@@ -304,8 +304,8 @@ class PartlyReduced:
         if changed:
             name = min(parameter._param_fqn or parameter._module_info.param_name for parameter in changed)
             raise ShardingError(
-                f"{name!r} was frozen or unfrozen between two micro-batches of one optimizer step, whose gradients wait "
-                "for the all-reduce across replicas: sync_each_batch='within_replica' keeps them per unit in one "
+                f"{name!r} was frozen or unfrozen between two micro-batches of one optimizer step, whose gradients "
+                "wait for the all-reduce across replicas: sync_each_batch='within_replica' keeps them per unit in one "
                 "tensor.\nFreeze it after the step or optimizer.zero_grad(), or write sync_each_batch=False or True."
             )
 
@@ -361,10 +361,30 @@ def has_hooks(module: nn.Module) -> bool:
     return any(kinds) or bool(module._state_dict_hooks or module._load_state_dict_pre_hooks)
 
 
-def memory_budget(share: float) -> AbstractContextManager[None]:
-    """A context in which functions are compiled to keep this share of their activations."""
-    context: AbstractContextManager[None] = functorch_config.patch(activation_memory_budget=share)
-    return context
+class BudgetedCompiler:
+    """A backend of :func:`torch.compile` that keeps a share of the activations.
+
+    torch takes the share from a setting of the process when it compiles. It would also use graphs again that were
+    compiled with another share, for another model of the same classes, if the backend were the same object.
+
+    Args:
+        share: The share, from 0 to 1.
+        backend: The name of the backend that compiles.
+        mode: As in :func:`torch.compile`, for inductor.
+        options: As in :func:`torch.compile`, for inductor.
+        dynamic: As in :func:`torch.compile`.
+    """
+
+    def __init__(self, share: float, backend: str = "inductor", *, mode: Any, options: Any, dynamic: Any) -> None:
+        self._share = share
+        if backend == "inductor":
+            self._compile: Any = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        else:
+            self._compile = torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=self._share):
+            return self._compile(graph, inputs)
 
 
 def _has_gradient(parameter: Any) -> bool:
