@@ -63,8 +63,8 @@ def check_float8(float8: object, float8_filter: object, tensor_parallel: bool) -
 
 
 _ALL_GATHER = (
-    "Float8LinearConfig(enable_fsdp_float8_all_gather=True) makes gathered parameters torchao's own tensors, which 'fsdp2' "
-    "can't compare with their shards, fill with zeros where a rank has not used them, or save.\n"
+    "Float8LinearConfig(enable_fsdp_float8_all_gather=True) makes gathered parameters torchao's own tensors, which "
+    "'fsdp2' can't compare with their shards, fill with zeros where a rank has not used them, or save.\n"
     "Leave it out: weights are then gathered in the dtype of precision=, and rounded to float8 by each layer."
 )
 

@@ -124,7 +124,5 @@ def _memory(tensor: Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
 
 
-def _again(
-    local: Any, mesh: Any, placements: Any, shape: Any, stride: Any, unpack: Callable[[Any], Tensor]
-) -> DTensor:
+def _again(local: Any, mesh: Any, placements: Any, shape: Any, stride: Any, unpack: Callable[[Any], Tensor]) -> DTensor:
     return DTensor.from_local(unpack(local), mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -30,9 +30,7 @@ __all__ = [
 ]
 
 
-def refuse_half_gradients(
-    module: nn.Module, parameters: Iterable[nn.Parameter], *, incomplete: bool = False
-) -> None:
+def refuse_half_gradients(module: nn.Module, parameters: Iterable[nn.Parameter], *, incomplete: bool = False) -> None:
     """Refuse to continue with gradients that an exception has left incomplete.
 
     Args:
