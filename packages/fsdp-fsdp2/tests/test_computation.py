@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp_core
 from fsdp_core.errors import FSDPError, ShardingError, UnsupportedCapabilityError
@@ -22,7 +25,8 @@ from fsdp_core.testing.oracle import Block, Trained, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import means, new_fabric
+from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
+from fsdp_fsdp2.compilation import CompiledForward, compile_units
 
 
 class Operations(TorchDispatchMode):
@@ -218,6 +222,14 @@ def accumulated_on(what: str, folder: str, precision: Any) -> Any:
             fabric.load(folder, {"model": model, "optimizer": optimizer, "gradients": held})
         if what == "given up" and i == 6:
             optimizer.zero_grad()
+        if what == "interrupted" and i == 6:
+            with fabric.no_backward_sync(model):
+                output = model(x, i)
+                output.register_hook(interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    fabric.backward(nn.functional.mse_loss(output, y))
+                assert_says(refusal(ShardingError, lambda x=x, i=i: model(x, i)), "incomplete", "optimizer.zero_grad()")
+            optimizer.zero_grad()
         if what == "frozen" and i == 6:
             net.blocks[0].up.weight.requires_grad_(False)
         with fabric.no_backward_sync(model, enabled=i % 4 != 3):
@@ -226,6 +238,10 @@ def accumulated_on(what: str, folder: str, precision: Any) -> Any:
             optimizer.step()
             optimizer.zero_grad()
     return full_state(fabric.strategy)
+
+
+def interrupt(gradient: torch.Tensor) -> None:
+    raise KeyboardInterrupt
 
 
 class Branches(oracle.Net):
@@ -263,7 +279,7 @@ def close(got: Any, want: Any, name: str, tolerance: float = oracle.FP32_TOLERAN
 
 
 def accumulated_on_each(folder: str) -> dict[str, Any]:
-    names = ("whole", "saved", "resumed", "resumed with other options", "resumed to reduce later", "given up")
+    names = ("whole", "saved", "resumed", "resumed with other options", "resumed to reduce later", "given up", "interrupted")
     got: dict[str, Any] = {name: accumulated_on(name, folder, None) for name in names}
     half = {precision: accumulated_on("whole", folder, precision) for precision in ("bf16-mixed", "16-mixed")}
     return {**got, **half, "frozen": refusal(ShardingError, lambda: accumulated_on("frozen", folder, None))}
@@ -276,7 +292,7 @@ def test_all_reduce_waits_across_replicas(ranks: RankPool, tmp_path: Path) -> No
         for name in ("bf16-mixed", "16-mixed"):
             close(by_name.pop(name), wanted["whole"], name, oracle.HALF_TOLERANCE)
         for name, got in by_name.items():
-            want = wanted["given up" if name == "given up" else "whole"]
+            want = wanted["given up" if name in ("given up", "interrupted") else "whole"]
             close(got, want, name)
 
 
@@ -507,3 +523,69 @@ def test_option_that_does_not_fit_the_model(ranks: RankPool) -> None:
     for told in ranks.run(2, unfit_on, timeout=120.0):
         for case, (_, _, words) in UNFIT.items():
             assert_says(told[case], *words)
+
+
+def test_copies_of_compiled_modules_run_themselves() -> None:
+    block = Block()
+    compile_units(block, [block], {"backend": "eager"}, None)
+    other = copy.deepcopy(block)
+    assert isinstance(block.forward, CompiledForward)
+    assert other.forward.__self__ is other  # type: ignore[attr-defined]
+
+
+class Fitted(Lit):
+    """Divides the oracle's batches among the data-parallel ranks itself."""
+
+    def train_dataloader(self) -> Any:
+        data: Any = oracle.dataset(oracle.BATCH * 4)
+        assert self.trainer is not None
+        share = self.trainer.distributed_sampler_kwargs
+        assert share is not None
+        sampler: Any = DistributedSampler(data, **share, shuffle=False)
+        return DataLoader(data, batch_size=oracle.BATCH // share["num_replicas"], sampler=sampler)
+
+
+def fit_with(options: dict[str, Any], world_size: int, tmp: str, trainer: dict[str, Any]) -> Trained:
+    module = Fitted("adamw_groups", width=16)
+    run = new_trainer(tmp, "fsdp2", world_size, options, **trainer)
+    run.fit(module)
+    state = {name.removeprefix("net."): value for name, value in full_state(run.strategy).items()}
+    return means(module.losses), state
+
+
+def test_under_the_trainer(ranks: RankPool, tmp_path: Path) -> None:
+    options = {
+        **HYBRID,
+        "compile": {"backend": "aot_eager"},
+        "activation_checkpointing_policy": "every_2",
+        "activation_checkpointing_saves": ["aten.addmm"],
+        "forward_prefetch_depth": 2,
+        "backward_prefetch_depth": 2,
+        "reshard_after_forward": {Block},
+    }
+    got = ranks.run(
+        4, fit_with, options, 4, str(tmp_path), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, timeout=180.0
+    )
+    want = train_plain(4, oracle.adamw_groups, net=oracle.new_net(width=16), accumulate=2, clip_norm=0.05)
+    assert_same(got, want)
+
+
+#: What inductor compiles anew: only in the slow run.
+WITH_INDUCTOR: dict[str, dict[str, Any]] = {
+    "whole": {"compile": True},
+    "static": {"compile": {"fullgraph": True, "dynamic": False}, "activation_checkpointing_policy": {Block}},
+    "half kept": {"compile": {"mode": "default"}, "activation_memory_budget": 0.5},
+    "nothing kept": {"compile": True, "activation_memory_budget": 0},
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ on a CPU, and there is no g++")
+def test_inductor(ranks: RankPool) -> None:
+    want = train_plain(4, oracle.adamw_groups, net=oracle.new_net(width=16))
+    cases = {name: (options,) for name, options in WITH_INDUCTOR.items()}
+    for by_case in ranks.run(2, with_each, cases, timeout=280.0):
+        for trained, _ in by_case.values():
+            assert_same([trained], want)
+        saved = {name: counts["saved"] for name, (_, counts) in by_case.items()}
+        assert saved["nothing kept"] <= saved["half kept"] <= saved["whole"]
+        assert saved["nothing kept"] < saved["whole"]

@@ -42,9 +42,8 @@ def check_saved_ops(saved: object, option: str) -> SavedOps:
         UnsupportedCapabilityError: It is neither, or torch has no such operator.
 
     Example:
-        >>> check_saved_ops(["aten.mm"], "saves")
-        [<OpOverload(op='aten.mm', overload='default')>, <OpOverload(op='aten.mm', overload='out')>, \
-<OpOverload(op='aten.mm', overload='dtype')>, <OpOverload(op='aten.mm', overload='dtype_out')>]
+        >>> check_saved_ops(["aten.mm.default"], "saves")
+        [<OpOverload(op='aten.mm', overload='default')>]
     """
     if isinstance(saved, Collection) and not isinstance(saved, str | bytes) and saved:
         return [overload for op in saved for overload in _overloads(op, option)]
