@@ -38,7 +38,7 @@ def test_operator_by_name(saved: Any) -> None:
     assert check_saved_ops([MM.default, "aten.mm.out"], "saves") == [MM.default, MM.out]
 
 
-@pytest.mark.parametrize("saved", [[], "aten.mm", ["mm"], ["aten.mm.defualt"], ["aten"], [3], 3, MM, nn.Linear, [nn.Linear]])
+@pytest.mark.parametrize("saved", [[], "aten.mm", ["mm"], ["aten.mm.defualt"], ["aten"], [3], 3, MM, [nn.Linear]])
 def test_no_operator(saved: Any) -> None:
     told = refusal(UnsupportedCapabilityError, lambda: check_saved_ops(saved, "saves"))
     assert_says(told, "saves", "['aten.mm', 'aten.addmm']")

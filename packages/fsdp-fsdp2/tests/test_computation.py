@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -216,7 +217,7 @@ def accumulated_on(what: str, folder: str, precision: Any) -> Any:
             held = fsdp_core.AccumulatedGradients(model)
             fabric.save(folder, {"model": model, "optimizer": optimizer, "gradients": held})
         if what.startswith("resumed") and i == 6:
-            others = {} if "other" in what else {"sync_each_batch": False} if "later" in what else HYBRID
+            others = {} if "other" in what else {**HYBRID, "sync_each_batch": "later" not in what and "within_replica"}
             fabric, net, model, optimizer = set_up(others)
             held = fsdp_core.AccumulatedGradients(model)
             fabric.load(folder, {"model": model, "optimizer": optimizer, "gradients": held})
@@ -228,7 +229,7 @@ def accumulated_on(what: str, folder: str, precision: Any) -> Any:
                 output.register_hook(interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     fabric.backward(nn.functional.mse_loss(output, y))
-                assert_says(refusal(ShardingError, lambda x=x, i=i: model(x, i)), "incomplete", "optimizer.zero_grad()")
+                assert_says(refusal(ShardingError, partial(model, x, i)), "incomplete", "optimizer.zero_grad()")
             optimizer.zero_grad()
         if what == "frozen" and i == 6:
             net.blocks[0].up.weight.requires_grad_(False)
@@ -279,7 +280,8 @@ def close(got: Any, want: Any, name: str, tolerance: float = oracle.FP32_TOLERAN
 
 
 def accumulated_on_each(folder: str) -> dict[str, Any]:
-    names = ("whole", "saved", "resumed", "resumed with other options", "resumed to reduce later", "given up", "interrupted")
+    resumed = ("saved", "resumed", "resumed with other options", "resumed to reduce later")
+    names = ("whole", *resumed, "given up", "interrupted")
     got: dict[str, Any] = {name: accumulated_on(name, folder, None) for name in names}
     half = {precision: accumulated_on("whole", folder, precision) for precision in ("bf16-mixed", "16-mixed")}
     return {**got, **half, "frozen": refusal(ShardingError, lambda: accumulated_on("frozen", folder, None))}
