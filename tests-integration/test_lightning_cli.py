@@ -33,6 +33,7 @@ def test_the_page_has_a_file_for_each_strategy() -> None:
     named = [
         "fsdp2",
         "fsdp2_dtypes",
+        "fsdp2_computation",
         "fsdp_native",
         "hybrid",
         "ddp_fully_sharded",
@@ -80,6 +81,11 @@ def test_options_arrive(script: Any, tmp_path: Path) -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     dtypes = made(script, tmp_path, "fsdp2_dtypes.yaml").backend.mp_policy
     assert dtypes == MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
+    computing = made(script, tmp_path, "fsdp2_computation.yaml").backend
+    assert computing.activation_checkpointing_policy == "every_2"
+    assert torch.ops.aten.addmm.default in computing.saved_ops
+    assert (computing.activation_offload, computing.compile) == (True, {"backend": "aot_eager"})
+    assert (computing.reshard_after_forward, computing.prefetch_depths) == ([script.Block], (1, 2))
     native = made(script, tmp_path, "fsdp_native.yaml").backend
     assert native.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     assert native.backward_prefetch is BackwardPrefetch.BACKWARD_POST

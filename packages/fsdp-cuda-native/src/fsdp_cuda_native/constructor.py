@@ -38,8 +38,8 @@ class NativeOptions(StrategyOptions):
         auto_wrap_policy: Which submodules are gathered and freed together: a set of classes, a function
             ``module -> bool`` or one of torch's policies, ``"auto"`` for the blocks repeated in ``ModuleList`` s,
             or ``None`` for the root alone.
-        activation_checkpointing_policy: As ``activation_checkpointing``, a set of classes or a function
-            ``module -> bool``.
+        activation_checkpointing_policy: As ``activation_checkpointing``, a set of classes, a function
+            ``module -> bool``, or ``"every_2"`` for every second repeated block, and so on.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation, which keeps accumulated
             gradients sharded at the cost of more communication.
         sharding_strategy: One of torch's :class:`~torch.distributed.fsdp.ShardingStrategy`, or its name:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,20 +21,27 @@ from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityErro
 from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
     Mesh,
+    SavedOps,
     ShardPrecision,
     WrapPolicy,
     checkpoint_activations,
     describe_policy,
     kept_as_built,
+    offload_activations,
     options_of,
     place,
+    recompute_all_but,
     select_units,
     sharded_of,
     stays_whole,
 )
 from fsdp_core.state import give_back
+from fsdp_fsdp2.compilation import check_compile, compile_units
+from fsdp_fsdp2.computation import check_activations, check_sync, described_ops, offloaded
 from fsdp_fsdp2.context_parallel import ContextParallel, check_splittable, checked_dims
+from fsdp_fsdp2.float8 import check_float8, compute_in_float8, described_float8
 from fsdp_fsdp2.meshes import device_mesh, sharding_mesh
+from fsdp_fsdp2.prefetching import ReshardPolicy, check_depth, check_reshard, described_reshard, prefetch, reshards
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.tensor_parallel import (
     TensorParallelPlan,
@@ -63,10 +70,18 @@ class FSDP2Backend(Backend):
         *,
         auto_wrap_policy: WrapPolicy | None = "auto",
         activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        reshard_after_forward: bool | int | None = None,
+        activation_checkpointing_saves: SavedOps | None = None,
+        activation_memory_budget: float | None = None,
+        activation_offload: bool = False,
+        compile: bool | Mapping[str, Any] = False,
+        float8: Any = False,
+        float8_filter: Callable[[nn.Module, str], bool] | None = None,
+        reshard_after_forward: bool | int | ReshardPolicy | None = None,
+        forward_prefetch_depth: int | None = None,
+        backward_prefetch_depth: int | None = None,
         cpu_offload: bool | OffloadPolicy = False,
         mp_policy: MixedPrecisionPolicy | None = None,
-        sync_each_batch: bool = False,
+        sync_each_batch: bool | Literal["within_replica"] = False,
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicate_size: int | Literal["auto"] = "auto",
         context_parallel_size: int | Literal["auto"] = "auto",
@@ -76,7 +91,21 @@ class FSDP2Backend(Backend):
     ) -> None:
         super().__init__()
         check_plan(tp_plan)
-        _check_options(reshard_after_forward, cpu_offload, mp_policy)
+        _check_options(cpu_offload, mp_policy)
+        check_reshard(reshard_after_forward)
+        check_depth("forward_prefetch_depth", forward_prefetch_depth)
+        check_depth("backward_prefetch_depth", backward_prefetch_depth)
+        self.saved_ops = check_activations(
+            activation_checkpointing_policy,
+            activation_checkpointing_saves,
+            activation_memory_budget,
+            activation_offload,
+        )
+        self.compile = check_compile(compile, activation_memory_budget)
+        self.activation_memory_budget = activation_memory_budget
+        self.activation_offload = activation_offload
+        self.float8, self.float8_filter = float8, float8_filter
+        self.prefetch_depths = forward_prefetch_depth, backward_prefetch_depth
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.reshard_after_forward = reshard_after_forward
@@ -98,6 +127,8 @@ class FSDP2Backend(Backend):
         mesh = Mesh.of(world_size, **self.sizes)
         if mesh.tensor_parallel > 1 and self.tp_plan is None:
             raise missing_plan(mesh.tensor_parallel)
+        check_sync(self.sync_each_batch, mesh)
+        check_float8(self.float8, self.float8_filter, mesh.tensor_parallel > 1)
         return mesh
 
     @property
@@ -119,7 +150,13 @@ class FSDP2Backend(Backend):
             **super().terms(),
             "auto_wrap_policy": describe_policy(self.auto_wrap_policy),
             "activation_checkpointing_policy": describe_policy(self.activation_checkpointing_policy),
-            "reshard_after_forward": self.reshard_after_forward,
+            "activation_checkpointing_saves": described_ops(self.saved_ops),
+            "activation_memory_budget": self.activation_memory_budget,
+            "activation_offload": self.activation_offload,
+            "compile": self.compile,
+            "float8": described_float8(self.float8, self.float8_filter),
+            "reshard_after_forward": described_reshard(self.reshard_after_forward),
+            "prefetch_depths": self.prefetch_depths,
             "cpu_offload": self.cpu_offload,
             "mp_policy": self.mp_policy,
             "mesh": self.runtime.mesh.described(),
@@ -151,11 +188,17 @@ class FSDP2Backend(Backend):
         self._check(module)
         if self.sequence is not None:
             check_splittable(module)
+        compute_in_float8(module, self.float8, self.float8_filter, self.runtime.device)
         units = self.units(module)
+        ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
+        reshard = reshards(self.reshard_after_forward, module, units, ranks)
         size = self.runtime.mesh.tensor_parallel
         styles = {} if self.tp_plan is None or size == 1 else styles_of(module, self.tp_plan, size)
         ties = _ties(module) if styles else []
-        checkpoint_activations(module, self.activation_checkpointing_policy)
+        checkpoint_activations(module, self.activation_checkpointing_policy, recompute_all_but(self.saved_ops))
+        compile_units(module, units, self.compile, self.activation_memory_budget)
+        if self.activation_offload:
+            offload_activations(offloaded(module, units), pin_memory=self.runtime.device.type == "cuda")
         sharded: set[nn.Module] = set()
         kept_whole: list[nn.Parameter] = []
         compute = self._mp_policy().param_dtype
@@ -174,7 +217,7 @@ class FSDP2Backend(Backend):
             fully_shard(
                 unit,
                 mesh=self._fsdp_mesh,
-                reshard_after_forward=self._reshards(unit, module, units),
+                reshard_after_forward=reshard[unit],
                 mp_policy=self._mp_policy(),
                 offload_policy=self._offload_policy(),
                 ignored_params=whole or None,
@@ -184,19 +227,11 @@ class FSDP2Backend(Backend):
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             kept_whole += whole
             give_back()
+        prefetch(module, units, *self.prefetch_depths)
         in_order = [p for p in module.parameters() if any(p is w for w in kept_whole)]
         sharded_module = FSDP2Sharded(module, units, in_order, casts=compute is not None, runtime=self.runtime)
         sharded_module.context = None if self.sequence is None else ContextParallel(module)
         return sharded_module
-
-    def _reshards(self, unit: nn.Module, root: nn.Module, units: Sequence[nn.Module]) -> bool | int | None:
-        if self.reshard_after_forward is False:
-            return False
-        if unit is root:
-            return None  # a root that reshards would have no parameters when a step method calls its forward
-        if self.reshard_after_forward is None and unit is units[-1]:
-            return False  # it would be gathered again immediately
-        return self.reshard_after_forward
 
     def _check(self, module: nn.Module) -> None:
         name = type(module).__name__
@@ -213,13 +248,6 @@ class FSDP2Backend(Backend):
                     "has options, which 'fsdp2' takes for the whole model.\n"
                     "Give them to the strategy and write wrap(module), or use strategy='fsdp_native'."
                 )
-        size = self.reshard_after_forward
-        ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
-        if type(size) is int and (size < 1 or ranks % size):
-            raise UnsupportedCapabilityError(
-                f"reshard_after_forward={size} does not divide the {ranks} ranks into groups.\n"
-                "Write a number that divides them, or True, False, or None: all but the root and the last unit reshard."
-            )
 
     def _mp_policy(self) -> MixedPrecisionPolicy:
         if self.mp_policy is not None:
@@ -252,13 +280,7 @@ def _check_dtypes(unit: nn.Module, parameters: set[nn.Parameter]) -> None:
         )
 
 
-def _check_options(reshard_after_forward: object, cpu_offload: object, mp_policy: object) -> None:
-    if not isinstance(reshard_after_forward, bool | int | None):
-        raise UnsupportedCapabilityError(
-            f"reshard_after_forward={reshard_after_forward!r} is not known to 'fsdp2'.\n"
-            "Write True, False, None (all but the root and the last unit reshard), or the number of ranks to shard "
-            "over."
-        )
+def _check_options(cpu_offload: object, mp_policy: object) -> None:
     if not isinstance(cpu_offload, bool | OffloadPolicy):
         raise UnsupportedCapabilityError(
             f"cpu_offload={cpu_offload!r} is not known to 'fsdp2'.\n"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import nn
 
 from fsdp_core import ProcessGroupRuntime
 from fsdp_core.lightning import StrategyOptions
-from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
+from fsdp_core.sharding import ActivationCheckpointingPolicy, SavedOps, WrapPolicy
 from fsdp_fsdp2.backend import FSDP2Backend
 from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
+from fsdp_fsdp2.prefetching import ReshardPolicy
 from fsdp_fsdp2.tensor_parallel import TensorParallelPlan
 
 if TYPE_CHECKING:
@@ -27,14 +30,30 @@ class FSDP2Options(StrategyOptions):
             ``module -> bool`` or one of torch's policies, ``"auto"`` for the blocks
             repeated in ``ModuleList`` s, or ``None`` for the root alone.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
-            classes or a function ``module -> bool``.
+            classes, a function ``module -> bool``, or ``"every_2"`` for every second repeated block, and so on.
+        activation_checkpointing_saves: Which results they keep all the same: a list of operators, such as
+            ``["aten.mm", "aten.addmm"]``, or a policy function as
+            :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
+        activation_memory_budget: Instead of a policy, the share of activations that compiled units keep, from 0 to 1;
+            the compiler chooses which. Needs ``compile``.
+        activation_offload: Whether what units save for the backward pass is kept in host memory until then.
+        compile: Whether each unit is compiled, before it is sharded; or a dict of :func:`torch.compile`'s keywords.
+        float8: Whether linear layers compute in float8, by torchao: ``True``, emulated on CPUs; or a
+            ``torchao.float8.Float8LinearConfig``.
+        float8_filter: A function ``(module, name) -> bool`` of linear layers that do. ``None``: all. Only those whose
+            dimensions are multiples of 16 can.
         reshard_after_forward: Whether units free their parameters between forward and backward pass. An integer keeps
             them sharded over groups of that many ranks. ``None``: all reshard but the root and the last unit, which
-            the backward pass needs first.
+            the backward pass needs first. Or a set of the units' classes that reshard, or a function of a unit that
+            returns one of these values.
+        forward_prefetch_depth: The number of units that are gathered ahead in the forward pass, in the order of their
+            definition. ``None``: torch gathers none ahead.
+        backward_prefetch_depth: The same for the backward pass. ``None``: torch gathers one ahead.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
         mp_policy: A :class:`~torch.distributed.fsdp.MixedPrecisionPolicy`; overrides ``precision``.
         sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation, which keeps accumulated
-            gradients sharded at the cost of more communication.
+            gradients sharded at the cost of more communication. ``"within_replica"``, for several replicas:
+            reduce-scattered on every micro-batch, and all-reduced across replicas once per optimizer step.
         data_parallel_size: The number of ranks that parameters, gradients and optimizer state are sharded over;
             ``"auto"`` for those that the other sizes leave.
         data_parallel_replicate_size: The number of replicas of these shards, for hybrid sharding: gradients are
@@ -67,10 +86,18 @@ class FSDP2Options(StrategyOptions):
         *common: Any,
         auto_wrap_policy: WrapPolicy | None = "auto",
         activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        reshard_after_forward: bool | int | None = None,
+        activation_checkpointing_saves: SavedOps | None = None,
+        activation_memory_budget: float | None = None,
+        activation_offload: bool = False,
+        compile: bool | dict[str, Any] = False,
+        float8: Any = False,
+        float8_filter: Callable[[nn.Module, str], bool] | None = None,
+        reshard_after_forward: bool | int | ReshardPolicy | None = None,
+        forward_prefetch_depth: int | None = None,
+        backward_prefetch_depth: int | None = None,
         cpu_offload: bool | OffloadPolicy = False,
         mp_policy: MixedPrecisionPolicy | None = None,
-        sync_each_batch: bool = False,
+        sync_each_batch: bool | Literal["within_replica"] = False,
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicate_size: int | Literal["auto"] = "auto",
         context_parallel_size: int | Literal["auto"] = "auto",
@@ -83,7 +110,15 @@ class FSDP2Options(StrategyOptions):
         backend = FSDP2Backend(
             auto_wrap_policy=auto_wrap_policy,
             activation_checkpointing_policy=activation_checkpointing_policy,
+            activation_checkpointing_saves=activation_checkpointing_saves,
+            activation_memory_budget=activation_memory_budget,
+            activation_offload=activation_offload,
+            compile=compile,
+            float8=float8,
+            float8_filter=float8_filter,
             reshard_after_forward=reshard_after_forward,
+            forward_prefetch_depth=forward_prefetch_depth,
+            backward_prefetch_depth=backward_prefetch_depth,
             cpu_offload=cpu_offload,
             mp_policy=mp_policy,
             sync_each_batch=sync_each_batch,

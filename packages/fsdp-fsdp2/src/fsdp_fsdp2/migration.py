@@ -22,8 +22,8 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     "use_orig_params": "Leave it out: parameters always keep their names and shapes.",
     "sync_module_states": "Leave it out: rank 0's values always win.",
     "limit_all_gathers": "Leave it out: memory is bounded without it.",
-    "forward_prefetch": "Leave it out: fully_shard chooses.",
-    "backward_prefetch": "Leave it out: fully_shard chooses.",
+    "forward_prefetch": "Write forward_prefetch_depth=1, or leave it out: torch chooses.",
+    "backward_prefetch": "Write backward_prefetch_depth=1, or leave it out: torch chooses.",
     "activation_checkpointing": "Write activation_checkpointing_policy={MyBlock}.",
     # ModelParallelStrategy's and NeMo's
     "parallelize_fn": "Units come from auto_wrap_policy or fsdp_core.wrap().",

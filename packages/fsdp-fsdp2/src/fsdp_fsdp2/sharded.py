@@ -112,16 +112,18 @@ class FSDP2Sharded(Sharded):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         root, replicated = self._fsdp, self.replicated
-        if self.backend.sync_each_batch:
+        if self.backend.sync_each_batch is True:
             yield
             return
-        root.set_requires_gradient_sync(False)
+        within_replica = self.backend.sync_each_batch == "within_replica"
+        set_sync = root.set_requires_all_reduce if within_replica else root.set_requires_gradient_sync
+        set_sync(False)
         if replicated is not None:
             replicated.sync = False
         try:
             yield
         finally:
-            root.set_requires_gradient_sync(True)
+            set_sync(True)
             if replicated is not None:
                 replicated.sync = True
 
@@ -167,12 +169,13 @@ class FSDP2Sharded(Sharded):
 
     def mend_interrupted(self) -> None:
         if is_interrupted(self._fsdp):
-            refuse_half_gradients(self.root, self.shards.values())
+            refuse_half_gradients(self.root, self.shards.values(), incomplete=bool(self.unused.partly))
             self.reset()
 
     def accumulated_gradients(self) -> HeldGradients:
         self.reshard()  # gathered parameters show the gradients that are collected below
-        held = super().accumulated_gradients()
+        with self.unused.all_reduced(self._fsdp):
+            held = super().accumulated_gradients()
         layout = self.layout()
         for unit in self.units:
             held.own.update((layout[shard][0].name, grad) for shard, grad in unreduced_gradients(unit))
@@ -180,6 +183,7 @@ class FSDP2Sharded(Sharded):
 
     def forget_unreduced(self, names: Collection[str]) -> None:
         given_up = {id(shard) for name, shard in self.shards.items() if clean_name(name) in names}
+        self.unused.partly.zero(given_up)
         for unit in self.units:
             for shard, gradient in unreduced_gradients(unit):
                 if id(shard) in given_up:
@@ -189,6 +193,7 @@ class FSDP2Sharded(Sharded):
         self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
     ) -> None:
         self.reshard()
+        self.unused.partly.forget()
         layout = self.layout()
         shards: dict[str, nn.Parameter] = {part.name: p for p, (part,) in layout.items() if isinstance(p, DTensor)}
         at_parameters = {name: read for name, read in own.items() if name not in shards}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -21,12 +22,15 @@ from fsdp_core.sharding import GatheredShard
 
 __all__ = [
     "AssignedData",
+    "BudgetedCompiler",
     "Gathering",
+    "PartlyReduced",
     "UnusedParameters",
     "abandon_forward",
     "finish_backward",
     "gathered_parameters",
     "gathered_shards",
+    "has_hooks",
     "is_interrupted",
     "joined_axes",
     "recomputes",
@@ -119,6 +123,7 @@ class UnusedParameters:
 
     Attributes:
         due: Whether a backward pass inside the root's forward pass has begun whose end autograd has not reported.
+        partly: The gradients that wait for the all-reduce across replicas.
     """
 
     def __init__(self, units: Sequence[FSDPModule], runtime: Runtime) -> None:
@@ -129,6 +134,7 @@ class UnusedParameters:
         self._visits: dict[Any, int] = {}
         self._waiting: set[Any] = set()
         self._ending = self._ended = self.due = False
+        self.partly = PartlyReduced()
         self._root = list(_groups(units[-1]))
         self._groups = [group for unit in units for group in _groups(unit)]
         for group in self._groups:  # by weak references, or a cycle would delay the release of memory
@@ -159,12 +165,15 @@ class UnusedParameters:
         if group._training_state.name == "PRE_BACKWARD":
             self._visits[group] = self._visits.get(group, 0) + 1
             self._waiting.add(group)
-        if not group.reduce_grads or not (group in self._waiting or any(_has_gradient(p) for p in group.fsdp_params)):
+        waits = group in self._waiting or self.partly.waits(group) or any(_has_gradient(p) for p in group.fsdp_params)
+        if not group.reduce_grads or not waits:
             type(group).post_backward(group, *args)
         elif self._ending or self._visits.get(group, 0) >= self._calls.get(group, 0):
             self._waiting.discard(group)
             self._fill(group)
+            self.partly.check(group)
             type(group).post_backward(group, *args)
+            self.partly.keep(group)
         else:
             group.reduce_grads = False
             try:
@@ -188,7 +197,7 @@ class UnusedParameters:
 
     def _fill(self, group: Any) -> None:
         """Give zero gradients to the parameters that this rank has not used."""
-        trainable = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.sharded_param.requires_grad]
+        trainable = _trainable(group)
         without = [p for p in trainable if not _has_gradient(p)]
         for parameter in trainable if self._filled else ():
             if parameter not in without:
@@ -197,7 +206,10 @@ class UnusedParameters:
             gathered = parameter._unsharded_param
             gathered.grad = torch.zeros_like(gathered, dtype=getattr(gathered, "grad_dtype", None))
             shard = parameter.sharded_param
-            self._filled.setdefault(self._index[parameter], (shard, shard.grad is None))
+            if group.all_reduce_grads and parameter not in self.partly.used:
+                self._filled.setdefault(self._index[parameter], (shard, shard.grad is None))
+        if not group.all_reduce_grads:
+            self.partly.used.update(p for p in trainable if p not in without)
         # gradients of earlier micro-batches are in the reduce dtype, and all must share one dtype
         dtypes = {p.unsharded_accumulated_grad.dtype for p in trainable if p.unsharded_accumulated_grad is not None}
         for parameter in trainable if dtypes else ():
@@ -209,8 +221,9 @@ class UnusedParameters:
         """Remove the zero gradients of parameters that no rank has used."""
         filled, self._filled, self._ended, self.due = self._filled, {}, True, False
         self._visits.clear()
-        if not any(group.reduce_grads for group in self._groups):
+        if not any(group.reduce_grads and group.all_reduce_grads for group in self._groups):
             return
+        self.partly.used.clear()
         used = torch.ones(self._count, dtype=torch.uint8)
         used[list(filled)] = 0
         if self._runtime.world_size > 1:
@@ -231,7 +244,151 @@ class UnusedParameters:
         self._calls.clear()
         self._visits.clear()
         self._waiting.clear()
+        self.partly.forget()
         self._filled, self.due = {}, False
+
+    @contextmanager
+    def all_reduced(self, root: FSDPModule) -> Iterator[None]:
+        """A context in which the shards have the gradients that wait for an all-reduce. All ranks must enter it.
+
+        It ends the accumulation as a backward pass that reaches no parameter would, and takes that back on exit.
+        """
+        waiting = self.partly.take()
+        if not any(self._runtime.gather_objects(bool(waiting))):
+            yield
+            return
+        used, state = set(self.partly.used), root._get_fsdp_state()
+        shards = [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]
+        before = [(shard, shard.grad) for shard in shards]
+        for shard, grad in before:
+            shard.grad = None if grad is None else grad.clone()  # torch adds to it in place
+        settings = [(group, group.reduce_grads, group.all_reduce_grads) for group in self._groups]
+        try:
+            for group, *_ in settings:
+                group.reduce_grads = group.all_reduce_grads = True
+            self.finish(state)
+            yield
+        finally:
+            for group, reduces, all_reduces in settings:
+                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+            for shard, grad in before:
+                shard.grad = grad
+            self.partly.put_back(waiting, used)
+
+
+class PartlyReduced:
+    """Gradients that are reduced within a replica and wait for the all-reduce across replicas.
+
+    ``fully_shard`` keeps them per unit in one flat tensor, in the order of the parameters that had gradients, without
+    saying which these were. It would add the flat tensor of other parameters to it, and leaves it behind for a later
+    step if the last backward pass of an accumulation does not reach the unit.
+
+    Attributes:
+        used: The parameters for which this rank has computed a gradient since the last all-reduce.
+    """
+
+    def __init__(self) -> None:
+        self.used: set[Any] = set()
+        self._members: dict[Any, list[Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._members)
+
+    def waits(self, group: Any) -> bool:
+        """Whether a unit must take part in this all-reduce even if no backward pass reaches it."""
+        return group.all_reduce_grads and group in self._members
+
+    def check(self, group: Any) -> None:
+        """Refuse to add gradients of other parameters than those that wait.
+
+        Raises:
+            ShardingError: Parameters of the unit were frozen or unfrozen since the last micro-batch.
+        """
+        changed = set(_trainable(group)).symmetric_difference(self._members.get(group, _trainable(group)))
+        if changed:
+            name = min(parameter._param_fqn or parameter._module_info.param_name for parameter in changed)
+            raise ShardingError(
+                f"{name!r} was frozen or unfrozen between two micro-batches of one optimizer step, whose gradients "
+                "wait for the all-reduce across replicas: sync_each_batch='within_replica' keeps them per unit in one "
+                "tensor.\nFreeze it after the step or optimizer.zero_grad(), or write sync_each_batch=False or True."
+            )
+
+    def keep(self, group: Any) -> None:
+        """Record what waits after a unit was reduced."""
+        if group._partial_reduce_output is None:
+            self._members.pop(group, None)
+        else:
+            self._members[group] = _trainable(group)
+
+    def zero(self, shards: Collection[int]) -> None:
+        """Give up the gradients of some parameters.
+
+        Args:
+            shards: The ids of their shards.
+        """
+        self.used = {parameter for parameter in self.used if id(parameter.sharded_param) not in shards}
+        for group, members in list(self._members.items()):
+            sizes = [parameter.padded_sharded_param_size.numel() for parameter in members]
+            for parameter, part in zip(members, group._partial_reduce_output.split(sizes), strict=True):
+                if id(parameter.sharded_param) in shards:
+                    part.zero_()
+            if all(id(parameter.sharded_param) in shards for parameter in members):
+                group._partial_reduce_output = None
+                del self._members[group]
+
+    def forget(self) -> None:
+        """Give up all of them."""
+        for group in self._members:
+            group._partial_reduce_output = None
+        self._members.clear()
+        self.used.clear()
+
+    def take(self) -> dict[Any, tuple[list[Any], Tensor]]:
+        """All that waits, for :meth:`put_back`."""
+        return {group: (members, group._partial_reduce_output) for group, members in self._members.items()}
+
+    def put_back(self, waiting: Mapping[Any, tuple[list[Any], Tensor]], used: set[Any]) -> None:
+        """Let gradients wait again that were taken."""
+        self.used = used
+        for group, (members, flat) in waiting.items():
+            self._members[group], group._partial_reduce_output = members, flat
+
+
+def _trainable(group: Any) -> list[Any]:
+    """The parameters of a unit that can have a gradient: all of them get one in :class:`UnusedParameters`."""
+    return [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.sharded_param.requires_grad]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks are registered on the module itself."""
+    kinds: Any = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(kinds) or bool(module._state_dict_hooks or module._load_state_dict_pre_hooks)
+
+
+class BudgetedCompiler:
+    """A backend of :func:`torch.compile` that keeps a share of the activations.
+
+    torch takes the share from a setting of the process when it compiles. It would also use graphs again that were
+    compiled with another share, for another model of the same classes, if the backend were the same object.
+
+    Args:
+        share: The share, from 0 to 1.
+        backend: The name of the backend that compiles.
+        mode: As in :func:`torch.compile`, for inductor.
+        options: As in :func:`torch.compile`, for inductor.
+        dynamic: As in :func:`torch.compile`.
+    """
+
+    def __init__(self, share: float, backend: str = "inductor", *, mode: Any, options: Any, dynamic: Any) -> None:
+        self._share = share
+        if backend == "inductor":
+            self._compile: Any = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        else:
+            self._compile = torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=self._share):
+            return self._compile(graph, inputs)
 
 
 def _has_gradient(parameter: Any) -> bool:

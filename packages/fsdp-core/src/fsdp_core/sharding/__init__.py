@@ -9,6 +9,7 @@ from fsdp_core.initialization.materialize import materialize, note_initialisers,
 from fsdp_core.initialization.sharded_init import KeptPart, is_part, kept_as_built, let_go_of
 from fsdp_core.initialization.wrap import marked, options_of, wrap
 from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, MESH_AXES, Mesh, MeshAxis
+from fsdp_core.sharding.activations import SavedOps, check_saved_ops, offload_activations, recompute_all_but
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.flat import (
     FlatMember,
@@ -48,6 +49,7 @@ __all__ = [
     "MeshAxis",
     "ParameterOrders",
     "ReplicatedParameters",
+    "SavedOps",
     "SequenceSplit",
     "ShardPrecision",
     "Sharded",
@@ -57,6 +59,7 @@ __all__ = [
     "Tie",
     "WrapPolicy",
     "by_user_names",
+    "check_saved_ops",
     "checkpoint_activations",
     "clip_grads_by_norm",
     "clip_grads_by_value",
@@ -71,10 +74,12 @@ __all__ = [
     "marked",
     "materialize",
     "note_initialisers",
+    "offload_activations",
     "options_of",
     "parameter_orders",
     "place",
     "put_in_place",
+    "recompute_all_but",
     "repeated_blocks",
     "select_units",
     "sharded_around",

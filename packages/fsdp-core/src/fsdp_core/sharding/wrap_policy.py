@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, cast
@@ -31,8 +32,8 @@ __all__ = [
 #: Classes, a predicate on modules, one of torch's FSDP policies (called with module, recurse, nonwrapped_numel), or
 #: ``"auto"`` for :func:`repeated_blocks`.
 WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | Literal["auto"]
-#: Classes, or a predicate on modules.
-ActivationCheckpointingPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+#: Classes, a predicate on modules, or ``"every_2"`` for every second repeated block, and so on.
+ActivationCheckpointingPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool] | str
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -138,7 +139,10 @@ def checkpoint_activations(
     """
     if policy is None:
         return 0
-    chosen = list(_matching(module, policy, option="activation_checkpointing_policy"))
+    if isinstance(policy, str):
+        chosen = _every_nth(module, policy)
+    else:
+        chosen = list(_matching(module, policy, option="activation_checkpointing_policy"))
     if not chosen:
         raise ShardingError(
             f"activation_checkpointing_policy={describe_policy(policy)} matches no submodule of "
@@ -158,8 +162,25 @@ _HOW_TO = {
     "auto_wrap_policy": "Write auto_wrap_policy={MyBlock} with the class of the repeated block, a function "
     "module -> bool, 'auto', or None for the root alone.",
     "activation_checkpointing_policy": "Write activation_checkpointing_policy={MyBlock} with the class of the repeated "
-    "block, a function module -> bool, or None.",
+    "block, a function module -> bool, 'every_2' for every second repeated block, or None.",
 }
+
+
+def _every_nth(module: nn.Module, policy: str) -> list[nn.Module]:
+    """The blocks that ``"every_n"`` chooses: of n in a row the last, so that the first ones keep their activations."""
+    written = re.fullmatch(r"every_([1-9][0-9]*)", policy)
+    if written is None:
+        raise ShardingError(
+            f"activation_checkpointing_policy={policy!r} is no policy.\n{_HOW_TO['activation_checkpointing_policy']}"
+        )
+    n = int(written[1])
+    blocks = marked(module) or repeated_blocks(module)
+    if len(blocks) < n:
+        raise ShardingError(
+            f"activation_checkpointing_policy={policy!r} chooses one of {n} repeated blocks, and "
+            f"{type(module).__name__} has {len(blocks)}.\n{_HOW_TO['activation_checkpointing_policy']}"
+        )
+    return blocks[n - 1 :: n]
 
 
 def describe_policy(policy: object) -> str:

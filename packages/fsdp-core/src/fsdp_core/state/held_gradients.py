@@ -30,17 +30,18 @@ __all__ = [
 ]
 
 
-def refuse_half_gradients(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+def refuse_half_gradients(module: nn.Module, parameters: Iterable[nn.Parameter], *, incomplete: bool = False) -> None:
     """Refuse to continue with gradients that an exception has left incomplete.
 
     Args:
         module: The module whose backward pass the exception interrupted.
         parameters: The parameters of the module that an optimizer may hold.
+        incomplete: Whether the library holds gradients elsewhere that the exception has left incomplete.
 
     Raises:
-        ShardingError: A parameter has a gradient.
+        ShardingError: There is a gradient.
     """
-    if any(parameter.grad is not None for parameter in parameters):
+    if incomplete or any(parameter.grad is not None for parameter in parameters):
         raise ShardingError(
             f"an exception has interrupted a backward pass of {type(module).__name__}, and some of its gradients may "
             "be incomplete.\n"

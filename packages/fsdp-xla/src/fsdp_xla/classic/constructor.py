@@ -32,7 +32,7 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
             ``module -> bool``, one of torch_xla's or torch's policies, ``"auto"`` for the blocks repeated in
             ``ModuleList`` s, or ``None`` for the root alone.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
-            classes or a function ``module -> bool``.
+            classes, a function ``module -> bool``, or ``"every_2"`` for every second repeated block, and so on.
         state_dict_type: ``"sharded"`` for checkpoint folders to which every rank writes its shards, ``"full"`` for one
             file gathered on rank 0.
         sequential_save: Whether the ranks of a host save one after another, so that only part of one rank's state is in
