@@ -28,7 +28,6 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     "activation_checkpointing": "Write activation_checkpointing_policy={MyBlock}.",
     # ModelParallelStrategy's and NeMo's
     "context_parallel_size": "'fsdp2' has no context parallelism: leave it out.",
-    "parallelize_fn": "Units come from auto_wrap_policy or fsdp_core.wrap().",
     "tp_shard_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
     "custom_tp_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
     "sequence_parallel": "Give the norms SequenceParallel() in tp_plan, and their neighbours layouts that divide the "

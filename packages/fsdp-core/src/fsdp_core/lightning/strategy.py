@@ -148,6 +148,9 @@ class RanksOfStrategy:
                 check_parts(module, self.runtime)
         check_materialization(self.strategy_name, module)
         goes_on = sharded_of(module) is not None
+        if not goes_on:
+            with normal_tensors():
+                self.backend.prepare(module)
         units = () if goes_on else self.backend.units(module)
         parts = None if goes_on else parts_of(module, units)
         with normal_tensors():

@@ -1,0 +1,134 @@
+"""Gives modules that a user has sharded their values: unit by unit, and the same as those of the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_core import Runtime, ShardingError
+from fsdp_core.sharding import MESH_AXES, MeshAxis, place
+from fsdp_core.state import chunked, clean_name
+from fsdp_fsdp2.built_parameters import has_noted, noted_parameter
+
+__all__ = ["place_sharded", "refuse_changed_on_meta"]
+
+
+def place_sharded(
+    modules: Iterable[nn.Module], root: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()
+) -> None:
+    """Move what ``modules`` own to the device with rank 0's values, and fill the shards of it that have none.
+
+    A shard on the meta device gets its part of the value that the parameter has in the unsharded model. For this, one
+    module at a time is whole. A shard that has values keeps them; where ranks hold the same part, they get that of the
+    first of them. All ranks must call it.
+
+    Args:
+        modules: The modules, each without its children, in the order in which they draw random numbers.
+        root: The model that they are parts of.
+        runtime: The ranks.
+        offloaded: The ids of parameters whose shards are in host memory.
+
+    Raises:
+        ShardingError: How a parameter on the meta device was initialised is not known.
+    """
+    for module in modules:
+        empty = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, DTensor) and parameter.is_meta
+        }
+        whole_ones = {name: _as_built(module, name, parameter, root) for name, parameter in empty.items()}
+        for name, built in whole_ones.items():
+            module._parameters[name] = built
+        place([module], runtime, leave=lambda _, parameter: isinstance(parameter, DTensor))
+        for name, sharded in empty.items():
+            whole = module._parameters[name]
+            assert whole is not None
+            device = torch.device("cpu") if id(sharded) in offloaded else runtime.device
+            _put_everywhere(root, sharded, _filled(sharded, whole, device), module, name)
+            del whole
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor) and name not in empty:
+                _take_first_copy(parameter, runtime)
+
+
+def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module) -> nn.Parameter:
+    """The parameter that was sharded, on the meta device and whole."""
+    owners = [(one, own) for one in root.modules() for own, p in one._parameters.items() if p is sharded]
+    noted = [noted_parameter(one, own) for one, own in owners]
+    first = noted_parameter(module, name)
+    fqn = next(clean_name(n) for n, p in root.named_parameters() if p is sharded)
+    if first is None and not has_noted(root):
+        return nn.Parameter(torch.empty(sharded.shape, dtype=sharded.dtype, device="meta"), sharded.requires_grad)
+    if first is None or first.shape != sharded.shape or any(one is not first for one in noted):
+        told = "was tied or replaced" if first is not None else "was made"
+        raise ShardingError(
+            f"{fqn!r} is sharded and has no memory, and {told} where it was not noted how it is initialised.\n"
+            "Build the model under trainer.init_module(empty_init=True) or fabric.init_module(empty_init=True), "
+            "tie and replace its parameters there, and apply fully_shard and parallelize_module afterwards; or build "
+            "it with memory."
+        )
+    return first
+
+
+def _filled(sharded: DTensor, whole: nn.Parameter, device: torch.device) -> nn.Parameter:
+    local = torch.empty(sharded.to_local().shape, dtype=sharded.dtype, device=device)
+    filled = DTensor.from_local(
+        local,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+    with torch.no_grad():
+        for chunk in chunked(filled).chunks:
+            assert isinstance(chunk.data, torch.Tensor)
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
+            chunk.data.copy_(whole[box])
+    return nn.Parameter(filled, requires_grad=sharded.requires_grad)
+
+
+def _put_everywhere(root: nn.Module, old: DTensor, new: nn.Parameter, module: nn.Module, name: str) -> None:
+    """Register a filled parameter wherever the one without memory is: under all its names if it is tied."""
+    new.__dict__.update(old.__dict__)
+    places = [(one, own) for one in root.modules() for own, p in one._parameters.items() if p is old]
+    for one, own in (*places, (module, name)):
+        setattr(one, own, new)  # LSTMs note it in a list
+
+
+def _take_first_copy(parameter: DTensor, runtime: Runtime) -> None:
+    """Broadcast a shard along the axes over which ranks hold copies of it: ranks may have drawn other values."""
+    mesh, others = parameter.device_mesh, set[int]()
+    for axis, placement in enumerate(parameter.placements):
+        if not isinstance(placement, Replicate):
+            here: list[Any] = list(mesh.get_coordinate() or ())
+            here[axis] = slice(None)
+            others.update(mesh.mesh[tuple(here)].tolist())
+    copies: tuple[MeshAxis, ...] = tuple(
+        axis for axis in MESH_AXES if not others.issuperset(runtime.mesh.peers(runtime.rank, (axis,)))
+    )
+    if others and runtime.mesh.size(copies) == 1:
+        return
+    local = parameter.detach().to_local()
+    if local.numel():
+        runtime.along(*copies).broadcast(local)
+
+
+def refuse_changed_on_meta(root: nn.Module) -> None:
+    """Refuse shards on the meta device that were changed, which did nothing.
+
+    Raises:
+        ShardingError: There is such a shard.
+    """
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.is_meta and parameter._version:
+            raise ShardingError(
+                f"{clean_name(name)!r} was changed after it was sharded on the meta device, where it has no memory: "
+                "that did nothing.\nInitialise the model before fully_shard and parallelize_module, or write to it "
+                "after the set-up."
+            )
