@@ -48,6 +48,7 @@ from fsdp_fsdp2.tensor_parallel import (
     check_plan,
     described_plan,
     missing_plan,
+    return_no_view,
     styles_of,
     tensor_parallelize,
     tie_again,
@@ -244,6 +245,8 @@ class FSDP2Backend(Backend):
             # tensor parallelism
             if styles:
                 tensor_parallelize(own, styles, self.device_mesh["tensor_parallel"])
+            if unit in styles:
+                return_no_view(unit)
             if unit is module:
                 tie_again(ties, module)
             # fully_shard

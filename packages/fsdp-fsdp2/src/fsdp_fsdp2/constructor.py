@@ -8,6 +8,7 @@ from fsdp_core import ProcessGroupRuntime
 from fsdp_core.lightning import StrategyOptions
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_fsdp2.backend import FSDP2Backend
+from fsdp_fsdp2.loss_parallel import check_loss_parallel
 from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
 from fsdp_fsdp2.parallelize_fn import ParallelizeFunction
 from fsdp_fsdp2.tensor_parallel import TensorParallelPlan
@@ -94,6 +95,7 @@ class FSDP2Options(StrategyOptions):
             tp_plan=tp_plan,
             parallelize_fn=parallelize_fn,
         )
+        check_loss_parallel(loss_parallel)
         self.loss_parallel = loss_parallel
         runtime = ProcessGroupRuntime(process_group_backend)
         super().__init__(backend, *common, strategy_name="fsdp2", runtime=runtime, **others)

@@ -11,7 +11,22 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["with_parallel_loss"]
+from fsdp_core import UnsupportedCapabilityError
+
+__all__ = ["check_loss_parallel", "with_parallel_loss"]
+
+
+def check_loss_parallel(option: object) -> None:
+    """Refuse what is neither true nor false.
+
+    Raises:
+        UnsupportedCapabilityError: It is something else.
+    """
+    if not isinstance(option, bool):
+        raise UnsupportedCapabilityError(
+            f"loss_parallel={option!r} is not known to 'fsdp2'.\n"
+            "Write True or False; tp_plan says which layer keeps its vocabulary divided."
+        )
 
 
 @contextmanager
@@ -45,7 +60,7 @@ class _PlainLosses(TorchFunctionMode):
     ) -> Any:
         loss = func(*args, **(kwargs or {}))
         if func in _LOSSES and isinstance(loss, DTensor) and all(isinstance(p, Replicate) for p in loss.placements):
-            return loss.to_local()
+            return loss.to_local().clone()  # not a view, about which fully_shard warns where a root returns it
         return loss
 
 

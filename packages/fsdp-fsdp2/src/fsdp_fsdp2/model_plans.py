@@ -24,10 +24,10 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "sequence_parallel": SequenceParallel,
+    "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
     # A norm over each head, of which every rank has others: its weight is whole, and its gradient the sum over the ranks.
     # Along which dimension ranks differ makes no difference to a norm over the last one; the first always exists.
-    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=0),
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=0, use_local_output=True),
 }
 
 #: Whether transformers frees a unit between its forward and its backward pass.
@@ -91,7 +91,7 @@ def own_units(root: nn.Module) -> list[nn.Module] | None:
     for name, module in root.named_modules():
         if module not in inside and any(matches(name, pattern) for pattern in freed):
             chosen.add(module)
-    return select_units(root, chosen.__contains__)
+    return select_units(root, lambda module: module in chosen)
 
 
 def _plans(root: nn.Module, attribute: str) -> list[tuple[str, object, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -24,6 +24,7 @@ __all__ = [
     "check_plan",
     "described_plan",
     "missing_plan",
+    "return_no_view",
     "styles_of",
     "tensor_parallelize",
     "tie_again",
@@ -188,6 +189,19 @@ def tensor_parallelize(
                 f"tp_plan gives {name!r} the style {type(style).__name__}, which torch can't apply to a "
                 f"{type(module).__name__}: {error}\nGive it another style, or leave it out of the plan."
             ) from error
+
+
+def return_no_view(unit: nn.Module) -> None:
+    """Let a divided module that becomes a unit return a tensor of its own. Call it before ``fully_shard``.
+
+    What a style returns is a view of a DTensor. ``fully_shard`` hooks a unit's backward pass to what it returns, and an
+    in-place operation on a view, such as ``x += position``, would drop that hook.
+    """
+    unit.register_forward_hook(_as_own)
+
+
+def _as_own(module: nn.Module, args: object, output: object) -> object:
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
 def tie_again(ties: Iterable[Iterable[tuple[nn.Module, str]]], root: nn.Module) -> None:

@@ -36,21 +36,21 @@ def place_sharded(
         ShardingError: How a parameter on the meta device was initialised is not known.
     """
     for module in modules:
-        empty = {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if isinstance(parameter, DTensor) and parameter.is_meta
-        }
-        whole_ones = {name: _as_built(module, name, parameter, root) for name, parameter in empty.items()}
+        empty = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+        sharded = {name: one for name, one in empty.items() if isinstance(one, DTensor)}
+        whole_ones = {name: _as_built(module, name, one, root) for name, one in sharded.items()}
         for name, built in whole_ones.items():
             module._parameters[name] = built
         place([module], runtime, leave=lambda _, parameter: isinstance(parameter, DTensor))
-        for name, sharded in empty.items():
-            whole = module._parameters[name]
-            assert whole is not None
-            device = torch.device("cpu") if id(sharded) in offloaded else runtime.device
-            _put_everywhere(root, sharded, _filled(sharded, whole, device), module, name)
-            del whole
+        for name, before in empty.items():
+            now = module._parameters[name]
+            assert now is not None
+            if isinstance(before, DTensor):
+                device = torch.device("cpu") if id(before) in offloaded else runtime.device
+                now = _filled(before, now, device)
+                now.__dict__.update(before.__dict__)
+            _put_everywhere(root, before, now, module, name)
+            del now
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor) and name not in empty:
                 _take_first_copy(parameter, runtime)
@@ -93,9 +93,8 @@ def _filled(sharded: DTensor, whole: nn.Parameter, device: torch.device) -> nn.P
     return nn.Parameter(filled, requires_grad=sharded.requires_grad)
 
 
-def _put_everywhere(root: nn.Module, old: DTensor, new: nn.Parameter, module: nn.Module, name: str) -> None:
+def _put_everywhere(root: nn.Module, old: nn.Parameter, new: nn.Parameter, module: nn.Module, name: str) -> None:
     """Register a filled parameter wherever the one without memory is: under all its names if it is tied."""
-    new.__dict__.update(old.__dict__)
     places = [(one, own) for one in root.modules() for own, p in one._parameters.items() if p is old]
     for one, own in (*places, (module, name)):
         setattr(one, own, new)  # LSTMs note it in a list
