@@ -1,20 +1,19 @@
-"""From the user's module to shards: by parallelize(), by the user's own function, and by a configure_model that shards."""
+"""From the user's module to shards: by parallelize(), by the user's function, by a configure_model that shards."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_parallel_axes import MESHES, WIDTH, OwnLoader, options_of, plain
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -29,6 +28,7 @@ from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state, local
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
+from test_parallel_axes import MESHES, WIDTH, OwnLoader, options_of, plain
 
 EACH_BLOCK = {"up": ColwiseParallel, "down": RowwiseParallel}
 
@@ -212,7 +212,7 @@ def own_policy_and_ignored() -> Any:
     mesh: Any = fabric.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
     seen: list[torch.dtype] = []
     fully_shard(net[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    fully_shard([net[1], net[2]], mesh=mesh)
+    fully_shard([net[1], net[2]])  # torch's default, a mesh of all ranks
     fully_shard(net[3], mesh=mesh, ignored_params={net[3].bias})
     fully_shard(net, mesh=mesh)
     net[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -682,12 +682,8 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
 def test_refused_before_any_process_starts(tmp_path: Path, front_end: str) -> None:
     for options, parts in BAD_OPTIONS.values():
-        with pytest.raises(UnsupportedCapabilityError) as refused:
-            if front_end == "trainer":
-                new_trainer(tmp_path, "fsdp2", 2, options)
-            else:
-                new_fabric("fsdp2", 2, options)
-        assert_says(str(refused.value), *parts)
+        start = partial(new_trainer, tmp_path) if front_end == "trainer" else new_fabric
+        assert_says(refusal(UnsupportedCapabilityError, partial(start, "fsdp2", 2, options)), *parts)
 
 
 def test_parallelize_before_there_is_a_module() -> None:

@@ -226,18 +226,20 @@ class FSDP2Backend(Backend):
             check_not_run(module)
             check_meshes(module, self.runtime, self._fsdp_mesh)
             refuse_changed_on_meta(module)
+        given = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        offloaded = {id(parameter) for unit in given for parameter in offloaded_parameters(unit)}
         styles = self._styles(module)
         units = self.units(module)
         ties = _ties(module) if styles else []
         seen: set[nn.Module] = set()
         compute = self._mp_policy().param_dtype
+        # activation checkpointing and compilation: they begin when a unit is called, and change no parameters
         checkpoint_activations(module, None if self.parallelize_fn else self.activation_checkpointing_policy)
         for unit in (*units, module):
             own = [m for m in unit.modules() if m not in seen]
             seen.update(own)
             # its values
             if by_user:
-                offloaded = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in offloaded_parameters(m)}
                 place_sharded(own, module, self.runtime, offloaded)
             else:
                 place(own, self.runtime)
@@ -267,10 +269,8 @@ class FSDP2Backend(Backend):
                     # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                     parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             give_back()
-        if by_user:
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    take_filled(part)
+        for unit in given:
+            take_filled(unit)
         managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
         kept_whole = [p for p in module.parameters() if id(p) not in managed]
         refuse_left_out(module, kept_whole)

@@ -1,7 +1,7 @@
 """The parameters that modules were built with on the meta device, by which those that a user shards get their values.
 
-``fully_shard`` and ``parallelize_module`` replace a module's parameters. The new ones have a part of the shape, and nothing
-that says how the whole was initialised, so each module's own are noted where torch registers them.
+``fully_shard`` and ``parallelize_module`` replace a module's parameters. The new ones have a part of the memory, and
+nothing that says how the whole was initialised, so each module's own are noted where torch registers them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-__all__ = ["follow_building", "has_noted", "note_built", "noted_parameter"]
+__all__ = ["follow_building", "has_noted", "is_dtensor", "note_built", "noted_parameter"]
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a parameter is a DTensor: mypy takes it for impossible, since neither class inherits from the other."""
+    return isinstance(tensor, DTensor)
+
 
 _built: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
 _following: list[object] = []
@@ -50,7 +56,7 @@ def has_noted(root: nn.Module) -> bool:
 
 
 def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         return  # the user shards what was noted
     if parameter is not None and parameter.is_meta:
         _built.setdefault(module, {})[name] = parameter

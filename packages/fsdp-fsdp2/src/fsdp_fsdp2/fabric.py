@@ -34,7 +34,7 @@ class FSDP2Strategy(FSDP2Options, ShardedFabricStrategy):
         if not self.roots:
             raise ShardingError(
                 "FSDP2Strategy.parallelize() was called before there is a module to shard.\n"
-                "Write model = fabric.setup(model), or model, optimizer = fabric.setup(model, optimizer), which shards it."
+                "Write model = fabric.setup(model), or model, optimizer = fabric.setup(model, optimizer): it shards."
             )
 
     def setup_module(self, module: nn.Module) -> nn.Module:

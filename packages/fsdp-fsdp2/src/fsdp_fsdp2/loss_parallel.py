@@ -33,9 +33,9 @@ def check_loss_parallel(option: object) -> None:
 def with_parallel_loss(enabled: bool = True) -> Iterator[None]:
     """A context in which cross entropy is computed over sharded logits, without gathering them.
 
-    It is torch's :func:`~torch.distributed.tensor.parallel.loss_parallel`, which must hold in the backward pass too. What
-    the losses return, which is the same on all ranks, becomes a plain tensor, so that it can be logged and added to others.
-    An exception ends it.
+    It is torch's :func:`~torch.distributed.tensor.parallel.loss_parallel`, which must hold in the backward pass too.
+    What the losses return, which is the same on all ranks, becomes a plain tensor, so that it can be logged and added
+    to others. An exception ends it.
 
     Args:
         enabled: Whether to do anything.

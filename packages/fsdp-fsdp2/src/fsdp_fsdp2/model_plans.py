@@ -25,7 +25,7 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
-    # A norm over each head, of which every rank has others: its weight is whole, and its gradient the sum over the ranks.
+    # A norm over each head, of which every rank has others: its weight is whole, its gradient the sum over the ranks.
     # Along which dimension ranks differ makes no difference to a norm over the last one; the first always exists.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=0, use_local_output=True),
 }
@@ -64,7 +64,7 @@ def own_plan(root: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def own_units(root: nn.Module) -> list[nn.Module] | None:
-    """The repeated blocks, and what the submodules that bring an ``_fsdp_plan`` want to be freed after its forward pass.
+    """The repeated blocks, and what the ``_fsdp_plan`` of submodules wants to be freed after its forward pass.
 
     What a plan wants to keep (``keep_full_weight``: the last norm and the head) is left to the root, which stays
     gathered between its forward and its backward pass.
@@ -95,7 +95,7 @@ def own_units(root: nn.Module) -> list[nn.Module] | None:
 
 
 def _plans(root: nn.Module, attribute: str) -> list[tuple[str, object, str]]:
-    """The entries of the plans that submodules bring: a pattern of FQNs in ``root``, what it asks for, and whose it is."""
+    """The entries of submodules' plans: a pattern of FQNs in ``root``, what it asks for, and whose it is."""
     found: list[tuple[str, object, str]] = []
     for prefix, module in root.named_modules():
         own = getattr(module, attribute, None)

@@ -87,7 +87,8 @@ def _taken(parameters: Mapping[str, inspect.Parameter], names: Collection[str]) 
     """The names that a signature takes as keyword arguments, beyond its first two."""
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return list(names)
-    keywords = [one.name for one in list(parameters.values())[2:] if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    keywords = [one.name for one in list(parameters.values())[2:] if one.kind in by_keyword]
     return [name for name in names if name in keywords]
 
 

@@ -121,7 +121,7 @@ def _check_called(root: nn.Module, styles: Mapping[nn.Module, tuple[str, Paralle
             if inside:
                 raise ShardingError(
                     f"tp_plan gives {inside[0][0]!r} the style {type(inside[0][1]).__name__}, and {name!r} is an "
-                    "nn.MultiheadAttention, which reads the weights of its layers instead of calling them: what a style "
+                    "nn.MultiheadAttention, which reads its layers' weights instead of calling them: what a style "
                     "does to inputs and outputs would never happen.\n"
                     "Leave it out of the plan; or write the attention with three nn.Linear for query, key and value "
                     "(ColwiseParallel), one for the output (RowwiseParallel), and scaled_dot_product_attention."

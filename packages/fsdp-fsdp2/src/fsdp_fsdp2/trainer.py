@@ -36,8 +36,8 @@ class FSDP2Strategy(FSDP2Options, ShardedTrainerStrategy):
     def parallelize(self) -> None:
         """Shard the module now: tensor parallel, activation checkpointing, compilation, ``fully_shard``, in this order.
 
-        A stage does it by itself, after ``configure_model()``. A module that is sharded is left as it is, so this can be
-        called any number of times. All ranks must call it.
+        A stage does it by itself, after ``configure_model()``. A module that is sharded is left as it is, so this can
+        be called any number of times. All ranks must call it.
 
         Raises:
             ShardingError: There is no module yet, or it can't be sharded as requested.

@@ -1,4 +1,4 @@
-"""What a user has sharded with ``fully_shard`` and ``parallelize_module``: its units, and whether it can be taken over."""
+"""What a user has sharded with ``fully_shard`` and ``parallelize_module``: units, and if it can be taken over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from fsdp_core.sharding import marked
 from fsdp_core.state import clean_name
 from fsdp_fsdp2.torch_private import has_run, one_for_each_state, parameters_of
 
-__all__ = ["check_meshes", "check_not_run", "is_divided", "refuse_beside", "refuse_left_out", "units_of_user", "was_begun"]
+__all__ = [
+    "check_meshes",
+    "check_not_run",
+    "is_divided",
+    "refuse_beside",
+    "refuse_left_out",
+    "units_of_user",
+    "was_begun",
+]
 
 
 def was_begun(module: nn.Module) -> bool:
@@ -86,8 +94,8 @@ def check_not_run(module: nn.Module) -> None:
     for fqn, part in module.named_modules():
         if isinstance(part, FSDPModule) and has_run(part):
             raise ShardingError(
-                f"{clean_name(fqn) or 'the root'!r} of {type(module).__name__} was called after fully_shard was applied "
-                "to it, and before the strategy has sharded the rest: torch takes it for a root of its own since.\n"
+                f"{clean_name(fqn) or 'the root'!r} of {type(module).__name__} was called after fully_shard was "
+                "applied to it, and before the strategy has sharded the rest: torch takes it for a root of its own since.\n"
                 "Call the model after the set-up: in a hook such as on_fit_start(), or after fabric.setup()."
             )
 
@@ -134,10 +142,11 @@ def _another_mesh(name: str, parameter: DTensor, is_unit: bool, data: DeviceMesh
         if is_unit
         else "parallelize_module(module, device_mesh['tensor_parallel'], plan)"
     )
-    ours = f"its data-parallel ranks {data.mesh.tolist()}" if is_unit else f"its tensor-parallel ranks {tensor.tolist()}"
+    kind, ranks = ("data-parallel", data.mesh) if is_unit else ("tensor-parallel", tensor)
     return ShardingError(
         f"{name!r} was {'sharded' if is_unit else 'divided'} over the ranks {parameter.device_mesh.mesh.tolist()}, and "
-        f"the strategy trains it over {ours}: gradients would not be summed over the right ones.\n"
+        f"the strategy trains it over its {kind} ranks {ranks.tolist()}: gradients would be summed over the wrong ones."
+        "\n"
         f"Write {asked} with the strategy's own mesh: self.device_mesh in a LightningModule, "
         "fabric.strategy.device_mesh, or what parallelize_fn gets."
     )

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_core import Runtime, ShardingError
 from fsdp_core.sharding import MESH_AXES, MeshAxis, place
 from fsdp_core.state import chunked, clean_name
-from fsdp_fsdp2.built_parameters import has_noted, noted_parameter
+from fsdp_fsdp2.built_parameters import has_noted, is_dtensor, noted_parameter
 
 __all__ = ["place_sharded", "refuse_changed_on_meta"]
 
@@ -36,32 +36,31 @@ def place_sharded(
         ShardingError: How a parameter on the meta device was initialised is not known.
     """
     for module in modules:
-        empty = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
-        sharded = {name: one for name, one in empty.items() if isinstance(one, DTensor)}
+        empty: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+        sharded = {name: one for name, one in empty.items() if is_dtensor(one)}
         whole_ones = {name: _as_built(module, name, one, root) for name, one in sharded.items()}
-        for name, built in whole_ones.items():
-            module._parameters[name] = built
-        place([module], runtime, leave=lambda _, parameter: isinstance(parameter, DTensor))
+        module._parameters.update(whole_ones)
+        place([module], runtime, leave=lambda _, parameter: is_dtensor(parameter))
         for name, before in empty.items():
             now = module._parameters[name]
             assert now is not None
-            if isinstance(before, DTensor):
+            if name in sharded:
                 device = torch.device("cpu") if id(before) in offloaded else runtime.device
                 now = _filled(before, now, device)
                 now.__dict__.update(before.__dict__)
             _put_everywhere(root, before, now, module, name)
             del now
-        for name, parameter in module._parameters.items():
-            if isinstance(parameter, DTensor) and name not in empty:
+        there: dict[str, Any] = {name: p for name, p in module._parameters.items() if name not in empty}
+        for parameter in there.values():
+            if is_dtensor(parameter):
                 _take_first_copy(parameter, runtime)
 
 
 def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module) -> nn.Parameter:
     """The parameter that was sharded, on the meta device and whole."""
-    owners = [(one, own) for one in root.modules() for own, p in one._parameters.items() if p is sharded]
-    noted = [noted_parameter(one, own) for one, own in owners]
+    noted = [noted_parameter(one, own) for one, own in _places(root, sharded)]
     first = noted_parameter(module, name)
-    fqn = next(clean_name(n) for n, p in root.named_parameters() if p is sharded)
+    fqn = next(clean_name(n) for n, p in root.named_parameters() if id(p) == id(sharded))
     if first is None and not has_noted(root):
         return nn.Parameter(torch.empty(sharded.shape, dtype=sharded.dtype, device="meta"), sharded.requires_grad)
     if first is None or first.shape != sharded.shape or any(one is not first for one in noted):
@@ -93,11 +92,14 @@ def _filled(sharded: DTensor, whole: nn.Parameter, device: torch.device) -> nn.P
     return nn.Parameter(filled, requires_grad=sharded.requires_grad)
 
 
-def _put_everywhere(root: nn.Module, old: nn.Parameter, new: nn.Parameter, module: nn.Module, name: str) -> None:
+def _put_everywhere(root: nn.Module, old: Tensor, new: nn.Parameter, module: nn.Module, name: str) -> None:
     """Register a filled parameter wherever the one without memory is: under all its names if it is tied."""
-    places = [(one, own) for one in root.modules() for own, p in one._parameters.items() if p is old]
-    for one, own in (*places, (module, name)):
+    for one, own in (*_places(root, old), (module, name)):
         setattr(one, own, new)  # LSTMs note it in a list
+
+
+def _places(root: nn.Module, parameter: Tensor) -> list[tuple[nn.Module, str]]:
+    return [(one, own) for one in root.modules() for own, p in one._parameters.items() if id(p) == id(parameter)]
 
 
 def _take_first_copy(parameter: DTensor, runtime: Runtime) -> None:
@@ -113,7 +115,8 @@ def _take_first_copy(parameter: DTensor, runtime: Runtime) -> None:
     )
     if others and runtime.mesh.size(copies) == 1:
         return
-    local = parameter.detach().to_local()
+    with torch.no_grad():
+        local = parameter.to_local()
     if local.numel():
         runtime.along(*copies).broadcast(local)
 
