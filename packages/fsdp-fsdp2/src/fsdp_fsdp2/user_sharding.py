@@ -95,7 +95,7 @@ def check_not_run(module: nn.Module) -> None:
         if isinstance(part, FSDPModule) and has_run(part):
             raise ShardingError(
                 f"{clean_name(fqn) or 'the root'!r} of {type(module).__name__} was called after fully_shard was "
-                "applied to it, and before the strategy has sharded the rest: torch takes it for a root of its own since.\n"
+                "applied to it, and before the strategy has sharded the rest: torch takes it for a root since.\n"
                 "Call the model after the set-up: in a hook such as on_fit_start(), or after fabric.setup()."
             )
 
