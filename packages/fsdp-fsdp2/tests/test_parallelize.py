@@ -410,9 +410,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj))
         q = self.q_norm(q).transpose(1, 2)
         mixed = nn.functional.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True)
         output: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
