@@ -201,7 +201,7 @@ def return_no_view(unit: nn.Module) -> None:
 
 
 def _as_own(module: nn.Module, args: object, output: object) -> object:
-    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
+    return output.clone() if isinstance(output, Tensor) else output
 
 
 def tie_again(ties: Iterable[Iterable[tuple[nn.Module, str]]], root: nn.Module) -> None:
