@@ -253,6 +253,7 @@ class FSDP2Backend(Backend):
                 tie_again(ties, module)
             # fully_shard
             if isinstance(unit, FSDPModule):
+                give_back()
                 continue  # the user has applied it
             whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
             _check_dtypes(unit, {p for m in own for p in m.parameters(recurse=False)} - whole)
