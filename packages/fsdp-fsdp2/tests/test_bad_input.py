@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 import fsdp_core
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
@@ -17,8 +17,8 @@ from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.refusals.bad_modules import refused_setup
-from fsdp_core.testing.suite.refusals.bad_options import BOTH, assert_refused_at_once, set_up, unfit_options
-from fsdp_core.testing.training import Lit, new_fabric
+from fsdp_core.testing.suite.refusals.bad_options import BOTH, assert_refused_at_once, unfit_options
+from fsdp_core.testing.training import new_fabric
 
 #: Options of FSDP1, and what to write for them here.
 FSDP1: dict[str, tuple[Any, list[str]]] = {
@@ -77,15 +77,15 @@ def test_options_are_refused_together(front_end: FrontEnd) -> None:
     options = {
         "sharding_strategy": "NO_SHARD",
         "use_orig_params": True,
-        "parallelize_fn": print,
+        "custom_tp_plan": print,
         "context_parallel_size": 2,
         "reshard_after_foward": True,
     }
     told = refusal(UnsupportedCapabilityError, lambda: fsdp_core.resolve("fsdp2", front_end)(**options))
     assert_says(
-        told, "no options 'sharding_strategy', 'parallelize_fn', 'context_parallel_size', 'reshard_after_foward'"
+        told, "no options 'sharding_strategy', 'custom_tp_plan', 'context_parallel_size', 'reshard_after_foward'"
     )
-    assert_says(told, "\nparallelize_fn: Units come from auto_wrap_policy", "\ncontext_parallel_size: 'fsdp2' has no")
+    assert_says(told, "\ncustom_tp_plan: Write tp_plan={pattern: style}", "\ncontext_parallel_size: 'fsdp2' has no")
     assert_says(told, "\nreshard_after_foward: Did you mean 'reshard_after_forward'?")
     assert "use_orig_params" not in told
 
@@ -96,24 +96,6 @@ def test_option_of_fsdp2_that_is_misused(ranks: RankPool, tmp_path: Path, front_
     ((told, as_it_was),) = ranks.run(1, misused, str(tmp_path), front_end, case)
     assert_says(told, *MISUSED[case][1])
     assert as_it_was
-
-
-class AlreadySharded(Lit):
-    def configure_model(self) -> None:
-        fully_shard(self.net.blocks[1].up)
-
-
-def sharded_before(tmp: str) -> list[str]:
-    net: Any = oracle.new_net()
-    told = [refusal(ShardingError, lambda: set_up("fsdp2", tmp, "trainer", AlreadySharded()))]
-    fully_shard(net.blocks[1].up)
-    return [*told, refusal(ShardingError, lambda: set_up("fsdp2", tmp, "fabric", net))]
-
-
-def test_fully_shard_by_hand(ranks: RankPool, tmp_path: Path) -> None:
-    (told,) = ranks.run(1, sharded_before, str(tmp_path))
-    for message, name in zip(told, ["net.blocks.1.up", "blocks.1.up"], strict=True):
-        assert_says(message, "already sharded", repr(name), "Remove", "auto_wrap_policy={MyBlock}")
 
 
 def test_gradient_hook_is_told_where_to_go(ranks: RankPool, tmp_path: Path) -> None:

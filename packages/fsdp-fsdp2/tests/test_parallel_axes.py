@@ -302,7 +302,6 @@ SIZES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["data_parallel_replicate_size=0", "positive integer", "'auto'"],
     ),
     "a bool": ({"data_parallel_size": True}, ["data_parallel_size=True", "positive integer"]),
-    "no plan": ({"tensor_parallel_size": 2}, ["needs a plan", "tp_plan='auto'"]),
     "no dict": ({"tp_plan": ["blocks"]}, ["tp_plan=['blocks']", "dict from patterns"]),
     "no style": ({"tp_plan": {"blocks": "colwise"}}, ["'colwise' is no style"]),
 }

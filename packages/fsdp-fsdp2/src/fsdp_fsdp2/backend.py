@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,8 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
@@ -27,6 +30,7 @@ from fsdp_core.sharding import (
     checkpoint_activations,
     describe_policy,
     kept_as_built,
+    marked,
     offload_activations,
     options_of,
     place,
@@ -35,12 +39,15 @@ from fsdp_core.sharding import (
     sharded_of,
     stays_whole,
 )
-from fsdp_core.state import give_back
+from fsdp_core.state import give_back, named_parameters
+from fsdp_fsdp2.built_parameters import follow_building, note_built
 from fsdp_fsdp2.compilation import check_compile, compile_units
 from fsdp_fsdp2.computation import check_activations, check_sync, described_ops, offloaded
 from fsdp_fsdp2.context_parallel import ContextParallel, check_splittable, checked_dims
 from fsdp_fsdp2.float8 import check_float8, compute_in_float8, described_float8
 from fsdp_fsdp2.meshes import device_mesh, sharding_mesh
+from fsdp_fsdp2.model_plans import own_plan, own_units
+from fsdp_fsdp2.parallelize_fn import ParallelizeFunction, call_parallelize_fn, check_parallelize_fn
 from fsdp_fsdp2.prefetching import ReshardPolicy, check_depth, check_reshard, described_reshard, prefetch, reshards
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.tensor_parallel import (
@@ -48,10 +55,22 @@ from fsdp_fsdp2.tensor_parallel import (
     check_plan,
     described_plan,
     missing_plan,
+    return_no_view,
     styles_of,
     tensor_parallelize,
     tie_again,
 )
+from fsdp_fsdp2.torch_private import offloaded_parameters, parameters_of, take_filled
+from fsdp_fsdp2.user_sharding import (
+    check_meshes,
+    check_not_run,
+    is_divided,
+    refuse_beside,
+    refuse_left_out,
+    units_of_user,
+    was_begun,
+)
+from fsdp_fsdp2.user_values import place_sharded, refuse_changed_on_meta
 
 __all__ = ["FSDP2Backend"]
 
@@ -88,6 +107,7 @@ class FSDP2Backend(Backend):
         context_parallel_dims: Mapping[str, int] | None = None,
         tensor_parallel_size: int | Literal["auto"] = "auto",
         tp_plan: TensorParallelPlan | None = None,
+        parallelize_fn: ParallelizeFunction | None = None,
     ) -> None:
         super().__init__()
         check_plan(tp_plan)
@@ -120,13 +140,35 @@ class FSDP2Backend(Backend):
         }
         self.context_parallel_dims = checked_dims(context_parallel_dims)
         self.tp_plan = tp_plan
+        self.parallelize_fn = parallelize_fn
+        check_parallelize_fn(parallelize_fn, [_AS_ARGUMENT.get(name, name) for name in self._given()])
         self._device_mesh: DeviceMesh | None = None
         self._sharding_mesh: DeviceMesh | None = None
+        #: The modules that the user's function has sharded, and the parameters that they had before, by name.
+        self._prepared: WeakKeyDictionary[nn.Module, list[tuple[str, ref[nn.Parameter]]]] = WeakKeyDictionary()
+
+    def _given(self) -> list[str]:
+        """The options about how a module is sharded that have another value than their default."""
+        given = {
+            "tp_plan": self.tp_plan is not None,
+            "auto_wrap_policy": self.auto_wrap_policy != "auto",
+            "activation_checkpointing_policy": self.activation_checkpointing_policy is not None,
+            "reshard_after_forward": self.reshard_after_forward is not None,
+            "cpu_offload": bool(self.cpu_offload),
+            "mp_policy": self.mp_policy is not None,
+            "activation_checkpointing_saves": self.saved_ops is not None,
+            "activation_memory_budget": self.activation_memory_budget is not None,
+            "activation_offload": self.activation_offload,
+            "compile": self.compile is not None,
+            "float8": bool(self.float8),
+            "float8_filter": self.float8_filter is not None,
+            "forward_prefetch_depth": self.prefetch_depths[0] is not None,
+            "backward_prefetch_depth": self.prefetch_depths[1] is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
 
     def mesh(self, world_size: int) -> Mesh:
         mesh = Mesh.of(world_size, **self.sizes)
-        if mesh.tensor_parallel > 1 and self.tp_plan is None:
-            raise missing_plan(mesh.tensor_parallel)
         check_sync(self.sync_each_batch, mesh)
         check_float8(self.float8, self.float8_filter, mesh.tensor_parallel > 1)
         return mesh
@@ -161,6 +203,7 @@ class FSDP2Backend(Backend):
             "mp_policy": self.mp_policy,
             "mesh": self.runtime.mesh.described(),
             "tp_plan": described_plan(self.tp_plan),
+            "parallelize_fn": None if self.parallelize_fn is None else describe_policy(self.parallelize_fn),
         }
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
@@ -175,45 +218,109 @@ class FSDP2Backend(Backend):
         with super().wrap_context(), kept_as_built(vars(self).get("runtime")):
             yield
 
+    def init_context(self, empty: bool = False) -> AbstractContextManager[Any]:
+        if empty:
+            follow_building()
+        return super().init_context(empty)
+
+    def prepare(self, module: nn.Module) -> None:
+        if module in self._prepared:
+            return
+        if was_begun(module):
+            given = [name for name in self._given() if name not in _BESIDE]
+            refuse_beside(module, [*given, "parallelize_fn"] if self.parallelize_fn else given)
+        if self.parallelize_fn is None:
+            return
+        if marked(module):
+            raise ShardingError(
+                f"{type(module).__name__} has layers that are marked by wrap(), and parallelize_fn replaces what would "
+                "make units of them.\nLeave wrap() out and call fully_shard in parallelize_fn, or leave that out."
+            )
+        self._prepared[module] = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
+        note_built(module)
+        place([part for part in module.modules() if not _has_no_memory(part)], self.runtime)
+        call_parallelize_fn(self.parallelize_fn, module, self.device_mesh, self._arguments(module))
+
+    def _arguments(self, module: nn.Module) -> Mapping[str, Any]:
+        """What the user's function gets beside the module and the mesh."""
+        return {
+            "mp_policy": self._mp_policy(),
+            "offload_policy": self._offload_policy(),
+            "reshard_after_forward": self.reshard_after_forward,
+            "auto_wrap_policy": self.auto_wrap_policy,
+            "activation_checkpointing_policy": self.activation_checkpointing_policy,
+            "tp_plan": own_plan(module) if self.tp_plan == "auto" else self.tp_plan,
+            "activation_checkpointing_saves": self.saved_ops,
+            "activation_memory_budget": self.activation_memory_budget,
+            "activation_offload": self.activation_offload,
+            "compile": self.compile,
+            "float8": self.float8,
+            "float8_filter": self.float8_filter,
+            "forward_prefetch_depth": self.prefetch_depths[0],
+            "backward_prefetch_depth": self.prefetch_depths[1],
+        }
+
     def units(self, module: nn.Module) -> list[nn.Module]:
-        return select_units(module, self.auto_wrap_policy)
+        by_user = units_of_user(module)
+        if by_user or self.parallelize_fn is not None or isinstance(module, FSDPModule):
+            return by_user
+        of_model = own_units(module) if self.auto_wrap_policy == "auto" else None
+        return select_units(module, self.auto_wrap_policy) if of_model is None else of_model
 
     def shard(self, module: nn.Module) -> Sharded:
         known = sharded_of(module)
         if isinstance(known, FSDP2Sharded):
             known.check_not_interrupted()
-        return super().shard(module)
+        sharded = super().shard(module)
+        if known is None:
+            before = self._prepared.pop(module, [])
+            sharded.remember((name, parameter) for name, one in before if (parameter := one()) is not None)
+        return sharded
 
     def shard_module(self, module: nn.Module) -> FSDP2Sharded:
+        self.prepare(module)
         self._check(module)
         if self.sequence is not None:
             check_splittable(module)
-        compute_in_float8(module, self.float8, self.float8_filter, self.runtime.device)
+        by_user = was_begun(module)
+        if by_user:
+            check_not_run(module)
+            check_meshes(module, self.runtime, self._fsdp_mesh)
+            refuse_changed_on_meta(module)
+        given = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        on_host = {id(parameter) for unit in given for parameter in offloaded_parameters(unit)}
+        if self.parallelize_fn is None:
+            compute_in_float8(module, self.float8, self.float8_filter, self.runtime.device)
+        styles = self._styles(module)
         units = self.units(module)
-        ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
-        reshard = reshards(self.reshard_after_forward, module, units, ranks)
-        size = self.runtime.mesh.tensor_parallel
-        styles = {} if self.tp_plan is None or size == 1 else styles_of(module, self.tp_plan, size)
+        reshard = self._reshard(module, units)
         ties = _ties(module) if styles else []
-        checkpoint_activations(module, self.activation_checkpointing_policy, recompute_all_but(self.saved_ops))
-        compile_units(module, units, self.compile, self.activation_memory_budget)
-        if self.activation_offload:
-            offload_activations(offloaded(module, units), pin_memory=self.runtime.device.type == "cuda")
-        sharded: set[nn.Module] = set()
-        kept_whole: list[nn.Parameter] = []
+        seen: set[nn.Module] = set()
         compute = self._mp_policy().param_dtype
+        if self.parallelize_fn is None:
+            self._wrap_forward(module, units)
         for unit in (*units, module):
-            own = [m for m in unit.modules() if m not in sharded]
-            sharded.update(own)
-            place(own, self.runtime)
+            own = [m for m in unit.modules() if m not in seen]
+            seen.update(own)
+            # its values
+            if by_user:
+                place_sharded(own, module, self.runtime, on_host)
+            else:
+                place(own, self.runtime)
             before = {p for m in own for p in m.parameters(recurse=False)}
+            # tensor parallelism
             if styles:
                 tensor_parallelize(own, styles, self.device_mesh["tensor_parallel"])
+            if unit in styles:
+                return_no_view(unit)
             if unit is module:
                 tie_again(ties, module)
+            # fully_shard
+            if isinstance(unit, FSDPModule):
+                give_back()
+                continue  # the user has applied it
             whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
-            replaced = {p for m in own for p in m.parameters(recurse=False)} - whole
-            _check_dtypes(unit, replaced)
+            _check_dtypes(unit, {p for m in own for p in m.parameters(recurse=False)} - whole)
             fully_shard(
                 unit,
                 mesh=self._fsdp_mesh,
@@ -223,25 +330,46 @@ class FSDP2Backend(Backend):
                 ignored_params=whole or None,
             )
             for parameter in before - whole:
-                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
-                parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-            kept_whole += whole
+                if not isinstance(parameter, DTensor):
+                    # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
+                    parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             give_back()
-        prefetch(module, units, *self.prefetch_depths)
-        in_order = [p for p in module.parameters() if any(p is w for w in kept_whole)]
-        sharded_module = FSDP2Sharded(module, units, in_order, casts=compute is not None, runtime=self.runtime)
-        sharded_module.context = None if self.sequence is None else ContextParallel(module)
-        return sharded_module
+        if self.parallelize_fn is None:
+            prefetch(module, units, *self.prefetch_depths)
+        for unit in given:
+            take_filled(unit)
+        managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
+        kept_whole = [p for p in module.parameters() if id(p) not in managed]
+        refuse_left_out(module, kept_whole)
+        casts = compute is not None or by_user
+        sharded = FSDP2Sharded(module, units, kept_whole, casts=casts, runtime=self.runtime)
+        sharded.context = None if self.sequence is None else ContextParallel(module)
+        return sharded
+
+    def _wrap_forward(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Set up what begins when a unit is called: activation checkpointing, compilation, offload."""
+        checkpoint_activations(module, self.activation_checkpointing_policy, recompute_all_but(self.saved_ops))
+        compile_units(module, units, self.compile, self.activation_memory_budget)
+        if self.activation_offload:
+            offload_activations(offloaded(module, units), pin_memory=self.runtime.device.type == "cuda")
+
+    def _reshard(self, module: nn.Module, units: Sequence[nn.Module]) -> Mapping[nn.Module, bool | int | None]:
+        """Whether each unit that the user has not sharded reshards after its forward pass."""
+        ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
+        policy = self.reshard_after_forward if self.parallelize_fn is None else None
+        return reshards(policy, module, units, ranks)
+
+    def _styles(self, module: nn.Module) -> dict[nn.Module, tuple[str, ParallelStyle]]:
+        """The style of each submodule that the plan divides; none if the user's function divides them."""
+        size = self.runtime.mesh.tensor_parallel
+        if size == 1 or self.parallelize_fn is not None or self.tp_plan is None:
+            if size > 1 and not is_divided(module, self.runtime):
+                raise missing_plan(size)
+            return {}
+        return styles_of(module, self.tp_plan, size)
 
     def _check(self, module: nn.Module) -> None:
-        name = type(module).__name__
         for fqn, submodule in module.named_modules():
-            if isinstance(submodule, FSDPModule):
-                raise ShardingError(
-                    f"{name} is already sharded: fully_shard was applied to {fqn or 'the root'!r}.\n"
-                    "Remove the fully_shard calls and give the strategy auto_wrap_policy={MyBlock} instead; "
-                    "or keep them and use Lightning's ModelParallelStrategy."
-                )
             if options_of(submodule):
                 raise UnsupportedCapabilityError(
                     f"wrap({fqn}, {', '.join(f'{k}=...' for k in options_of(submodule))}) "
@@ -258,6 +386,18 @@ class FSDP2Backend(Backend):
         if isinstance(self.cpu_offload, OffloadPolicy):
             return self.cpu_offload
         return CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+
+
+#: What an option is called where the user's function gets it.
+_AS_ARGUMENT = {"cpu_offload": "offload_policy"}
+
+#: Options that also apply to a module whose units the user has sharded.
+_BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
+
+
+def _has_no_memory(module: nn.Module) -> bool:
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in tensors)
 
 
 def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:

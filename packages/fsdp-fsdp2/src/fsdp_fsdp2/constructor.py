@@ -11,7 +11,9 @@ from fsdp_core import ProcessGroupRuntime
 from fsdp_core.lightning import StrategyOptions
 from fsdp_core.sharding import ActivationCheckpointingPolicy, SavedOps, WrapPolicy
 from fsdp_fsdp2.backend import FSDP2Backend
+from fsdp_fsdp2.loss_parallel import check_loss_parallel
 from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
+from fsdp_fsdp2.parallelize_fn import ParallelizeFunction
 from fsdp_fsdp2.prefetching import ReshardPolicy
 from fsdp_fsdp2.tensor_parallel import TensorParallelPlan
 
@@ -69,6 +71,13 @@ class FSDP2Options(StrategyOptions):
             a style of :mod:`torch.distributed.tensor.parallel`; or ``"auto"`` for the plan that the model brings, as
             those of transformers do. The model's own code sees the local part of what a divided layer returns, as with
             :func:`~torch.distributed.tensor.parallel.parallelize_module`.
+        parallelize_fn: A function that shards the module instead of the options above, as
+            ``parallelize_fn(module, device_mesh, **options)``: it calls ``parallelize_module`` and ``fully_shard`` and
+            returns the module. It may take any of ``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
+            ``auto_wrap_policy``, ``activation_checkpointing_policy`` and ``tp_plan`` as keyword arguments.
+        loss_parallel: Whether training steps and backward passes run inside torch's
+            :func:`~torch.distributed.tensor.parallel.loss_parallel`, for a head whose plan divides the vocabulary:
+            ``ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)``.
         process_group_backend: As in :func:`torch.distributed.init_process_group`; chosen by device when ``None``.
     """
 
@@ -104,6 +113,8 @@ class FSDP2Options(StrategyOptions):
         context_parallel_dims: Mapping[str, int] | None = None,
         tensor_parallel_size: int | Literal["auto"] = "auto",
         tp_plan: TensorParallelPlan | None = None,
+        parallelize_fn: ParallelizeFunction | None = None,
+        loss_parallel: bool = False,
         process_group_backend: str | None = None,
         **others: Any,
     ) -> None:
@@ -128,6 +139,9 @@ class FSDP2Options(StrategyOptions):
             context_parallel_dims=context_parallel_dims,
             tensor_parallel_size=tensor_parallel_size,
             tp_plan=tp_plan,
+            parallelize_fn=parallelize_fn,
         )
+        check_loss_parallel(loss_parallel)
+        self.loss_parallel = loss_parallel
         runtime = ProcessGroupRuntime(process_group_backend)
         super().__init__(backend, *common, strategy_name="fsdp2", runtime=runtime, **others)

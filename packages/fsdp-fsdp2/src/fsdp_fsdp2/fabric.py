@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_core import ShardingError
 from fsdp_core.lightning import ShardedFabricStrategy
 from fsdp_fsdp2.constructor import FSDP2Options
+from fsdp_fsdp2.loss_parallel import with_parallel_loss
 
 __all__ = ["FSDP2Strategy"]
 
@@ -18,3 +24,31 @@ class FSDP2Strategy(FSDP2Options, ShardedFabricStrategy):
         >>> strategy.backend.cpu_offload
         True
     """
+
+    def parallelize(self) -> None:
+        """Do nothing: ``fabric.setup(model)`` has sharded the model. As under the Trainer, where a stage does it.
+
+        Raises:
+            ShardingError: No model was set up yet.
+        """
+        if not self.roots:
+            raise ShardingError(
+                "FSDP2Strategy.parallelize() was called before there is a module to shard.\n"
+                "Write model = fabric.setup(model), or model, optimizer = fabric.setup(model, optimizer): it shards."
+            )
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        forward = super().setup_module(module)
+        if self.loss_parallel:
+            plain = forward.forward
+
+            def with_loss(*args: Any, **kwargs: Any) -> Any:
+                with with_parallel_loss():
+                    return plain(*args, **kwargs)
+
+            forward.forward = with_loss
+        return forward
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        with with_parallel_loss(self.loss_parallel):
+            super().backward(tensor, module, *args, **kwargs)

@@ -26,7 +26,6 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     "backward_prefetch": "Write backward_prefetch_depth=1, or leave it out: torch chooses.",
     "activation_checkpointing": "Write activation_checkpointing_policy={MyBlock}.",
     # ModelParallelStrategy's and NeMo's
-    "parallelize_fn": "Units come from auto_wrap_policy or fsdp_core.wrap().",
     "tp_shard_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
     "custom_tp_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
     "sequence_parallel": "Give the norms SequenceParallel() in tp_plan, and their neighbours layouts that divide the "

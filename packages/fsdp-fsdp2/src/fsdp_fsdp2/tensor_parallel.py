@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
+from fsdp_fsdp2.model_plans import matches, own_plan
 
 __all__ = [
     "TensorParallelPlan",
     "check_plan",
     "described_plan",
     "missing_plan",
+    "return_no_view",
     "styles_of",
     "tensor_parallelize",
     "tie_again",
@@ -34,17 +34,6 @@ __all__ = [
 #: ``"auto"`` for the plan that the model brings.
 TensorParallelPlan = Mapping[str, ParallelStyle] | Literal["auto"]
 
-#: The styles that transformers' models name in their own plans.
-_NAMED: Mapping[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "sequence_parallel": SequenceParallel,
-}
-
 #: What attention layers call the numbers of heads that tensor parallelism divides among ranks.
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "n_kv_heads")
 
@@ -52,9 +41,11 @@ _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_valu
 def missing_plan(size: int) -> UnsupportedCapabilityError:
     """What to raise for a number of tensor-parallel ranks without a plan."""
     return UnsupportedCapabilityError(
-        f"tensor_parallel_size={size} needs a plan that says which layers to divide.\n"
+        f"tensor_parallel_size={size} needs a plan that says which layers to divide, and no layer is divided.\n"
         "Write tp_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()} with the styles of "
-        "torch.distributed.tensor.parallel, or tp_plan='auto' for a model that brings one."
+        "torch.distributed.tensor.parallel, or tp_plan='auto' for a model that brings one; or call "
+        "parallelize_module(module, self.device_mesh['tensor_parallel'], plan) in configure_model(), or in a "
+        "parallelize_fn."
     )
 
 
@@ -95,12 +86,12 @@ def styles_of(root: nn.Module, plan: TensorParallelPlan, size: int) -> dict[nn.M
         ShardingError: A pattern matches no submodule, two match one, a style can't be applied to the submodule, or
             ``size`` does not divide it.
     """
-    patterns = _own_plan(root) if isinstance(plan, str) else plan
+    patterns = own_plan(root) if isinstance(plan, str) else plan
     named = dict(root.named_modules())
     styles: dict[nn.Module, tuple[str, ParallelStyle]] = {}
     by: dict[nn.Module, str] = {}
     for pattern, style in patterns.items():
-        matching = [name for name in named if _matches(name, pattern)]
+        matching = [name for name in named if matches(name, pattern)]
         if not matching and plan != "auto":
             close = get_close_matches(pattern, [name for name in named if name], 3, 0.4)
             raise ShardingError(
@@ -115,40 +106,26 @@ def styles_of(root: nn.Module, plan: TensorParallelPlan, size: int) -> dict[nn.M
                     "Write patterns of which one matches each submodule."
                 )
             styles[named[name]], by[named[name]] = (name, style), pattern
+    _check_called(root, styles)
     for module, (name, style) in styles.items():
         _check_fits(name, module, style, size)
     _check_heads(root, styles, size)
     return styles
 
 
-def _matches(name: str, pattern: str) -> bool:
-    names, patterns = name.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
-
-
-def _own_plan(root: nn.Module) -> dict[str, ParallelStyle]:
-    """The plans that submodules bring, as transformers' models do, with the FQNs in ``root``."""
-    found: dict[str, ParallelStyle] = {}
-    for prefix, module in root.named_modules():
-        own = getattr(module, "_tp_plan", None)
-        if not isinstance(own, Mapping):
-            continue
-        for pattern, style in own.items():
-            name = f"{prefix}.{pattern}" if prefix else pattern
-            if isinstance(style, str):
-                if style not in _NAMED:
-                    raise ShardingError(
-                        f"tp_plan='auto': {type(module).__name__} wants the style {style!r} for {pattern!r}, which "
-                        f"has no counterpart in torch.\nWrite the plan yourself; known are {', '.join(_NAMED)}."
-                    )
-                style = _NAMED[style]()
-            found.setdefault(name, style)
-    if not found:
-        raise ShardingError(
-            f"tp_plan='auto', but no submodule of {type(root).__name__} brings a plan as _tp_plan.\n"
-            "Write tp_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()} with its layers."
-        )
-    return found
+def _check_called(root: nn.Module, styles: Mapping[nn.Module, tuple[str, ParallelStyle]]) -> None:
+    """Refuse styles inside torch's MultiheadAttention, which reads the weights of its layers and never calls them."""
+    for name, module in root.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            inside = [styles[part] for part in module.modules() if part in styles]
+            if inside:
+                raise ShardingError(
+                    f"tp_plan gives {inside[0][0]!r} the style {type(inside[0][1]).__name__}, and {name!r} is an "
+                    "nn.MultiheadAttention, which reads its layers' weights instead of calling them: what a style "
+                    "does to inputs and outputs would never happen.\n"
+                    "Leave it out of the plan; or write the attention with three nn.Linear for query, key and value "
+                    "(ColwiseParallel), one for the output (RowwiseParallel), and scaled_dot_product_attention."
+                )
 
 
 def _check_fits(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
@@ -177,8 +154,9 @@ def _check_heads(root: nn.Module, styles: Collection[nn.Module] | Mapping[nn.Mod
     for name, module in root.named_modules():
         if not any(child in styles for child in module.children()):
             continue
+        config = getattr(module, "config", None) if hasattr(module, "head_dim") else None  # as transformers' have
         for attribute in _HEADS:
-            heads = getattr(module, attribute, None)
+            heads = getattr(module, attribute, getattr(config, attribute, None))
             if type(heads) is int and heads % size:
                 raise ShardingError(
                     f"tp_plan divides layers of {name!r}, which has {attribute}={heads}, and "
@@ -211,6 +189,19 @@ def tensor_parallelize(
                 f"tp_plan gives {name!r} the style {type(style).__name__}, which torch can't apply to a "
                 f"{type(module).__name__}: {error}\nGive it another style, or leave it out of the plan."
             ) from error
+
+
+def return_no_view(unit: nn.Module) -> None:
+    """Let a divided module that becomes a unit return a tensor of its own. Call it before ``fully_shard``.
+
+    What a style returns is a view of a DTensor. ``fully_shard`` hooks a unit's backward pass to what it returns, and an
+    in-place operation on a view, such as ``x += position``, would drop that hook.
+    """
+    unit.register_forward_hook(_as_own)
+
+
+def _as_own(module: nn.Module, args: object, output: object) -> object:
+    return output.clone() if isinstance(output, Tensor) else output
 
 
 def tie_again(ties: Iterable[Iterable[tuple[nn.Module, str]]], root: nn.Module) -> None:

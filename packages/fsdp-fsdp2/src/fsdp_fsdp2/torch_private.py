@@ -31,11 +31,16 @@ __all__ = [
     "gathered_parameters",
     "gathered_shards",
     "has_hooks",
+    "has_run",
     "is_interrupted",
     "joined_axes",
+    "offloaded_parameters",
+    "one_for_each_state",
+    "parameters_of",
     "recomputes",
     "set_unreduced_gradients",
     "side_by_side",
+    "take_filled",
     "take_unfrozen",
     "unreduced_gradients",
     "without_hooks",
@@ -625,6 +630,40 @@ def _set_accumulated(parameter: Any, grad: Tensor | None) -> None:
         gathered.grad = None if grad is None else grad.to(gathered.grad_dtype or gathered.dtype)
     else:
         parameter.unsharded_accumulated_grad = grad
+
+
+def one_for_each_state(units: Iterable[nn.Module]) -> list[nn.Module]:
+    """One module for each call of ``fully_shard``, which may have been given several modules to gather together."""
+    found: dict[int, nn.Module] = {}
+    for unit in units:
+        state: Any = unit._get_fsdp_state() if isinstance(unit, FSDPModule) else unit
+        found.setdefault(id(state), unit)
+    return list(found.values())
+
+
+def has_run(unit: FSDPModule) -> bool:
+    """Whether a unit was called, as a root or in one, after which no other module can become its root."""
+    state: Any = unit._get_fsdp_state()
+    return state._is_root is not None
+
+
+def parameters_of(unit: FSDPModule) -> list[nn.Parameter]:
+    """The sharded parameters that a unit gathers."""
+    return [parameter.sharded_param for parameter in _parameters(unit)]
+
+
+def offloaded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """Those of a unit's parameters that its offload policy keeps in host memory."""
+    return [parameter.sharded_param for parameter in _parameters(unit) if parameter.offload_to_cpu]
+
+
+def take_filled(unit: FSDPModule) -> None:
+    """Let a unit use the parameters that its modules have now, and pad them for communication as it needs them.
+
+    ``fully_shard`` does so in methods of its modules that convert all parameters, and in its first forward pass.
+    """
+    for parameter in _parameters(unit):
+        parameter.reset_sharded_param()
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_core import ShardingError
 from fsdp_core.lightning import ShardedTrainerStrategy
 from fsdp_fsdp2.constructor import FSDP2Options
+from fsdp_fsdp2.loss_parallel import with_parallel_loss
 
 __all__ = ["FSDP2Strategy"]
 
@@ -19,7 +25,40 @@ class FSDP2Strategy(FSDP2Options, ShardedTrainerStrategy):
         True
     """
 
+    _has_joined = False  # the ranks
+
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._has_joined = True
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self.device_mesh  # its public property is read-only
+
+    def parallelize(self) -> None:
+        """Shard the module now: tensor parallel, activation checkpointing, compilation, ``fully_shard``, in this order.
+
+        A stage does it by itself, after ``configure_model()``. A module that is sharded is left as it is, so this can
+        be called any number of times. All ranks must call it.
+
+        Raises:
+            ShardingError: There is no module yet, or it can't be sharded as requested.
+        """
+        module = self.lightning_module
+        if module is None or not self._has_joined:
+            raise ShardingError(
+                "FSDP2Strategy.parallelize() was called before there is a module to shard.\n"
+                "Call trainer.fit(module), which shards it after configure_model(); or call "
+                "self.trainer.strategy.parallelize() at the end of configure_model(), to have shards from there on."
+            )
+        self._shard_converted(module)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with with_parallel_loss(self.loss_parallel):
+            return super().training_step(*args, **kwargs)
+
+    def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        with with_parallel_loss(self.loss_parallel):
+            return super()._eval_step(name, *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with with_parallel_loss(self.loss_parallel):
+            return super().backward(closure_loss, *args, **kwargs)

@@ -148,6 +148,9 @@ class RanksOfStrategy:
                 check_same_parts(module, self.runtime)
         check_materialization(self.strategy_name, module)
         is_sharded = sharded_of(module) is not None
+        if not is_sharded:
+            with normal_tensors():
+                self.backend.prepare(module)
         units = () if is_sharded else self.backend.units(module)
         parts = None if is_sharded else call_targets(module, units)
         with normal_tensors():

@@ -216,13 +216,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             datamodule = getattr(trainer, "datamodule", None)
             if datamodule is not None:
                 check_hyper_parameters(datamodule, "datamodule_hyper_parameters")
-        if sharded_of(module) is None:
-            converted: Any = self.precision_plugin.convert_module(module)
-            if self._layer_sync is not None:
-                converted = self._layer_sync.apply(converted)
-            module = converted
-        sharded = self._shard(module)
-        self.model = sharded.root
+        sharded = self._shard_converted(module)
         shard_averages(trainer, sharded, full=self.state_dict_type == "full")
         show_written_shapes(trainer, sharded)
         if fitting:
@@ -239,6 +233,17 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             _watch_toggling(self.lightning_module)
         self.setup_precision_plugin()
         self.barrier()
+
+    def _shard_converted(self, module: pl.LightningModule) -> Sharded:
+        """Shard the module, in the dtype of its shards, or take over one that is sharded already."""
+        if sharded_of(module) is None:
+            converted: Any = self.precision_plugin.convert_module(module)
+            if self._layer_sync is not None:
+                converted = self._layer_sync.apply(converted)
+            module = converted
+        sharded = self._shard(module)
+        self.model = sharded.root
+        return sharded
 
     @property
     def sharded(self) -> Sharded:

@@ -118,6 +118,19 @@ class Backend(ABC):
         """A context in which torch's own ``wrap`` marks units, as :func:`fsdp_core.wrap` does anywhere."""
         return mark_by_torch_wrap()
 
+    def prepare(self, module: nn.Module) -> None:
+        """Do what changes a module before its units are known, such as running the user's own function over it.
+
+        The adapters call it once the ranks agree on the module, before :meth:`units` and :meth:`shard`. All ranks must
+        call it. :meth:`shard_module` must not rely on it: not every caller is an adapter.
+
+        Args:
+            module: The root module, not sharded by :meth:`shard` yet.
+
+        Raises:
+            ShardingError: The module can't be sharded as requested.
+        """
+
     def units(self, module: nn.Module) -> Sequence[nn.Module]:
         """The submodules that become FSDP units. Used to check that all ranks agree before they shard."""
         return ()

@@ -1,0 +1,67 @@
+"""Loss parallelism: cross entropy over logits whose vocabulary is divided among tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fsdp_core import UnsupportedCapabilityError
+
+__all__ = ["check_loss_parallel", "with_parallel_loss"]
+
+
+def check_loss_parallel(option: object) -> None:
+    """Refuse what is neither true nor false.
+
+    Raises:
+        UnsupportedCapabilityError: It is something else.
+    """
+    if not isinstance(option, bool):
+        raise UnsupportedCapabilityError(
+            f"loss_parallel={option!r} is not known to 'fsdp2'.\n"
+            "Write True or False; tp_plan says which layer keeps its vocabulary divided."
+        )
+
+
+@contextmanager
+def with_parallel_loss(enabled: bool = True) -> Iterator[None]:
+    """A context in which cross entropy is computed over sharded logits, without gathering them.
+
+    It is torch's :func:`~torch.distributed.tensor.parallel.loss_parallel`, which must hold in the backward pass too.
+    What the losses return, which is the same on all ranks, becomes a plain tensor, so that it can be logged and added
+    to others. An exception ends it.
+
+    Args:
+        enabled: Whether to do anything.
+    """
+    if not enabled:
+        yield
+        return
+    context = loss_parallel()
+    context.__enter__()
+    try:
+        with _PlainLosses():
+            yield
+    finally:
+        context.__exit__(None, None, None)  # as if nothing was raised: it has no finally of its own
+
+
+class _PlainLosses(TorchFunctionMode):
+    """Makes plain tensors of the losses that are DTensors with the same value on every rank."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        loss = func(*args, **(kwargs or {}))
+        if func in _LOSSES and isinstance(loss, DTensor) and all(isinstance(p, Replicate) for p in loss.placements):
+            return loss.to_local().clone()  # not a view, about which fully_shard warns where a root returns it
+        return loss
+
+
+_LOSSES = (functional.cross_entropy, functional.nll_loss)

@@ -1,0 +1,96 @@
+"""The user's own function that shards a module: what it is called with, and what it must return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core import ShardingError, UnsupportedCapabilityError
+
+__all__ = ["ParallelizeFunction", "call_parallelize_fn", "check_parallelize_fn"]
+
+#: Called with the module and the mesh, and with keyword arguments; returns the module.
+ParallelizeFunction = Callable[..., nn.Module]
+
+
+def check_parallelize_fn(function: object, given: Collection[str]) -> None:
+    """Refuse what can't be called with a module and a mesh, or would not get an option that was given.
+
+    Args:
+        function: The option.
+        given: The names of the options that it replaces and that were given.
+
+    Raises:
+        UnsupportedCapabilityError: It is no such function.
+    """
+    if function is None:
+        return
+    if not callable(function):
+        raise UnsupportedCapabilityError(
+            f"parallelize_fn={function!r} can't be called.\n"
+            "Write a function: def parallelize(module, device_mesh, **options), which returns the module."
+        )
+    parameters = inspect.signature(function).parameters
+    try:
+        inspect.signature(function).bind(None, None, **dict.fromkeys(_taken(parameters, given)))
+    except TypeError as error:
+        raise UnsupportedCapabilityError(
+            f"parallelize_fn={_name(function)} can't be called with a module and a mesh: {error}.\n"
+            "Write it as def parallelize(module, device_mesh, **options); options are mp_policy, offload_policy, "
+            "reshard_after_forward, auto_wrap_policy, activation_checkpointing_policy and tp_plan."
+        ) from error
+    dropped = [name for name in given if name not in _taken(parameters, given)]
+    if dropped:
+        raise UnsupportedCapabilityError(
+            f"{', '.join(dropped)} {'was' if len(dropped) == 1 else 'were'} given, and parallelize_fn="
+            f"{_name(function)}, which replaces what would use {'it' if len(dropped) == 1 else 'them'}, does not take "
+            f"{'it' if len(dropped) == 1 else 'them'}.\n"
+            f"Add **options or {', '.join(dropped)} to its parameters, or leave {', '.join(dropped)} out."
+        )
+
+
+def call_parallelize_fn(
+    function: ParallelizeFunction, module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]
+) -> None:
+    """Let the user's function shard a module in place. All ranks must call it.
+
+    Args:
+        function: The function. It gets the keyword arguments that its signature names, or all if it has ``**``.
+        module: The module, with the same values on every rank.
+        mesh: The ranks.
+        options: The keyword arguments.
+
+    Raises:
+        ShardingError: It returned something else than the module.
+    """
+    names = _taken(inspect.signature(function).parameters, options)
+    returned = function(module, mesh, **{name: options[name] for name in names})
+    if returned is module:
+        return
+    what = "None" if returned is None else f"a {type(returned).__name__}"
+    other = (
+        "Replace submodules of the module that it gets, and return that module."
+        if isinstance(returned, nn.Module)
+        else "End it with `return module`."
+    )
+    raise ShardingError(
+        f"parallelize_fn={_name(function)} returned {what} instead of the {type(module).__name__} that it was given, "
+        f"which is what is trained.\n{other}"
+    )
+
+
+def _taken(parameters: Mapping[str, inspect.Parameter], names: Collection[str]) -> list[str]:
+    """The names that a signature takes as keyword arguments, beyond its first two."""
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return list(names)
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    keywords = [one.name for one in list(parameters.values())[2:] if one.kind in by_keyword]
+    return [name for name in names if name in keywords]
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)

@@ -1,0 +1,172 @@
+"""What a user has sharded with ``fully_shard`` and ``parallelize_module``: units, and if it can be taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_core import Runtime, ShardingError
+from fsdp_core.sharding import marked
+from fsdp_core.state import clean_name
+from fsdp_fsdp2.torch_private import has_run, one_for_each_state, parameters_of
+
+__all__ = [
+    "check_meshes",
+    "check_not_run",
+    "is_divided",
+    "refuse_beside",
+    "refuse_left_out",
+    "units_of_user",
+    "was_begun",
+]
+
+
+def was_begun(module: nn.Module) -> bool:
+    """Whether the user has sharded a part of a module, or divided one among tensor-parallel ranks."""
+    return any(isinstance(part, FSDPModule) for part in module.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in module.parameters()
+    )
+
+
+def units_of_user(module: nn.Module) -> list[nn.Module]:
+    """The submodules to which the user has applied ``fully_shard``, innermost first, without the root.
+
+    Of modules that were sharded together, by a list, the first stands for all.
+    """
+    found = [part for part in _innermost_first(module, set()) if isinstance(part, FSDPModule)]
+    return [unit for unit in one_for_each_state(found) if unit is not module]
+
+
+def _innermost_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _innermost_first(child, seen)
+        yield module
+
+
+def refuse_beside(module: nn.Module, options: Iterable[str]) -> None:
+    """Refuse options that would shard what the user has sharded by hand.
+
+    Args:
+        module: The root, which the user has sharded or divided in part.
+        options: The names of those of the strategy that were given.
+
+    Raises:
+        ShardingError: There is such an option, or a module is marked by ``wrap``.
+    """
+    name = type(module).__name__
+    by_fully_shard = next((fqn for fqn, part in module.named_modules() if isinstance(part, FSDPModule)), None)
+    divided = next((clean_name(fqn) for fqn, one in module.named_parameters() if isinstance(one, DTensor)), "")
+    what = (
+        f"fully_shard to {by_fully_shard or 'the root'!r}"
+        if by_fully_shard is not None
+        else f"parallelize_module to the module of {divided!r}"
+    )
+    for option in options:
+        if by_fully_shard is None and option not in ("tp_plan", "parallelize_fn"):
+            continue  # units can still be chosen
+        raise ShardingError(
+            f"{option} was given, and {name} is already sharded in part: its code has applied {what}, in "
+            "configure_model() or before fabric.setup(). Only one of the two can do it.\n"
+            f"Leave {option} out, and give these options to fully_shard and parallelize_module where you call them; or "
+            "remove those calls."
+        )
+    if by_fully_shard is not None and marked(module):
+        raise ShardingError(
+            f"{name} has layers that are marked by wrap(), and its code has applied {what}. Only one of the two can "
+            "choose units.\n"
+            "Leave wrap() out and call fully_shard on each unit; or remove the fully_shard calls."
+        )
+
+
+def check_not_run(module: nn.Module) -> None:
+    """Refuse a unit that has run before the root was sharded: ``fully_shard`` takes it for a root from then on.
+
+    Raises:
+        ShardingError: There is such a unit.
+    """
+    for fqn, part in module.named_modules():
+        if isinstance(part, FSDPModule) and has_run(part):
+            raise ShardingError(
+                f"{clean_name(fqn) or 'the root'!r} of {type(module).__name__} was called after fully_shard was "
+                "applied to it, and before the strategy has sharded the rest: torch takes it for a root since.\n"
+                "Call the model after the set-up: in a hook such as on_fit_start(), or after fabric.setup()."
+            )
+
+
+def check_meshes(module: nn.Module, runtime: Runtime, data: DeviceMesh) -> None:
+    """Refuse parameters that are sharded over other ranks than those of the strategy's mesh.
+
+    Args:
+        module: The root.
+        runtime: The ranks, and the strategy's mesh of them.
+        data: The axes that ``fully_shard`` shards and replicates over.
+
+    Raises:
+        ShardingError: A parameter is sharded over others.
+    """
+    mesh = runtime.mesh
+    tensor = torch.tensor(mesh.peers(runtime.rank, ("tensor_parallel",)))
+    peers = [mesh.peers(one, ("tensor_parallel",)) for one in data.mesh.flatten().tolist()]
+    both = torch.tensor(peers).view(*data.mesh.shape, -1)
+    managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            is_unit = id(parameter) in managed
+            if not any(_same(parameter.device_mesh.mesh, one) for one in ((data.mesh, both) if is_unit else (tensor,))):
+                raise _another_mesh(clean_name(name), parameter, is_unit, data, tensor)
+
+
+def is_divided(module: nn.Module, runtime: Runtime) -> bool:
+    """Whether a parameter of a module is placed on this rank's tensor-parallel peers."""
+    peers = set(runtime.mesh.peers(runtime.rank, ("tensor_parallel",)))
+    placed = (p.device_mesh.mesh.flatten().tolist() for p in module.parameters() if isinstance(p, DTensor))
+    return any(peers.issubset(ranks) for ranks in placed)
+
+
+def _same(ranks: Tensor, others: Tensor) -> bool:
+    return ranks.shape == others.shape and bool((ranks == others).all())
+
+
+def _another_mesh(name: str, parameter: DTensor, is_unit: bool, data: DeviceMesh, tensor: Tensor) -> ShardingError:
+    axes = data.mesh_dim_names or ()
+    named = repr(axes[0]) if len(axes) == 1 else ", ".join(map(repr, axes))
+    asked = (
+        f"fully_shard(module, mesh=device_mesh[{named}])"
+        if is_unit
+        else "parallelize_module(module, device_mesh['tensor_parallel'], plan)"
+    )
+    kind, ranks = ("data-parallel", data.mesh) if is_unit else ("tensor-parallel", tensor)
+    return ShardingError(
+        f"{name!r} was {'sharded' if is_unit else 'divided'} over the ranks {parameter.device_mesh.mesh.tolist()}, and "
+        f"the strategy trains it over its {kind} ranks {ranks.tolist()}: gradients would be summed over the wrong ones."
+        "\n"
+        f"Write {asked} with the strategy's own mesh: self.device_mesh in a LightningModule, "
+        "fabric.strategy.device_mesh, or what parallelize_fn gets."
+    )
+
+
+def refuse_left_out(module: nn.Module, whole: Sequence[nn.Parameter]) -> None:
+    """Refuse parameters that are divided among tensor-parallel ranks, but that no unit holds.
+
+    Args:
+        module: The root, sharded.
+        whole: The parameters that no unit holds.
+
+    Raises:
+        ShardingError: One of them is a DTensor.
+    """
+    names = {id(parameter): clean_name(name) for name, parameter in module.named_parameters()}
+    for parameter in whole:
+        if isinstance(parameter, DTensor):
+            raise ShardingError(
+                f"{names[id(parameter)]!r} is divided among tensor-parallel ranks, and fully_shard was told to ignore "
+                "it, so nothing would average its gradients over the data-parallel ranks.\n"
+                "Leave it out of ignored_params, or register it before fully_shard is called."
+            )

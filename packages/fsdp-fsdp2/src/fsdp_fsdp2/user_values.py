@@ -1,0 +1,136 @@
+"""Gives modules that a user has sharded their values: unit by unit, and the same as those of the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_core import Runtime, ShardingError
+from fsdp_core.sharding import MESH_AXES, MeshAxis, place
+from fsdp_core.state import chunked, clean_name
+from fsdp_fsdp2.built_parameters import has_noted, is_dtensor, noted_parameter
+
+__all__ = ["place_sharded", "refuse_changed_on_meta"]
+
+
+def place_sharded(
+    modules: Iterable[nn.Module], root: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()
+) -> None:
+    """Move what ``modules`` own to the device with rank 0's values, and fill the shards of it that have none.
+
+    A shard on the meta device gets its part of the value that the parameter has in the unsharded model. For this, one
+    module at a time is whole. A shard that has values keeps them; where ranks hold the same part, they get that of the
+    first of them. All ranks must call it.
+
+    Args:
+        modules: The modules, each without its children, in the order in which they draw random numbers.
+        root: The model that they are parts of.
+        runtime: The ranks.
+        offloaded: The ids of parameters whose shards are in host memory.
+
+    Raises:
+        ShardingError: How a parameter on the meta device was initialised is not known.
+    """
+    for module in modules:
+        empty: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+        sharded = {name: one for name, one in empty.items() if is_dtensor(one)}
+        whole_ones = {name: _as_built(module, name, one, root) for name, one in sharded.items()}
+        module._parameters.update(whole_ones)
+        place([module], runtime, leave=lambda _, parameter: is_dtensor(parameter))
+        for name, before in empty.items():
+            now = module._parameters[name]
+            assert now is not None
+            if name in sharded:
+                device = torch.device("cpu") if id(before) in offloaded else runtime.device
+                now = _filled(before, now, device)
+                now.__dict__.update(before.__dict__)
+            _put_everywhere(root, before, now, module, name)
+            del now
+        there: dict[str, Any] = {name: p for name, p in module._parameters.items() if name not in empty}
+        for parameter in there.values():
+            if is_dtensor(parameter):
+                _take_first_copy(parameter, runtime)
+
+
+def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module) -> nn.Parameter:
+    """The parameter that was sharded, on the meta device and whole."""
+    noted = [noted_parameter(one, own) for one, own in _places(root, sharded)]
+    first = noted_parameter(module, name)
+    fqn = next(clean_name(n) for n, p in root.named_parameters() if id(p) == id(sharded))
+    if first is None and not has_noted(root):
+        return nn.Parameter(torch.empty(sharded.shape, dtype=sharded.dtype, device="meta"), sharded.requires_grad)
+    if first is None or first.shape != sharded.shape or any(one is not first for one in noted):
+        told = "was tied or replaced" if first is not None else "was made"
+        raise ShardingError(
+            f"{fqn!r} is sharded and has no memory, and {told} where it was not noted how it is initialised.\n"
+            "Build the model under trainer.init_module(empty_init=True) or fabric.init_module(empty_init=True), "
+            "tie and replace its parameters there, and apply fully_shard and parallelize_module afterwards; or build "
+            "it with memory."
+        )
+    return first
+
+
+def _filled(sharded: DTensor, whole: nn.Parameter, device: torch.device) -> nn.Parameter:
+    local = torch.empty(sharded.to_local().shape, dtype=sharded.dtype, device=device)
+    filled = DTensor.from_local(
+        local,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+    with torch.no_grad():
+        for chunk in chunked(filled).chunks:
+            assert isinstance(chunk.data, torch.Tensor)
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
+            chunk.data.copy_(whole[box])
+    return nn.Parameter(filled, requires_grad=sharded.requires_grad)
+
+
+def _put_everywhere(root: nn.Module, old: Tensor, new: nn.Parameter, module: nn.Module, name: str) -> None:
+    """Register a filled parameter wherever the one without memory is: under all its names if it is tied."""
+    for one, own in (*_places(root, old), (module, name)):
+        setattr(one, own, new)  # LSTMs note it in a list
+
+
+def _places(root: nn.Module, parameter: Tensor) -> list[tuple[nn.Module, str]]:
+    return [(one, own) for one in root.modules() for own, p in one._parameters.items() if id(p) == id(parameter)]
+
+
+def _take_first_copy(parameter: DTensor, runtime: Runtime) -> None:
+    """Broadcast a shard along the axes over which ranks hold copies of it: ranks may have drawn other values."""
+    mesh, others = parameter.device_mesh, set[int]()
+    for axis, placement in enumerate(parameter.placements):
+        if not isinstance(placement, Replicate):
+            here: list[Any] = list(mesh.get_coordinate() or ())
+            here[axis] = slice(None)
+            others.update(mesh.mesh[tuple(here)].tolist())
+    copies: tuple[MeshAxis, ...] = tuple(
+        axis for axis in MESH_AXES if not others.issuperset(runtime.mesh.peers(runtime.rank, (axis,)))
+    )
+    if others and runtime.mesh.size(copies) == 1:
+        return
+    with torch.no_grad():
+        local = parameter.to_local()
+    if local.numel():
+        runtime.along(*copies).broadcast(local)
+
+
+def refuse_changed_on_meta(root: nn.Module) -> None:
+    """Refuse shards on the meta device that were changed, which did nothing.
+
+    Raises:
+        ShardingError: There is such a shard.
+    """
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.is_meta and parameter._version:
+            raise ShardingError(
+                f"{clean_name(name)!r} was changed after it was sharded on the meta device, where it has no memory: "
+                "that did nothing.\nInitialise the model before fully_shard and parallelize_module, or write to it "
+                "after the set-up."
+            )
