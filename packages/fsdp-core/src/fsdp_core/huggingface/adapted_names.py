@@ -40,12 +40,9 @@ def base_names(model: nn.Module, names: Iterable[str]) -> BaseNames:
     base = get_base() if callable(get_base) else model
     start = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     # A layer with adapters holds the original as base_layer; a module that is trained as a whole, as original_module.
-    layers = {name for name, module in base.named_modules() if isinstance(getattr(module, "base_layer", None), nn.Module)}
-    copies = {
-        name
-        for name, module in base.named_modules()
-        if isinstance(getattr(module, "original_module", None), nn.Module) and hasattr(module, "modules_to_save")
-    }
+    named = dict(base.named_modules())
+    layers = {name for name, module in named.items() if isinstance(getattr(module, "base_layer", None), nn.Module)}
+    copies = {name for name, module in named.items() if isinstance(getattr(module, "original_module", None), nn.Module)}
     found: dict[str, list[str]] = {}
     for place in names:
         if not place.startswith(start):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ def save_adapter(
 ) -> SavedFolder:
     """Write adapters into a folder that ``PeftModel.from_pretrained`` reads. All ranks must call it.
 
-    The folder holds ``adapter_model.safetensors`` and ``adapter_config.json``, with the names and values that PEFT's own
-    ``save_pretrained()`` would write. Neither the base model nor an adapter is gathered: each rank writes what it holds.
+    The folder holds ``adapter_model.safetensors`` and ``adapter_config.json``, with the names and values that PEFT's
+    own ``save_pretrained()`` would write. Nothing is gathered: each rank writes what it holds of the adapter.
 
     Args:
         module: A model of PEFT's that is sharded, or is inside a sharded module, as in :func:`save_pretrained`.
@@ -66,10 +67,10 @@ def save_adapter(
 
     def content(model: nn.Module, state: Mapping[str, ChunkedTensor]) -> FolderContent:
         config = _config_of(model, adapter_name)
-        from peft import get_peft_model_state_dict
+        peft: Any = import_module("peft")
 
         def chosen(given: dict[str, Tensor]) -> Mapping[str, Tensor]:
-            told: Mapping[str, Tensor] = get_peft_model_state_dict(
+            told: Mapping[str, Tensor] = peft.get_peft_model_state_dict(
                 model, state_dict=given, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
             )
             return told

@@ -64,8 +64,8 @@ class HeldModel:
                 continue
             if not isinstance(value, StateTensor):
                 raise UnsupportedCapabilityError(
-                    f"{name!r} is not a tensor but extra state of a module ({type(value).__name__}), for which a folder "
-                    "of Hugging Face's has no place.\nSave a checkpoint, which holds it."
+                    f"{name!r} is not a tensor but extra state of a module ({type(value).__name__}), for which a "
+                    "folder of Hugging Face's has no place.\nSave a checkpoint, which holds it."
                 )
             found[name.removeprefix(self.prefix)] = chunked(value, rank=self.runtime.rank)
         return found
@@ -148,10 +148,11 @@ def is_adapted(module: nn.Module) -> bool:
 
 @contextmanager
 def _own_classes(model: nn.Module) -> Iterator[None]:
-    """A context in which modules have their own classes: FSDP2 makes others, by whose names transformers finds nothing."""
-    made = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    """A context in which modules have their own classes: transformers finds nothing by the names of FSDP2's."""
+    made: dict[nn.Module, type] = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     for module, cls in made.items():
-        module.__class__ = next(own for own in cls.__mro__ if not issubclass(own, FSDPModule))
+        own_class: Any = next(own for own in cls.__mro__ if not issubclass(own, FSDPModule))
+        module.__class__ = own_class
     try:
         yield
     finally:
@@ -169,6 +170,7 @@ def _runtime() -> Runtime:
     if dist.is_available() and dist.is_initialized():
         ranks: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        is_cuda = "nccl" in dist.get_backend()
+        device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         runtime.start(**ranks, local_rank=local_rank, device=device, address="", port=0)
     return runtime

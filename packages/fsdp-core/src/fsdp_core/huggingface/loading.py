@@ -233,9 +233,7 @@ class _Boxes:
             shared.send(chunk.data)
 
 
-def _fill(
-    held: HeldModel, state: Mapping[str, ChunkedTensor], plan: _Plan, reader: RangeReader, doing: str
-) -> int:
+def _fill(held: HeldModel, state: Mapping[str, ChunkedTensor], plan: _Plan, reader: RangeReader, doing: str) -> int:
     """Read into this rank's shards, and return how many bytes that were."""
     shared = shared_boxes(held.runtime, {name: state[name] for name in state if name in plan.parts})
     errors: list[Exception] = []

@@ -142,7 +142,7 @@ def _opened(path: str) -> int:
 
 
 def _blocks(chunk: Chunk, tensor: PlannedTensor) -> Iterator[tuple[Box, Tensor]]:
-    """The part of a rank's box that belongs to a tensor of a file: its boxes there, and their contiguous CPU tensors."""
+    """The part of a rank's box that belongs to a tensor of a file, as boxes of that and contiguous CPU tensors."""
     view, dtype = tensor.view, DTYPES[tensor.dtype_name]
     common = view.overlap((chunk.offsets, tuple(chunk.data.shape)))
     if common is None:

@@ -197,7 +197,8 @@ def write_folder(
 
         together(runtime, doing, finish)
     except FSDPError:  # on every rank
-        together(runtime, f"removing what was saved of {place.final}", lambda: runtime.rank or place.discard())
+        remove = place.discard if runtime.rank == 0 else lambda: None
+        together(runtime, f"removing what was saved of {place.final}", remove)
         raise
     names = [plan.name for plan in plans] + ([INDEX] if len(plans) > 1 else [])
     tensors = [tensor for plan in plans for tensor in plan.tensors.values()]
@@ -209,9 +210,7 @@ def write_folder(
     )
 
 
-def _plans(
-    content: FolderContent, state: Mapping[str, ChunkedTensor], dtype: torch.dtype | None
-) -> list[FilePlan]:
+def _plans(content: FolderContent, state: Mapping[str, ChunkedTensor], dtype: torch.dtype | None) -> list[FilePlan]:
     plans = []
     for name, tensors in content.files.items():
         views = {tensor: content.views[tensor] for tensor in tensors}
@@ -220,9 +219,7 @@ def _plans(
     return plans
 
 
-def _check_boxes(
-    runtime: Runtime, doing: str, plans: list[FilePlan], state: Mapping[str, ChunkedTensor]
-) -> None:
+def _check_boxes(runtime: Runtime, doing: str, plans: list[FilePlan], state: Mapping[str, ChunkedTensor]) -> None:
     boxes = {
         name: [(tuple(chunk.offsets), tuple(chunk.data.shape)) for chunk in tensor.chunks]
         for name, tensor in state.items()
@@ -237,8 +234,9 @@ def _write_rest(place: NewFolder, content: FolderContent, plans: list[FilePlan],
     """Write what is not weights."""
     if len(plans) > 1:
         total = sum(tensor.nbytes for plan in plans for tensor in plan.tensors.values())
+        text = index_text({name: list(names) for name, names in content.files.items()}, total, content.parameters)
         with place.folder.writing(INDEX) as stream:
-            stream.write(index_text({name: list(names) for name, names in content.files.items()}, total, content.parameters))
+            stream.write(text)
     for write in (*content.configurations, *(one.save_pretrained for one in also)):
         write(place.folder.root)
 
@@ -249,7 +247,7 @@ def _stored_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype
 
 def _configurations(model: nn.Module, dtype: torch.dtype) -> list[Callable[[str], Any]]:
     """What writes ``config.json`` and ``generation_config.json``, as the model's own ``save_pretrained()`` would."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return []
     own = copy.deepcopy(config)

@@ -21,9 +21,9 @@ from fsdp_core.state.coverage import Box
 __all__ = ["RangeReader", "StoredTensor", "list_folder"]
 
 _LOCAL_RUN_BYTES = 512
-"""How long a run of bytes is read by itself from a local file: bytes between are not read; a remote read is a request."""
+"""How long a run of bytes is read by itself from a local file, without the bytes between."""
 
-_REMOTE_RUN_BYTES = 256 * 2**10
+_REMOTE_RUN_BYTES = 256 * 2**10  # each is a request
 _REMOTE_BLOCK_BYTES = 16 * 2**20
 _MAX_OPEN = 32
 
@@ -157,15 +157,15 @@ def list_folder(reader: RangeReader) -> dict[str, StoredTensor]:
     for name in files:
         size = folder.size(name)
         if size is None:
-            raise CheckpointFormatError(f"{folder.path(name)} is missing: the folder is not complete. Restore the file.")
+            raise CheckpointFormatError(f"{folder.path(name)} is missing: the folder is not complete. Restore it.")
         for key, tensor in parse_header(reader.bytes_of(name), size, folder.path(name)).items():
             if place is None or place.get(key) == name:
                 found[key] = StoredTensor(file=name, place=tensor)
     missing = [name for name in place or () if name not in found]
     if missing:
         raise CheckpointFormatError(
-            f"{folder} is not complete: {INDEX} lists {missing[0]!r} and {len(missing) - 1} more tensors that its files "
-            "don't hold. Restore the files."
+            f"{folder} is not complete: {INDEX} lists {missing[0]!r} and {len(missing) - 1} more tensors that its "
+            "files don't hold. Restore the files."
         )
     return found
 
@@ -192,4 +192,5 @@ def _index(reader: RangeReader) -> dict[str, str] | None:
         if torch_files
         else "Pass a folder that save_pretrained() has written."
     )
-    raise CheckpointFormatError(f"{folder} holds neither {WEIGHTS} nor {INDEX}; it holds {', '.join(names[:5])}.\n{hint}")
+    there = ", ".join(names[:5]) or "nothing"
+    raise CheckpointFormatError(f"{folder} holds neither {WEIGHTS} nor {INDEX}; it holds {there}.\n{hint}")

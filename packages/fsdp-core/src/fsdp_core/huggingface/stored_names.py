@@ -1,10 +1,11 @@
-"""Under which names, and in which shapes, transformers stores a model's tensors. Imports it only if the model is its."""
+"""Under which names, and in which shapes, transformers stores a model's tensors."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ def _reverting(model: nn.Module) -> Any:
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
     try:
-        from transformers.core_model_loading import revert_weight_conversion
+        return import_module("transformers.core_model_loading").revert_weight_conversion
     except ImportError:  # before version 5
         if getattr(model, "_checkpoint_conversion_mapping", None):
             raise UnsupportedCapabilityError(
@@ -57,7 +58,6 @@ def _reverting(model: nn.Module) -> Any:
                 f"do with transformers 5, and {transformers.__version__} is installed.\npip install 'transformers>=5'"
             ) from None
         return None
-    return revert_weight_conversion
 
 
 def kept_names(model: nn.Module, held: Collection[str], tied: Mapping[str, str]) -> list[str]:
@@ -95,11 +95,10 @@ def hub_renamings(model: nn.Module) -> Any:
     """A function from a name in a folder, perhaps an old one, to the name in the model."""
     if _reverting(model) is None:
         return lambda name: name
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, apply_renamings
-
-    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    return lambda name: apply_renamings(name, renamings)
+    conversions = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    loading: Any = import_module("transformers.core_model_loading")
+    renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
+    return lambda name: loading.apply_renamings(name, renamings)
 
 
 def is_expected_surplus(model: nn.Module, name: str) -> bool:

@@ -1,8 +1,8 @@
-"""Which part of a module's tensor each tensor of a folder is: transformers stores some models otherwise than it runs them.
+"""Which part of a module's tensor each tensor of a folder is: some models are stored otherwise than they run.
 
-It describes the difference as operations on whole tensors (one tensor for each expert is stacked, and so on). Here they
-are run once on tensors without memory that lie one behind the other in one storage: where the result of an operation
-lies in it tells which part of which tensor it is.
+Transformers describes the difference as operations on whole tensors (those of experts are stacked, and so on). Here
+they are run once on tensors without memory that lie one behind the other in one storage: where the result of an
+operation lies in it tells which part of which tensor it is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class View:
         return tuple(1 if dim is None else self.lengths[dim] for dim in self.dims)
 
     def overlap(self, box: Box) -> tuple[Box, Box] | None:
-        """What a box of the module's tensor has in common with this view: in the module's tensor, and in the folder's."""
+        """What a box of the module's tensor has in common with this view, in that tensor and in the folder's."""
         common = overlap((self.offsets, self.lengths), box)
         if common is None:
             return None
@@ -146,12 +146,12 @@ class _Laid:
             at = bisect_right(self._begins[tensor.dtype], tensor.storage_offset()) - 1
             source = self._by_dtype[tensor.dtype][at]
             first = tensor.storage_offset() - self._begins[tensor.dtype][at]
-            found = _as_box(source, self._shapes[source], tensor, first)
+            found = _as_box(source, self._shapes[source], tensor, int(first))
             if found is not None:
                 return found
         raise UnsupportedCapabilityError(
-            f"{name!r} of {what} can't be stored from shards: transformers computes it from whole tensors of the module, "
-            "and no rank holds those.\nSave a checkpoint, and convert it in one process: gather the weights with "
+            f"{name!r} of {what} can't be stored from shards: it is computed from whole tensors of the module, and no "
+            "rank holds those.\nSave a checkpoint, and convert it in one process: gather the weights with "
             "fsdp_core.load_state_dict(checkpoint), and pass them as state_dict= to the model's own save_pretrained()."
         )
 
