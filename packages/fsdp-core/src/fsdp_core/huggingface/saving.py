@@ -24,10 +24,19 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.state.chunks import ChunkedTensor
 from fsdp_core.state.dtypes import DTYPES
 
-__all__ = ["FolderContent", "SavedFolder", "SavesItself", "as_dtype", "save_pretrained", "write_folder"]
+__all__ = [
+    "OTHER_FILES",
+    "FolderContent",
+    "SavedFolder",
+    "SavesItself",
+    "as_dtype",
+    "save_pretrained",
+    "write_folder",
+    "write_model",
+]
 
 #: What tokenizers and processors write.
-_OTHERS = (
+OTHER_FILES = (
     r"(added_tokens|tokenizer|tokenizer_config|special_tokens_map|vocab|processor_config|preprocessor_config"
     r"|video_preprocessor_config)\.json|merges\.txt|vocab\.txt|[\w.-]+\.model|chat_template\.jinja"
 )
@@ -45,12 +54,14 @@ class SavedFolder:
     """What was saved.
 
     Attributes:
+        path: The folder.
         files: The files of weights and their index, relative to the folder.
         tensors: The number of tensors in them.
         nbytes: The size of these tensors in bytes.
         bytes_written: How many of these bytes this rank has written.
     """
 
+    path: str
     files: tuple[str, ...]
     tensors: int
     nbytes: int
@@ -101,6 +112,19 @@ def save_pretrained(
                 save_pretrained(self.model, "my-llama", dtype="bfloat16")  # on every rank
     """
     held = find_model(module, "save_pretrained()")
+    return write_model(held, folder, dtype=dtype, max_shard_size=max_shard_size, also=also, overwrite=overwrite)
+
+
+def write_model(
+    held: HeldModel,
+    folder: StrPath,
+    *,
+    dtype: str | torch.dtype | None,
+    max_shard_size: int,
+    also: Sequence[SavesItself],
+    overwrite: bool,
+) -> SavedFolder:
+    """Write a model that was found. The other arguments are those of :func:`save_pretrained`."""
     chosen = None if dtype is None else as_dtype(dtype)
     tied = held.tied()
 
@@ -174,7 +198,7 @@ def write_folder(
         nonlocal decided
         if runtime.rank == 0:
             _refuse_object_store(path)
-            check_folder(path, overwrite=overwrite, ours=f"{own_files}|{_OTHERS}" if also else own_files)
+            check_folder(path, overwrite=overwrite, ours=f"{own_files}|{OTHER_FILES}" if also else own_files)
         with held.as_written() as model:  # on every rank
             if runtime.rank:
                 return None
@@ -203,6 +227,7 @@ def write_folder(
     names = [plan.name for plan in plans] + ([INDEX] if len(plans) > 1 else [])
     tensors = [tensor for plan in plans for tensor in plan.tensors.values()]
     return SavedFolder(
+        path=place.final.root,
         files=tuple(names),
         tensors=len(tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
