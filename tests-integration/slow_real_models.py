@@ -1,4 +1,7 @@
-"""What test_real_models.py leaves out: every model on every mesh. ``nox -s integration -- tests-integration/slow_real_models.py``."""
+"""Every model on every mesh, of which test_real_models.py runs a part.
+
+``nox -s integration -- tests-integration/slow_real_models.py`` runs it.
+"""
 
 from __future__ import annotations
 

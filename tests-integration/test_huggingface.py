@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from fsdp_core.errors import CheckpointExistsError, CheckpointMismatchError, FSDPError, UnsupportedCapabilityError
 from fsdp_core.huggingface import load_pretrained, save_adapter, save_pretrained
 from fsdp_core.testing import RankPool
+from fsdp_core.testing.memory import is_measurable, peak_of
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import new_fabric, new_trainer
@@ -188,7 +189,7 @@ def test_callbacks(ranks: RankPool, tmp_path: Path) -> None:
         assert cast == ((), ())
         read = ranks.run(1, read_last, str(tmp_path))[0]
         assert differences(state, read, "model.") == []
-    assert not [path for path in tmp_path.rglob("*partial*")]
+    assert not list(tmp_path.rglob("*partial*"))
 
 
 def adapters(tmp: str, strategy: str) -> Any:
@@ -204,11 +205,12 @@ def adapters(tmp: str, strategy: str) -> Any:
     loaded = load_pretrained(model, f"{tmp}/base")
     state = full_state(fabric.strategy)
     inner = {name.replace(".base_layer", "").removeprefix("base_model.model."): v for name, v in state.items()}
-    untouched = [n for n, v in new_model("llama lora", seed=6).state_dict().items() if "lora" in n and not torch.equal(state[n], v)]
+    given = {name: v for name, v in new_model("llama lora", seed=6).state_dict().items() if "lora" in name}
+    changed = differences(state, given)
     same = fabric.setup(new_model("llama lora"))
     saved = save_adapter(same, f"{tmp}/ours")
     refused = refusal(UnsupportedCapabilityError, lambda: save_pretrained(same, f"{tmp}/whole"))
-    return differences(inner, base.state_dict()), untouched, loaded, saved.tensors, refused
+    return differences(inner, base.state_dict()), changed, loaded, saved.tensors, refused
 
 
 def reread(tmp: str) -> list[str]:
@@ -221,8 +223,8 @@ def reread(tmp: str) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_adapters(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
-    for base, untouched, loaded, tensors, refused in ranks.run(2, adapters, str(tmp_path), strategy):
-        assert (base, untouched, loaded.missing, loaded.unexpected) == ([], [], (), ())
+    for base, changed, loaded, tensors, refused in ranks.run(2, adapters, str(tmp_path), strategy):
+        assert (base, changed, loaded.missing, loaded.unexpected) == ([], [], (), ())
         assert tensors == 8
         assert_says(refused, "PEFT has put adapters", "save_adapter()")
     ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
@@ -278,3 +280,44 @@ def test_any_module_of_one_process(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "pair").iterdir()] == ["model.safetensors"]
 
 
+
+
+def large() -> nn.Module:
+    """A Llama of 220 MB."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8000, num_hidden_layers=3))
+
+
+def measured(tmp: str, strategy: str, options: dict[str, Any], world_size: int) -> dict[str, int]:
+    """What writing and reading add to this rank's memory at their peaks, and the bytes that it reads."""
+    see_transformers()
+    plan = {"tp_plan": plan_of("llama")} if "tensor_parallel_size" in options else {}
+    fabric = new_fabric(strategy, world_size, {**options, **plan})
+    warm = fabric.setup(new_model("llama"))
+    save_pretrained(warm, f"{tmp}/warm")  # what is imported and allocated only once
+    load_pretrained(warm, f"{tmp}/warm")
+    with fabric.init_module(empty_init=True):
+        model = large()
+    model = fabric.setup(model)
+    wrote = peak_of(lambda: save_pretrained(model, f"{tmp}/large"))
+    loaded: list[Any] = []
+    read = peak_of(lambda: loaded.append(load_pretrained(model, f"{tmp}/large")))
+    return {"wrote": wrote, "read": read, "bytes read": loaded[0].bytes_read}
+
+
+#: What writing and reading may add to the shard.
+ALLOWED = 64 * 2**20
+
+
+@pytest.mark.skipif(not is_measurable(), reason="the peak memory of a process can be reset on Linux alone")
+@pytest.mark.parametrize("case", [("fsdp2", {}, 2)], ids=["fsdp2"])
+def test_memory_and_bytes(ranks: RankPool, tmp_path: Path, case: tuple[str, dict[str, Any], int]) -> None:
+    strategy, options, world_size = case
+    got = ranks.run(world_size, measured, str(tmp_path), strategy, options, world_size)
+    size = (tmp_path / "large/model.safetensors").stat().st_size
+    assert size / 2 > 1.5 * ALLOWED, "a rank that had the other half, too, would be seen"
+    for of_rank in got:
+        assert max(of_rank["wrote"], of_rank["read"]) <= ALLOWED
+    assert sum(of_rank["bytes read"] for of_rank in got) <= 1.02 * size

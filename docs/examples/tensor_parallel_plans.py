@@ -1,4 +1,4 @@
-"""Plans for ``FSDP2Strategy(tp_plan=…)``, for models of transformers that bring none, or one that torch has no style for."""
+"""Plans for ``FSDP2Strategy(tp_plan=…)`` for models of transformers, also for those that bring none."""
 
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel

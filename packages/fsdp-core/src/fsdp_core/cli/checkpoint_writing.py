@@ -49,8 +49,8 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--max-shard-size", callback=_size, metavar="SIZE", default="5GB", show_default=True,
               help="Hugging Face: how large a file may be.")  # fmt: skip
 @click.option("--config", type=click.Path(exists=True), metavar="FILE|FOLDER",
-              help="Hugging Face: a config.json to copy into the folder; or the folder of the model that training began "
-                   "with, whose tokenizer is copied too: names and shapes are then as transformers stores them.")  # fmt: skip
+              help="Hugging Face: a config.json to copy into the folder; or the folder of the model that training "
+                   "began with: its tokenizer is copied too, and names are as transformers stores them.")  # fmt: skip
 @_OVERWRITE
 @_VERIFY
 @_QUIET

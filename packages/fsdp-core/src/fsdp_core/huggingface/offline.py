@@ -120,7 +120,7 @@ def _built(config: str | os.PathLike[str]) -> tuple[nn.Module, list[str]]:
         own = transformers.AutoConfig.from_pretrained(os.fspath(config))
         names = list(getattr(own, "architectures", None) or [])
     except (OSError, ValueError) as error:
-        raise CheckpointValueError(f"can't read a configuration from the folder {os.fspath(config)}: {error}") from error
+        raise CheckpointValueError(f"can't read a configuration in {os.fspath(config)}: {error}") from error
     cls = getattr(transformers, names[0], None) if names else None
     if cls is None:
         raise CheckpointValueError(

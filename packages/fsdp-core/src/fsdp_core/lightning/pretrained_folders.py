@@ -20,9 +20,9 @@ __all__ = ["LoadPretrained", "SavePretrained"]
 class SavePretrained(pl.Callback):
     """Writes the model into a folder that ``from_pretrained`` reads, during training and at its end.
 
-    The folders are ``dirpath/step-00000100`` and so on, by the number of optimizer steps. No rank gathers the model; see
-    :func:`fsdp_core.huggingface.save_pretrained`. Of a model with adapters of PEFT's, the adapters alone are written. Such
-    a folder holds weights only: save checkpoints, too, to resume training.
+    The folders are ``dirpath/step-00000100`` and so on, by the number of optimizer steps. No rank gathers the model;
+    see :func:`fsdp_core.huggingface.save_pretrained`. Of a model with adapters of PEFT's, the adapters alone are
+    written. Such a folder holds weights only: save checkpoints, too, to resume training.
 
     Args:
         dirpath: The folder of these folders, on a file system that all ranks share.
