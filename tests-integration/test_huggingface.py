@@ -155,7 +155,7 @@ def trained_with_callbacks(tmp: str) -> Any:
     load = LoadPretrained(f"{tmp}/theirs")
     save = SavePretrained(f"{tmp}/steps", every_n_train_steps=1, keep=2, dtype="bfloat16")
     trainer = new_trainer(tmp, "fsdp2", 2, callbacks=[load, save], max_steps=3)
-    trainer.fit(module, DataLoader([WORDS] * 3, batch_size=None))
+    trainer.fit(module, DataLoader([WORDS] * 6, batch_size=None))
     state = {name: value.bfloat16() for name, value in full_state(trainer.strategy).items()}
     told = {
         "exists": refusal(CheckpointExistsError, lambda: save_pretrained(module, f"{tmp}/theirs")),
@@ -233,6 +233,40 @@ def test_adapters(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     assert ranks.run(1, reread, str(tmp_path)) == [[]]
 
 
+def checkpointed(tmp: str) -> None:
+    see_transformers()
+    fabric = new_fabric("fsdp2", 2)
+    want: Any = new_model("mixtral")
+    if fabric.is_global_zero:
+        want.save_pretrained(f"{tmp}/theirs")
+    fabric.save(f"{tmp}/run.ckpt", {"net": fabric.setup(want)})
+
+
+def converted(tmp: str, config: str) -> tuple[int, str]:
+    """What the command says of a checkpoint and the folder of a configuration."""
+    see_transformers()
+    from click.testing import CliRunner
+
+    from fsdp_core.cli import fsdp
+
+    words = ["checkpoint", "consolidate", f"{tmp}/run.ckpt", f"{tmp}/{config}-ours", "--to", "huggingface"]
+    done = CliRunner().invoke(fsdp, [*words, "--config", f"{tmp}/{config}"])
+    return done.exit_code, done.output + str(done.exception or "")
+
+
+def test_a_checkpoint_becomes_the_folder_of_transformers(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, checkpointed, str(tmp_path))
+    (tmp_path / "theirs/tokenizer.json").write_text("{}", encoding="utf-8")
+    assert ranks.run(1, converted, str(tmp_path), "theirs")[0][0] == 0
+    assert contents(tmp_path / "theirs-ours") == contents(tmp_path / "theirs")
+    other = json.loads((tmp_path / "theirs/config.json").read_text(encoding="utf-8")) | {"num_hidden_layers": 3}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps(other), encoding="utf-8")
+    status, told = ranks.run(1, converted, str(tmp_path), "other")[0]
+    assert status == 1
+    assert_says(told, "is not the MixtralForCausalLM of the configuration", "model.layers.2", "--strip-prefix")
+
+
 def failing(tmp: str) -> list[str]:
     """What a rank whose disk is full, and a damaged folder, make all ranks say; nothing is left of it."""
     see_transformers()
@@ -278,8 +312,6 @@ def without_ranks(tmp: str) -> tuple[int, list[str]]:
 def test_any_module_of_one_process(tmp_path: Path) -> None:
     assert without_ranks(str(tmp_path)) == (4, [])
     assert [path.name for path in (tmp_path / "pair").iterdir()] == ["model.safetensors"]
-
-
 
 
 def large() -> nn.Module:

@@ -75,7 +75,7 @@ def test_llama_and_lora_upon_it(tmp_path: Path) -> None:
     assert "The exported Llama is the one in the checkpoint." in trained
     assert read_manifest(tmp_path / "llama.ckpt").world_size == 2
     further = run((EXAMPLES / "from_folder.py").read_text(encoding="utf-8"), tmp_path, "fsdp2")
-    assert "Read 39 tensors; the last of 2 folders is a LlamaForCausalLM" in further
+    assert "Read 39 tensors; the last of 2 folders: LlamaForCausalLM" in further
     assert losses(further)[0] < losses(trained)[-1], "it goes on from the folder"
     begun = run(lora, tmp_path, "fsdp2", "2")
     gone_on = run(lora, tmp_path, "fsdp_native", "4")

@@ -28,5 +28,5 @@ if __name__ == "__main__":
     )
     trainer.fit(FromFolder(), text(batch_size=8))
     if trainer.is_global_zero:
-        kept = AutoModelForCausalLM.from_pretrained(write.written[-1])
-        print(f"Read {read.loaded.tensors} tensors; the last of {len(write.written)} folders is a {type(kept).__name__}")
+        last = AutoModelForCausalLM.from_pretrained(write.written[-1])
+        print(f"Read {read.loaded.tensors} tensors; the last of {len(write.written)} folders: {type(last).__name__}")

@@ -24,8 +24,10 @@ def llama():
 
 def qwen3():
     # These norms see the heads of their rank only, so their gradients have to be summed over the ranks: dimension 2.
-    norms = {f"model.layers.*.self_attn.{name}_norm": SequenceParallel(sequence_dim=2, use_local_output=True)
-             for name in "qk"}
+    norms = {
+        f"model.layers.*.self_attn.{name}_norm": SequenceParallel(sequence_dim=2, use_local_output=True)
+        for name in "qk"
+    }
     return llama() | norms
 
 

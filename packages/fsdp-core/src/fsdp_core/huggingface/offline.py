@@ -76,9 +76,7 @@ def consolidate_pretrained(
     held = _stored(path, model, key, strip_prefix, verify=verify)
     names = [name for name in os.listdir(config) if re.fullmatch(OTHER_FILES, name)] + generation
     copies = [_Copied(sources=[Path(config, name) for name in sorted(names)])] if names else []
-    return write_model(
-        held, out, dtype=dtype, max_shard_size=max_shard_size, also=copies, overwrite=overwrite
-    )
+    return write_model(held, out, dtype=dtype, max_shard_size=max_shard_size, also=copies, overwrite=overwrite)
 
 
 @dataclass(frozen=True, kw_only=True)

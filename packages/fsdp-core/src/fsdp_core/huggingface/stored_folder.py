@@ -20,7 +20,7 @@ from fsdp_core.state.coverage import Box
 
 __all__ = ["RangeReader", "StoredTensor", "list_folder"]
 
-_LOCAL_RUN_BYTES = 512
+_LOCAL_RUN_BYTES = 64
 """How long a run of bytes is read by itself from a local file, without the bytes between."""
 
 _REMOTE_RUN_BYTES = 256 * 2**10  # each is a request

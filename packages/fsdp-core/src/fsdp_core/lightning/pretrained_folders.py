@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_core.errors import CheckpointValueError, ShardingError
 from fsdp_core.huggingface import LoadedFolder, SavedFolder, load_pretrained, save_adapter, save_pretrained
+from fsdp_core.lightning.hooks.redirection import normal_tensors
 
 __all__ = ["LoadPretrained", "SavePretrained"]
 
@@ -94,6 +95,7 @@ class SavePretrained(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.written = list(state_dict["written"])
 
+    @normal_tensors()
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> SavedFolder | None:
         if trainer.global_step == self._step_saved or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
@@ -158,6 +160,7 @@ class LoadPretrained(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._load(trainer, pl_module)
 
+    @normal_tensors()  # validation runs in inference mode, and what is read here is trained later
     def _load(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.loaded is None and trainer.ckpt_path is None and trainer.global_step == 0:
             self.loaded = load_pretrained(_chosen(pl_module, self.model), self.folder, **self.options)
