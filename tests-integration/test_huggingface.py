@@ -23,6 +23,7 @@ from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import new_fabric, new_trainer
 from real_models import new_model, plan_of, see_transformers
 
+LIMIT = 300.0  # seconds, for a machine that does much else
 SMALL_FILES = 12000  # bytes, so that there are several files
 
 
@@ -98,7 +99,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_folders_are_those_of_transformers(
     ranks: RankPool, tmp_path: Path, strategy: str, options: dict[str, Any], world_size: int, names: list[str]
 ) -> None:
-    got = ranks.run(world_size, write_and_read, str(tmp_path), strategy, options, world_size, names)
+    given = str(tmp_path), strategy, options, world_size, names
+    got = ranks.run(world_size, write_and_read, *given, timeout=LIMIT)
     assert ranks.run(1, read_by_theirs, str(tmp_path), names)[0] == {name: [] for name in names}
     for name in names:
         ours, theirs = contents(tmp_path / name / "ours"), contents(tmp_path / name / "theirs")
@@ -347,7 +349,7 @@ ALLOWED = 64 * 2**20
 @pytest.mark.parametrize("case", [("fsdp2", {}, 2)], ids=["fsdp2"])
 def test_memory_and_bytes(ranks: RankPool, tmp_path: Path, case: tuple[str, dict[str, Any], int]) -> None:
     strategy, options, world_size = case
-    got = ranks.run(world_size, measured, str(tmp_path), strategy, options, world_size)
+    got = ranks.run(world_size, measured, str(tmp_path), strategy, options, world_size, timeout=LIMIT)
     size = (tmp_path / "large/model.safetensors").stat().st_size
     assert size / 2 > 1.5 * ALLOWED, "a rank that had the other half, too, would be seen"
     for of_rank in got:

@@ -11,6 +11,8 @@ from fsdp_core.testing.oracle import Trained
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from real_models import MESHES, see_transformers, train_plain, train_sharded
 
+LIMIT = 300.0  # seconds, for a machine that does much else
+
 #: The rest is in slow_real_models.py.
 CASES = [
     ("shard 2", ["qwen3", "t5"]),
@@ -35,8 +37,8 @@ def ranks() -> Iterator[RankPool]:
 
 
 def assert_equals_plain(ranks: RankPool, mesh: str, names: list[str]) -> None:
-    want: dict[str, Trained] = ranks.run(1, plain, names)[0]
-    got: list[dict[str, Trained]] = ranks.run(MESHES[mesh][1], on_ranks, names, mesh)
+    want: dict[str, Trained] = ranks.run(1, plain, names, timeout=LIMIT)[0]
+    got: list[dict[str, Trained]] = ranks.run(MESHES[mesh][1], on_ranks, names, mesh, timeout=LIMIT)
     for name in names:
         assert_same([of_rank[name] for of_rank in got], want[name])
 
