@@ -126,18 +126,22 @@ def test_plugins_import_core_and_not_each_other(name: str) -> None:
     assert {shown(path): found for path in files if (found := within(imported(path), *others))} == {}
 
 
+#: What stands on all others.
+ABOVE = ("huggingface", "lightning")
+
 #: Folders and modules of core, and what none of their files imports of core. docs/architecture.md says the same.
 NEVER = {
     "errors.py": ("",),
     "lazy_names.py": ("",),
     "torch_private.py": ("",),
-    "runtime.py": ("plugins", "gradients", "state", "initialization", "sharding", "checkpoint", "lightning"),
-    "plugins/**": ("gradients", "state", "initialization", "sharding", "checkpoint", "lightning"),
-    "gradients/**": ("plugins", "state", "initialization", "sharding", "checkpoint", "lightning"),
-    "state/**": ("plugins", "initialization", "sharding", "checkpoint", "lightning"),
-    "initialization/**": ("plugins", "gradients", "sharding", "checkpoint", "lightning"),
-    "sharding/**": ("plugins", "checkpoint", "lightning"),
-    "checkpoint/**": ("plugins", "gradients", "initialization", "sharding", "lightning"),
+    "runtime.py": ("plugins", "gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
+    "plugins/**": ("gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
+    "gradients/**": ("plugins", "state", "initialization", "sharding", "checkpoint", *ABOVE),
+    "state/**": ("plugins", "initialization", "sharding", "checkpoint", *ABOVE),
+    "initialization/**": ("plugins", "gradients", "sharding", "checkpoint", *ABOVE),
+    "sharding/**": ("plugins", "checkpoint", *ABOVE),
+    "checkpoint/**": ("plugins", "gradients", "initialization", "sharding", *ABOVE),
+    "huggingface/**": ("plugins", "gradients", "initialization", "lightning"),
     "checkpoint/format/**": (
         *("checkpoint.storage", "checkpoint.tools", "checkpoint.importing"),
         *("checkpoint.saving", "checkpoint.loading", "checkpoint.planning"),
@@ -157,13 +161,13 @@ NEVER = {
         *("lightning.trainer", "lightning.fabric", "lightning.strategy"),
         *("lightning.checkpoints", "lightning.loaders", "lightning.registration"),
     ),
-    "doctor/**": ("gradients", "state", "initialization", "sharding", "checkpoint", "lightning"),
+    "doctor/**": ("gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
     "cli/**": ("gradients", "state", "initialization", "sharding"),
 }
 #: What plugins import of core: these, and nothing below.
 PUBLIC = {
     *("fsdp_core", "fsdp_core.plugins", "fsdp_core.state", "fsdp_core.sharding", "fsdp_core.checkpoint"),
-    *("fsdp_core.lightning", "fsdp_core.testing", "fsdp_core.testing.suite"),
+    *("fsdp_core.huggingface", "fsdp_core.lightning", "fsdp_core.testing", "fsdp_core.testing.suite"),
 }
 
 
@@ -275,6 +279,10 @@ KNOWN_ATTRIBUTES = {
     "initialization/materialize.py": {"_reset_parameters"},  # of nn.MultiheadAttention and nn.Transformer
     "checkpoint/async_save.py": {"_register_atexit"},  # of threading: before the interpreter waits for threads
     "checkpoint/storage/folder.py": {"_cache"},  # of fsspec's file systems, which a fork must not share
+    "huggingface/stored_names.py": {  # of transformers' models: what they store, and under which names
+        *("_tied_weights_keys", "_keys_to_ignore_on_save", "_keys_to_ignore_on_load_unexpected"),
+        "_checkpoint_conversion_mapping",
+    },
     "fsdp_fsdp2/tensor_parallel.py": {"_tp_plan"},  # of transformers' models: the plan that they bring
     "fsdp_fsdp2/transformers_models.py": {"_attn_implementation"},  # of transformers' configurations: which attention
     "sharding/sequence.py": {"_fields"},  # of named tuples, documented

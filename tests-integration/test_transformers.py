@@ -1,4 +1,4 @@
-"""docs/examples/llama.py and lora.py, run as docs/transformers.md says: their losses are those of an unsharded loop."""
+"""The scripts of docs/transformers.md, run as it says: their losses are those of an unsharded loop."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"\bloss (\d\S+)", output)]
 
 
-@pytest.mark.parametrize("example", ["llama.py", "lora.py"])
+@pytest.mark.parametrize("example", ["llama.py", "lora.py", "from_folder.py", "tensor_parallel_plans.py"])
 def test_the_page_shows_the_examples(example: str) -> None:
     page = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
     assert f"```python\n{(EXAMPLES / example).read_text(encoding='utf-8')}```" in page
@@ -74,6 +74,9 @@ def test_llama_and_lora_upon_it(tmp_path: Path) -> None:
     trained = run(llama, tmp_path, "fsdp2", forked=False)  # as users start it
     assert "The exported Llama is the one in the checkpoint." in trained
     assert read_manifest(tmp_path / "llama.ckpt").world_size == 2
+    further = run((EXAMPLES / "from_folder.py").read_text(encoding="utf-8"), tmp_path, "fsdp2")
+    assert "Read 39 tensors; the last of 2 folders: LlamaForCausalLM" in further
+    assert losses(further)[0] < losses(trained)[-1], "it goes on from the folder"
     begun = run(lora, tmp_path, "fsdp2", "2")
     gone_on = run(lora, tmp_path, "fsdp_native", "4")
     assert "The base and the exported adapters make the model in the checkpoint." in gone_on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,8 +48,9 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--copy-tied", is_flag=True, help="Write a tied parameter under each of its names, not once.")
 @click.option("--max-shard-size", callback=_size, metavar="SIZE", default="5GB", show_default=True,
               help="Hugging Face: how large a file may be.")  # fmt: skip
-@click.option("--config", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
-              help="Hugging Face: a config.json to copy into the folder.")  # fmt: skip
+@click.option("--config", type=click.Path(exists=True), metavar="FILE|FOLDER",
+              help="Hugging Face: a config.json to copy into the folder; or the folder of the model that training "
+                   "began with: its tokenizer is copied too, and names are as transformers stores them.")  # fmt: skip
 @_OVERWRITE
 @_VERIFY
 @_QUIET
@@ -75,6 +77,9 @@ def consolidate_checkpoint(ctx: click.Context, /, path: str, out: str, target: s
             from fsdp_core.checkpoint import consolidate_safetensors
 
             done = consolidate_safetensors(path, out, **common, **weights)
+        elif options["config"] is not None and os.path.isdir(options["config"]):
+            _print_folder(ctx, out, {**options, "dtype": dtype, "overwrite": overwrite, "verify": verify}, path, quiet)
+            return
         else:
             from fsdp_core.checkpoint import consolidate_huggingface
 
@@ -82,6 +87,18 @@ def consolidate_checkpoint(ctx: click.Context, /, path: str, out: str, target: s
             done = consolidate_huggingface(path, out, **common, **weights, **folder)
     if not quiet:
         _print_done(out, done)
+
+
+def _print_folder(ctx: click.Context, out: str, options: dict[str, Any], path: str, quiet: bool) -> None:
+    """Write the folder as transformers stores the model, which needs transformers."""
+    from fsdp_core.huggingface import consolidate_pretrained
+
+    if options["copy_tied"]:
+        raise click.UsageError("--copy-tied goes with --config FILE: transformers stores a tied parameter once.", ctx)
+    names = ("config", "key", "strip_prefix", "dtype", "max_shard_size", "overwrite", "verify")
+    saved = consolidate_pretrained(path, out, **{name: options[name] for name in names})
+    if not quiet:
+        click.echo(f"Wrote {saved.tensors} tensors, {shown_size(saved.nbytes)}, to {clean(out)}.")
 
 
 _ONLY_FOR = {

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
     from fsdp_core.lightning.devices import check_devices, reduce_op_name, set_rank_zero
     from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.pretrained_folders import LoadPretrained, SavePretrained
     from fsdp_core.lightning.strategy import StrategyOptions
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
 __all__ = [
+    "LoadPretrained",
+    "SavePretrained",
     "ShardedFabricStrategy",
     "ShardedTrainerStrategy",
     "StrategyOptions",
@@ -30,6 +33,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "LoadPretrained": "fsdp_core.lightning.pretrained_folders",
+    "SavePretrained": "fsdp_core.lightning.pretrained_folders",
     "StrategyOptions": "fsdp_core.lightning.strategy",
     "ShardedFabricStrategy": "fsdp_core.lightning.fabric",
     "ShardedTrainerStrategy": "fsdp_core.lightning.trainer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,13 @@ from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.saved_tensor import SavedTensor
 from fsdp_core.torch_private import StridedShard
 
-__all__ = ["check_not_gathered", "each_whole", "gathered_modules", "whole"]
+__all__ = ["check_not_gathered", "each_whole", "gathered_modules", "running_forwards", "whole"]
 
 #: Modules whose parameters :func:`fsdp_core.gathered` has temporarily replaced with full ones, and their roots.
 gathered_modules: WeakSet[nn.Module] = WeakSet()
+
+#: The number of running forward passes of a root, and of the module that it stands for.
+running_forwards: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def check_not_gathered(root: nn.Module, what: str) -> None:

@@ -115,7 +115,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def read_box(
-    read_into: Callable[[memoryview, int], None], source: FileTensor, offsets: tuple[int, ...], out: Tensor
+    read_into: Callable[[memoryview, int], None],
+    source: FileTensor,
+    offsets: tuple[int, ...],
+    out: Tensor,
+    *,
+    direct_run_bytes: int = _DIRECT_RUN_BYTES,
 ) -> None:
     """Read a box of a tensor in a file into ``out``, which may have another dtype, device or stride.
 
@@ -127,12 +132,13 @@ def read_box(
         source: The tensor in the file.
         offsets: Where the box begins in it.
         out: The target, at the shape of the box.
+        direct_run_bytes: How long a run of bytes must be to be read by itself, without those between runs.
     """
     if out.ndim == 0:
         source, offsets, out = replace(source, shape=(1,)), (0,), out.reshape(1)
         # reshape of a 0-dim tensor is a view, so writes reach the caller's tensor.
     if out.numel():
-        _read_rows(read_into, source.dtype, source.shape, source.start, offsets, out)
+        _read_rows(read_into, source.dtype, source.shape, source.start, offsets, out, direct_run_bytes)
 
 
 def _read_rows(
@@ -142,6 +148,7 @@ def _read_rows(
     start: int,
     offsets: tuple[int, ...],
     out: Tensor,
+    direct: int,
 ) -> None:
     rows, row_bytes = out.shape[0], math.prod(shape[1:]) * dtype.itemsize
     first = start + offsets[0] * row_bytes
@@ -150,9 +157,9 @@ def _read_rows(
         read_into(memory_of(out), first)
         return
     # A row that is larger than the staging buffer, or of which only a long part is needed, is read separately.
-    if row_bytes > STAGING_BYTES or (not whole_rows and math.prod(out.shape[1:]) * dtype.itemsize >= _DIRECT_RUN_BYTES):
+    if row_bytes > STAGING_BYTES or (not whole_rows and math.prod(out.shape[1:]) * dtype.itemsize >= direct):
         for row in range(rows):
-            _read_rows(read_into, dtype, shape[1:], first + row * row_bytes, offsets[1:], out[row])
+            _read_rows(read_into, dtype, shape[1:], first + row * row_bytes, offsets[1:], out[row], direct)
         return
     at_once = max(1, min(rows, STAGING_BYTES // row_bytes))
     staging = torch.empty((at_once, *shape[1:]), dtype=dtype)

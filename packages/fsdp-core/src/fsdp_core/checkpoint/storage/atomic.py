@@ -8,14 +8,23 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder, sync_directory
 from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 
-__all__ = ["OVERWRITE", "check_apart", "check_file", "check_folder", "named_errors", "new_file", "new_folder"]
+__all__ = [
+    "OVERWRITE",
+    "NewFolder",
+    "check_apart",
+    "check_file",
+    "check_folder",
+    "named_errors",
+    "new_file",
+    "new_folder",
+]
 
 OVERWRITE = "choose another path, or pass overwrite=True (--overwrite on the command line)"
 """The remedy in errors about an existing path."""
@@ -126,19 +135,47 @@ def new_folder(out: StrPath) -> Iterator[Folder]:
     Raises:
         CheckpointError: It can't be written; the previous content of ``out`` is unchanged.
     """
-    final = open_folder(out)
-    token = secrets.token_hex(6)
-    folder = replace(final, root=f"{final.root}.{token}.partial") if final.local else final
-    with named_errors(f"write {final}"):
+    place = NewFolder.of(out)
+    with named_errors(f"write {place.final}"):
         try:
-            yield folder
-            folder.sync()
-            if final.local:
-                _take_place(folder, final, aside=f"{final.root}.{token}.replaced")
+            yield place.folder
+            place.put()
         except BaseException:
-            if folder.kind() == "folder":
-                folder.remove_all()
+            place.discard()
             raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewFolder:
+    """A folder that is written beside its path, as :func:`new_folder` does it, in steps that several ranks take.
+
+    Attributes:
+        final: The folder at its path.
+        folder: The folder to write to.
+        token: A name that no other writer has.
+    """
+
+    final: Folder
+    folder: Folder
+    token: str
+
+    @classmethod
+    def of(cls, out: StrPath, token: str | None = None) -> NewFolder:
+        """A folder at a path. Ranks that pass the same token write to the same folder."""
+        final, token = open_folder(out), token or secrets.token_hex(6)
+        folder = replace(final, root=f"{final.root}.{token}.partial") if final.local else final
+        return cls(final=final, folder=folder, token=token)
+
+    def put(self) -> None:
+        """Move it to its path, replacing a folder there."""
+        self.folder.sync()
+        if self.final.local:
+            _take_place(self.folder, self.final, aside=f"{self.final.root}.{self.token}.replaced")
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        if self.folder.kind() == "folder":
+            self.folder.remove_all()
 
 
 def _take_place(folder: Folder, final: Folder, *, aside: str) -> None:

@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdp_core.checkpoint.format.huggingface_folder import INDEX, OWN_FILES, index_text, split_into_files
 from fsdp_core.checkpoint.format.paths import split_path
 from fsdp_core.checkpoint.storage.atomic import check_apart, check_file, check_folder, new_file, new_folder
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath
+from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, tensor_of
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
@@ -20,7 +21,6 @@ from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError, Miss
 
 __all__ = ["Consolidated", "consolidate_huggingface", "consolidate_safetensors"]
 
-_HUGGING_FACE = r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json"
 _SHOWN = 5
 
 
@@ -141,26 +141,22 @@ def consolidate_huggingface(
     """
     files = open_files(path)
     check_apart(out, files.folder)
-    check_folder(out, overwrite=overwrite, ours=_HUGGING_FACE)
+    check_folder(out, overwrite=overwrite, ours=OWN_FILES)
     if config is not None:
         _check_config(config)
     weights = _Weights(files, key, strip_prefix, dtype, copy_tied)
     on_bytes = counter(weights.prepare(verify=verify), on_progress)
-    shards = _shards(weights.sources, max_shard_size)
+    shards = split_into_files({name: source.nbytes for name, source in weights.sources.items()}, max_shard_size)
     weights.verify(verify, on_bytes)
     with new_folder(out) as folder:
         for name, shard in shards.items():
             with folder.writing(name) as stream:
-                write_sources(stream, shard, on_bytes=on_bytes)
+                write_sources(stream, {tensor: weights.sources[tensor] for tensor in shard}, on_bytes=on_bytes)
         written = list(shards)
         if len(shards) > 1:
-            weight_map = {tensor: name for name, shard in shards.items() for tensor in shard}
-            _write_json(
-                folder,
-                "model.safetensors.index.json",
-                {"metadata": {"total_size": weights.nbytes}, "weight_map": dict(sorted(weight_map.items()))},
-            )
-            written.append("model.safetensors.index.json")
+            with folder.writing(INDEX) as stream:
+                stream.write(index_text(shards, weights.nbytes))
+            written.append(INDEX)
         if config is not None:
             with open(config, "rb") as source, folder.writing("config.json") as stream:
                 shutil.copyfileobj(source, stream)
@@ -256,22 +252,6 @@ class _Weights:
         )
 
 
-def _shards(sources: Mapping[str, BytesSource], most: int) -> dict[str, dict[str, BytesSource]]:
-    if most < 1:
-        raise CheckpointValueError(f"a file can't hold {most} bytes of tensors; pass a max_shard_size of 1 or more")
-    groups: list[dict[str, BytesSource]] = [{}]
-    size = 0
-    for name, source in sources.items():
-        if groups[-1] and source.nbytes and size + source.nbytes > most:
-            groups.append({})
-            size = 0
-        groups[-1][name] = source
-        size += source.nbytes
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
 def _check_config(config: str | os.PathLike[str]) -> None:
     try:
         with open(config, encoding="utf-8") as stream:
@@ -280,8 +260,3 @@ def _check_config(config: str | os.PathLike[str]) -> None:
         raise CheckpointValueError(f"can't read the configuration {os.fspath(config)}: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointValueError(f"{os.fspath(config)} is not a model configuration: it is not a JSON object")
-
-
-def _write_json(folder: Folder, name: str, content: object) -> None:
-    with folder.writing(name) as stream:
-        stream.write((json.dumps(content, indent=2) + "\n").encode())

@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_core.lightning.precision_plugins import compute_context
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
-from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules
+from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules, running_forwards
 from fsdp_core.torch_private import in_backward
 
 __all__ = [
@@ -32,9 +32,6 @@ __all__ = [
     "is_inside_forward",
     "normal_tensors",
 ]
-
-#: The number of running forward passes of a root, and of the module that it stands for.
-_inside: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 #: By module that needs parameters of a root: the root, and the module's FQN there.
 _parts: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
@@ -94,7 +91,7 @@ def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], A
 
 def is_inside_forward(module: nn.Module) -> bool:
     """Whether a forward pass is running of a root, or of the root that stands for a module."""
-    return module in _inside
+    return module in running_forwards
 
 
 @contextmanager
@@ -204,7 +201,7 @@ def _enter_watched(module: nn.Module, args: Any) -> None:
     root = _root_of(module)
     if root is None or in_backward():
         return
-    is_outside = root not in _inside and module not in gathered_modules
+    is_outside = root not in running_forwards and module not in gathered_modules
     if module is root:
         _enter(root)
     if is_outside:
@@ -227,13 +224,13 @@ def _leave_watched(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _enter(module: nn.Module) -> None:
-    _inside[module] = _inside.get(module, 0) + 1
+    running_forwards[module] = running_forwards.get(module, 0) + 1
 
 
 def _leave(module: nn.Module) -> None:
-    depth = _inside.pop(module, 0)
+    depth = running_forwards.pop(module, 0)
     if depth > 1:
-        _inside[module] = depth - 1
+        running_forwards[module] = depth - 1
 
 
 def _root_of(module: nn.Module) -> nn.Module | None:
@@ -306,7 +303,7 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     if torch.compiler.is_compiling() or in_backward():  # backward recomputes calls of a forward pass
         return forward(*args, **kwargs)
     root = _root_of(module)
-    if root is None or root in _inside or module in gathered_modules:
+    if root is None or root in running_forwards or module in gathered_modules:
         return forward(*args, **kwargs)
     _begin(root, module)
     sharded, failed = _sharded(root), True

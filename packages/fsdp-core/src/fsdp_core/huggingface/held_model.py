@@ -1,0 +1,176 @@
+"""A model of transformers inside a module: where it is, what ranks hold of it, and under which names it is stored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.sharding.sharded import Sharded, StateTensor, sharded_around
+from fsdp_core.state.chunks import ChunkedTensor, chunked
+from fsdp_core.state.fqn import aliases, clean_name, unwrap_compiled
+from fsdp_core.state.full_tensor import check_not_gathered, running_forwards
+
+__all__ = ["HeldModel", "find_model", "is_adapted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldModel:
+    """A model, as the user wrote it, and its place in what is sharded.
+
+    Attributes:
+        module: The model itself, or a library's wrapper around it.
+        sharded: The root that it is in, or is; ``None`` if nothing is sharded.
+        prefix: What its names begin with in the root, such as ``"model."``.
+        runtime: The ranks.
+    """
+
+    module: nn.Module = field(repr=False)
+    sharded: Sharded | None = field(repr=False)
+    prefix: str
+    runtime: Runtime = field(repr=False)
+
+    @contextmanager
+    def as_written(self) -> Iterator[nn.Module]:
+        """A context in which the model has the classes, names and shapes that the user wrote; yields it."""
+        if self.sharded is None:
+            yield unwrap_compiled(self.module)
+            return
+        with self.sharded.as_written():
+            found = unwrap_compiled(self.sharded.written)
+            for part in self.prefix.split(".")[:-1]:
+                found = unwrap_compiled(getattr(found, part))
+            with _own_classes(found):
+                yield found
+
+    def state(self) -> dict[str, ChunkedTensor]:
+        """What this rank holds of the model's state, by its names in the model; tied parameters under each name.
+
+        Raises:
+            UnsupportedCapabilityError: There is state that is not a tensor.
+        """
+        found = {}
+        for name, value in self._whole_state().items():
+            if not name.startswith(self.prefix):
+                continue
+            if not isinstance(value, StateTensor):
+                raise UnsupportedCapabilityError(
+                    f"{name!r} is not a tensor but extra state of a module ({type(value).__name__}), for which a "
+                    "folder of Hugging Face's has no place.\nSave a checkpoint, which holds it."
+                )
+            found[name.removeprefix(self.prefix)] = chunked(value, rank=self.runtime.rank)
+        return found
+
+    def _whole_state(self) -> Mapping[str, Any]:
+        if self.sharded is not None:
+            return self.sharded.model_state()
+        return {clean_name(name): value for name, value in self.module.state_dict().items()}
+
+    def tied(self) -> dict[str, str]:
+        """The first name of the same parameter, by each further name, in the model."""
+        known = aliases(unwrap_compiled(self.module)) if self.sharded is None else self.sharded.aliases()
+        begins = {name: first for name, first in known.items() if name.startswith(self.prefix)}
+        found: dict[str, str] = {}
+        inside: dict[str, str] = {}
+        for name, first in begins.items():  # the first name may be outside of the model
+            own = first if first.startswith(self.prefix) else inside.setdefault(first, name)
+            if own != name:
+                found[name.removeprefix(self.prefix)] = own.removeprefix(self.prefix)
+        return found
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Fill what this rank holds, in place.
+
+        Args:
+            state: Handles to saved tensors, by names in the model; not necessarily of all.
+        """
+        if self.sharded is not None:
+            whole = {f"{self.prefix}{name}": handle for name, handle in state.items()}
+            self.sharded.load_model_state(whole, strict=False)
+            return
+        held = self.state()
+        for name, handle in state.items():
+            for chunk in held[name].chunks:
+                handle.read_into(chunk)
+
+
+def find_model(module: nn.Module, doing: str) -> HeldModel:
+    """Find the model in a module, sharded or not.
+
+    Args:
+        module: A model; a module inside a sharded one; a LightningModule that holds one model; what ``fabric.setup``
+            returned.
+        doing: What is done, for errors.
+
+    Raises:
+        ShardingError: It holds several models; or its parameters are gathered at the moment.
+    """
+    inner = getattr(module, "module", None)
+    if sharded_around(module) is None and isinstance(inner, nn.Module):  # Fabric's wrapper, or DDP's
+        return find_model(inner, doing)
+    if not _is_model(module):
+        names = [name for name, child in module.named_children() if _is_model(child)]
+        if len(names) > 1:
+            shown = " or ".join(f"module.{name}" for name in names)
+            raise ShardingError(
+                f"{doing} was called with a {type(module).__name__}, which holds {len(names)} models.\n"
+                f"Pass one of them: {shown}."
+            )
+        if names:
+            return find_model(getattr(module, names[0]), doing)
+    found = sharded_around(module)
+    if found is None:
+        return HeldModel(module=module, sharded=None, prefix="", runtime=_runtime())
+    sharded, prefix = found
+    check_not_gathered(sharded.root, doing)
+    if sharded.root in running_forwards:
+        raise ShardingError(
+            f"{doing} was called inside a step, whose forward pass needs the gathered parameters.\n"
+            "Call it in a hook before or after it, such as on_train_batch_end() or on_train_end()."
+        )
+    sharded.runtime.meet(f"{doing}, of which all ranks do a part,")
+    return HeldModel(module=module, sharded=sharded, prefix=prefix, runtime=sharded.runtime)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether PEFT has put adapters into a model."""
+    return isinstance(getattr(module, "peft_config", None), Mapping)
+
+
+@contextmanager
+def _own_classes(model: nn.Module) -> Iterator[None]:
+    """A context in which modules have their own classes: transformers finds nothing by the names of FSDP2's."""
+    made: dict[nn.Module, type] = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    for module, cls in made.items():
+        own_class: Any = next(own for own in cls.__mro__ if not issubclass(own, FSDPModule))
+        module.__class__ = own_class
+    try:
+        yield
+    finally:
+        for module, cls in made.items():
+            module.__class__ = cls
+
+
+def _is_model(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("config", "save_pretrained"))
+
+
+def _runtime() -> Runtime:
+    """The ranks of a module that is not sharded: those of torch's process group, if there is one."""
+    runtime = ProcessGroupRuntime()
+    if dist.is_available() and dist.is_initialized():
+        ranks: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        is_cuda = "nccl" in dist.get_backend()
+        device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        runtime.start(**ranks, local_rank=local_rank, device=device, address="", port=0)
+    return runtime

@@ -1,0 +1,253 @@
+"""Reads a folder that ``save_pretrained`` has written into shards: each rank reads what it holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.huggingface.adapted_names import base_names
+from fsdp_core.huggingface.held_model import HeldModel, find_model
+from fsdp_core.huggingface.replicas import Shared, shared_boxes
+from fsdp_core.huggingface.stored_folder import RangeReader, StoredTensor, list_folder
+from fsdp_core.huggingface.stored_names import hub_renamings, is_expected_surplus, kept_names, stored_views
+from fsdp_core.huggingface.views import View, by_source, whole_view
+from fsdp_core.state.chunks import Chunk, ChunkedTensor
+from fsdp_core.state.coverage import find_fault
+from fsdp_core.state.dtypes import dtype_name
+from fsdp_core.state.saved_tensor import SavedTensor
+
+__all__ = ["LoadedFolder", "load_pretrained"]
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedFolder:
+    """What was loaded.
+
+    Attributes:
+        missing: Names of the model's state that the folder lacks, and that were left as they were.
+        unexpected: Names in the folder that the model has no place for.
+        tensors: The number of tensors of the model that were filled.
+        bytes_read: The number of bytes that this rank has read.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    tensors: int
+    bytes_read: int
+
+
+def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, cast: bool = False) -> LoadedFolder:
+    """Fill a model's shards from a folder that ``save_pretrained`` of transformers wrote. All ranks must call it.
+
+    Each rank reads the byte ranges of its own shards, straight into their memory. What several ranks hold, such as
+    replicas, is read by one of them, and sent to the others; so all ranks together read the model once. The model may
+    have been built without memory (``init_module(empty_init=True)``, ``from_config``), so no rank ever holds all of it.
+
+    Names are those of transformers: also older ones, those of a model without its head or with one
+    (``base_model_prefix``), those of a model that is stored otherwise than it runs (each expert of Mixtral by itself),
+    and those of the base of a model into which PEFT has put adapters, which are left as they are.
+
+    Args:
+        module: The model, as in :func:`save_pretrained`.
+        folder: A local path that all ranks see, or an fsspec URL, with ``model.safetensors``, or with several files
+            and ``model.safetensors.index.json``.
+        strict: Whether names that only one side has raise an error. Otherwise they are skipped, and returned.
+        cast: Whether to convert a dtype that differs to the model's. Otherwise it raises an error.
+
+    Returns:
+        What was loaded.
+
+    Raises:
+        CheckpointFormatError: It is no such folder, or it is damaged.
+        CheckpointMismatchError: Names, shapes or dtypes differ. Nothing was loaded.
+        ShardingError: It was called inside a step, or another rank did not call it.
+
+    Example:
+        Under Fabric, for a model that no rank ever holds whole::
+
+            with fabric.init_module(empty_init=True):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("my-llama"))
+            model = fabric.setup(model)
+            load_pretrained(model, "my-llama")
+    """
+    held = find_model(module, "load_pretrained()")
+    runtime, doing = held.runtime, f"loading {os.fspath(folder)}"
+    state, tied = held.state(), held.tied()
+    reader = RangeReader(folder)
+
+    def plan() -> _Plan | None:
+        with held.as_written() as model:  # on every rank
+            return None if runtime.rank else _planned(model, state, tied, list_folder(reader), str(reader.folder))
+
+    try:
+        chosen = together(runtime, doing, plan)[0]
+        assert chosen is not None  # rank 0 returns one
+        together(runtime, doing, lambda: chosen.check(str(reader.folder), strict=strict, cast=cast))
+        bytes_read = _fill(held, state, chosen, reader, doing)
+    finally:
+        reader.close()
+    return LoadedFolder(
+        missing=chosen.missing, unexpected=chosen.unexpected, tensors=len(chosen.parts), bytes_read=bytes_read
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What to read into which tensor of the model; rank 0 makes it.
+
+    Attributes:
+        parts: By name in the model, the tensors of the folder that fill it.
+        missing: Names that the folder lacks.
+        unexpected: Names that the model lacks.
+        unlike: Shapes that differ, in words.
+        dtypes: Dtypes that differ, in words.
+    """
+
+    parts: Mapping[str, Sequence[tuple[StoredTensor, View]]] = field(repr=False)
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    unlike: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+    def check(self, where: str, *, strict: bool, cast: bool) -> None:
+        groups = [("have another shape", self.unlike)]
+        groups += [] if cast else [("have another dtype; pass cast=True to convert them", self.dtypes)]
+        if strict:
+            groups += [("are missing in it", self.missing), ("are only in it", self.unexpected)]
+        lines = []
+        for title, names in groups:
+            if names:
+                lines.append(f"  {len(names)} {title}:")
+                lines += [f"    {name}" for name in names[:_SHOWN]]
+                lines += [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+        if lines:
+            more = "\nTo skip names that one side lacks, pass strict=False." if strict else ""
+            raise CheckpointMismatchError(
+                "\n".join([f"{where} does not fit, so nothing was loaded from it:", *lines])
+                + more
+                + "\nOr build the model from the folder's own config.json."
+            )
+
+
+def _planned(
+    model: nn.Module,
+    state: Mapping[str, ChunkedTensor],
+    tied: Mapping[str, str],
+    stored: Mapping[str, StoredTensor],
+    where: str,
+) -> _Plan:
+    """Find the place of each tensor of the folder in the model."""
+    base = base_names(model, state)  # of the model without adapters
+    inner = {name: state[places[0]] for name, places in base.places.items()}
+    ties = {name: tied[place] for name, (place, *_) in base.places.items() if place in tied}
+    ties = {name: base.name_of[first] for name, first in ties.items() if first in base.name_of}
+    kept = kept_names(base.model, inner, ties)
+    views = stored_views(base.model, inner, kept)
+    found: dict[str, list[tuple[StoredTensor, View]]] = {}
+    unexpected, unlike = [], []
+    place_of = _places(base.model, views, inner)
+    for name, tensor in stored.items():
+        place = place_of(name)
+        if place is None:
+            if not is_expected_surplus(base.model, name):
+                unexpected.append(name)
+            continue
+        view = views[place] if place in views else whole_view(place, inner[place].shape)
+        if tensor.place.shape != view.shape:
+            unlike.append(f"{name}: {tensor.place.shape} in it, and {view.shape} here")
+            continue
+        found.setdefault(ties.get(view.source, view.source), []).append((tensor, view))
+    parts, missing, dtypes = {}, [], []
+    every = by_source(views)
+    for name in inner:
+        if name in ties:
+            continue
+        given = _once(found.get(name, []))
+        lacking = find_fault(inner[name].shape, [(view.offsets, view.lengths) for _, view in given])
+        if lacking is not None:
+            known = {view for _, view in given}
+            names = [saved for saved, view in every.get(name, []) if view not in known]
+            missing += names or [name]
+            continue
+        wanted, own = inner[name].dtype, {tensor.place.dtype_name for tensor, _ in given}
+        if own - {dtype_name(wanted)}:
+            dtypes.append(f"{name}: {', '.join(sorted(own))} in it, and {dtype_name(wanted)} here")
+        for place in base.places[name]:
+            parts[place] = given
+    return _Plan(
+        parts=parts, missing=tuple(missing), unexpected=tuple(unexpected), unlike=tuple(unlike), dtypes=tuple(dtypes)
+    )
+
+
+def _once(given: Sequence[tuple[StoredTensor, View]]) -> list[tuple[StoredTensor, View]]:
+    """Each part once: a folder may hold a tied parameter under each of its names."""
+    return list({(view.offsets, view.lengths): (tensor, view) for tensor, view in reversed(given)}.values())
+
+
+def _places(
+    model: nn.Module, views: Mapping[str, View], inner: Mapping[str, ChunkedTensor]
+) -> Callable[[str], str | None]:
+    """A function from a name in a folder to the name of a view, or of a tensor of the model."""
+    rename = hub_renamings(model)
+    prefix = getattr(model, "base_model_prefix", "")
+
+    def place_of(name: str) -> str | None:
+        candidates = [name, rename(name)]
+        if prefix:
+            candidates += [f"{prefix}.{one}" for one in candidates]
+            candidates += [one.removeprefix(f"{prefix}.") for one in candidates[:2]]
+        return next((one for one in candidates if one in views or one in inner), None)
+
+    return place_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Boxes:
+    """Reads the boxes of one tensor of the model."""
+
+    name: str
+    parts: Sequence[tuple[StoredTensor, View]] = field(repr=False)
+    reader: RangeReader = field(repr=False)
+    shared: Mapping[str, Shared] = field(repr=False)
+    errors: list[Exception] = field(repr=False)
+
+    def read_into(self, chunk: Chunk) -> None:
+        assert isinstance(chunk.data, Tensor)
+        shared = self.shared.get(self.name)
+        if shared is None or shared.reads:
+            try:
+                for stored, view in self.parts:
+                    self.reader.read_view(stored, view, (chunk.offsets, tuple(chunk.data.shape)), chunk.data)
+            except Exception as error:  # raised when all ranks have sent what others wait for
+                self.errors.append(error)
+        if shared is not None:
+            shared.send(chunk.data)
+
+
+def _fill(held: HeldModel, state: Mapping[str, ChunkedTensor], plan: _Plan, reader: RangeReader, doing: str) -> int:
+    """Read into this rank's shards, and return how many bytes that were."""
+    shared = shared_boxes(held.runtime, {name: state[name] for name in state if name in plan.parts})
+    errors: list[Exception] = []
+    handles = {}
+    for name, parts in plan.parts.items():
+        boxes = _Boxes(name=name, parts=parts, reader=reader, shared=shared, errors=errors)
+        target = state[name]
+        handles[name] = SavedTensor(key=name, shape=target.shape, dtype=target.dtype, _boxes=boxes)
+    with torch.no_grad():
+        held.load(handles)
+
+    def raise_first() -> None:
+        if errors:
+            raise errors[0]
+
+    together(held.runtime, f"{doing}, of which the model holds a part now", raise_first)
+    return reader.bytes_read

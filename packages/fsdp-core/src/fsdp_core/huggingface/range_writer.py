@@ -1,0 +1,190 @@
+"""Writes safetensors files from what ranks hold: each rank writes the byte ranges of its boxes, and rank 0 the rest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint.format.safetensors_header import build_header, parse_header
+from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.errors import CheckpointError, CheckpointMismatchError
+from fsdp_core.huggingface.views import View
+from fsdp_core.state.boxes import cut
+from fsdp_core.state.chunks import Chunk, ChunkedTensor
+from fsdp_core.state.coverage import Box, find_fault
+from fsdp_core.state.dtypes import DTYPES, dtype_name
+from fsdp_core.state.host_memory import memory_of
+
+__all__ = ["FilePlan", "PlannedTensor", "allocate", "check_covered", "write_ranges"]
+
+_BLOCK_BYTES = 16 * 2**20  # of a tensor that is copied to the host, and converted, at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTensor:
+    """A tensor to write.
+
+    Attributes:
+        view: The part of the module's tensor that it is.
+        dtype_name: The dtype that it is stored in.
+    """
+
+    view: View
+    dtype_name: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file in bytes."""
+        return math.prod(self.view.shape) * DTYPES[self.dtype_name].itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePlan:
+    """The tensors of one file.
+
+    Attributes:
+        name: The name of the file in the folder.
+        tensors: Its tensors, by their names in it.
+        header: Its first bytes.
+        starts: Where each tensor begins in the file.
+        size: Its size in bytes.
+    """
+
+    name: str
+    tensors: Mapping[str, PlannedTensor] = field(repr=False)
+    header: bytes = field(repr=False)
+    starts: Mapping[str, int] = field(repr=False)
+    size: int
+
+    @classmethod
+    def of(cls, name: str, tensors: Mapping[str, PlannedTensor]) -> FilePlan:
+        """Lay out a file."""
+        shapes = {key: (tensor.view.shape, tensor.dtype_name) for key, tensor in sorted(tensors.items())}
+        header, _ = build_header(shapes)
+        size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+        places = parse_header(lambda start, end: header[start:end], size, name)
+        starts = {key: place.start for key, place in places.items()}
+        return cls(name=name, tensors=dict(tensors), header=header, starts=starts, size=size)
+
+
+def allocate(folder: Folder, plans: list[FilePlan]) -> None:
+    """Create the files at their full size, with their headers. One rank calls this, before others write."""
+    for plan in plans:
+        with folder.writing(plan.name) as stream:
+            stream.write(plan.header)
+            stream.truncate(plan.size)
+
+
+def check_covered(held: list[Mapping[str, list[Box]]], plans: list[FilePlan], shapes: Mapping[str, list[int]]) -> None:
+    """Refuse to write tensors of which the ranks' boxes leave something out: a file would hold zeros there.
+
+    Args:
+        held: What each rank writes: boxes by the names of the module's tensors.
+        plans: The files.
+        shapes: The shapes of the module's tensors.
+
+    Raises:
+        CheckpointMismatchError: Boxes leave a hole or overlap.
+    """
+    needed = {tensor.view.source for plan in plans for tensor in plan.tensors.values()}
+    for name in sorted(needed):
+        fault = find_fault(shapes[name], [box for of_rank in held for box in of_rank.get(name, ())])
+        if fault is not None:
+            raise CheckpointMismatchError(
+                f"the ranks' chunks of {name!r} don't form the whole tensor of shape {list(shapes[name])}: {fault}. "
+                "Nothing was saved.\nThe boxes of copy 0 that a backend returns must cover each tensor exactly once: "
+                "report this to the authors of the strategy's package."
+            )
+
+
+def write_ranges(folder: Folder, plans: list[FilePlan], held: Mapping[str, ChunkedTensor]) -> int:
+    """Write what this rank holds into files that are there already.
+
+    Args:
+        folder: A local folder.
+        plans: The files.
+        held: This rank's boxes of the module's tensors.
+
+    Returns:
+        The number of bytes written.
+    """
+    written = 0
+    for plan in plans:
+        with ExitStack() as opened:
+            descriptor: int | None = None
+            for name, tensor in plan.tensors.items():
+                source = held[tensor.view.source]
+                for chunk in source.chunks if source.replica == 0 else ():
+                    for box, block in _blocks(chunk, tensor):
+                        if descriptor is None:
+                            descriptor = _opened(folder.path(plan.name))
+                            opened.callback(os.close, descriptor)
+                        written += _write_box(descriptor, plan.starts[name], tensor.view.shape, box, block)
+            if descriptor is not None:
+                os.fsync(descriptor)
+    return written
+
+
+def _opened(path: str) -> int:
+    try:
+        return os.open(path, os.O_WRONLY)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"there is no file at {path}, which rank 0 has created: save to a file system that all ranks share"
+        ) from error
+
+
+def _blocks(chunk: Chunk, tensor: PlannedTensor) -> Iterator[tuple[Box, Tensor]]:
+    """The part of a rank's box that belongs to a tensor of a file, as boxes of that and contiguous CPU tensors."""
+    view, dtype = tensor.view, DTYPES[tensor.dtype_name]
+    common = view.overlap((chunk.offsets, tuple(chunk.data.shape)))
+    if common is None:
+        return
+    (offsets, lengths), _ = common
+    inside = tuple(a - b for a, b in zip(offsets, chunk.offsets, strict=True))
+    for begin, size in cut(lengths, chunk.data.dtype.itemsize, _BLOCK_BYTES):
+        at = tuple(a + b for a, b in zip(inside, begin, strict=True))
+        if isinstance(chunk.data, Tensor):
+            block = chunk.data.detach()[tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))]
+        else:
+            block = chunk.data.read(at, size)
+        place = view.overlap((tuple(a + b for a, b in zip(offsets, begin, strict=True)), size))
+        assert place is not None  # it lies inside the view
+        with torch.no_grad():
+            yield place[1], view.of(block).to(device="cpu", dtype=dtype).resolve_conj().contiguous()
+
+
+def _write_box(descriptor: int, start: int, shape: tuple[int, ...], box: Box, block: Tensor) -> int:
+    """Write a box of a tensor, run by run of bytes that follow one another in the file."""
+    offsets, lengths = box
+    item = block.dtype.itemsize
+    axis = len(shape)  # dimensions from here on are whole
+    while axis > 0 and lengths[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    axis = max(axis - 1, 0)
+    steps = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
+    run = math.prod(lengths[axis:]) * item
+    data = memory_of(block)
+    first = start + sum(offset * step for offset, step in zip(offsets, steps, strict=True))
+    for number, rows in enumerate(itertools.product(*(range(length) for length in lengths[:axis]))):
+        at = first + sum(row * step for row, step in zip(rows, steps, strict=False))
+        _write_all(descriptor, data[number * run : (number + 1) * run], at)
+    return block.nbytes
+
+
+def _write_all(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, at)
+        data, at = data[count:], at + count
+
+
+def planned(view: View, dtype: torch.dtype) -> PlannedTensor:
+    """A tensor to write in a dtype."""
+    return PlannedTensor(view=view, dtype_name=dtype_name(dtype))

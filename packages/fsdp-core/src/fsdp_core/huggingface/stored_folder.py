@@ -1,0 +1,196 @@
+"""The tensors of a folder that ``from_pretrained`` reads: where they are, and reading boxes of them into shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fsdp_core.checkpoint.format.huggingface_folder import INDEX, WEIGHTS
+from fsdp_core.checkpoint.format.safetensors_file import FileTensor, read_box
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
+from fsdp_core.errors import CheckpointFormatError
+from fsdp_core.huggingface.views import View
+from fsdp_core.state.coverage import Box
+
+__all__ = ["RangeReader", "StoredTensor", "list_folder"]
+
+_LOCAL_RUN_BYTES = 64
+"""How long a run of bytes is read by itself from a local file, without the bytes between."""
+
+_REMOTE_RUN_BYTES = 256 * 2**10  # each is a request
+_REMOTE_BLOCK_BYTES = 16 * 2**20
+_MAX_OPEN = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a folder.
+
+    Attributes:
+        file: The name of its file.
+        place: Where it is in the file.
+    """
+
+    file: str
+    place: FileTensor
+
+
+class RangeReader:
+    """Reads byte ranges of the files of a folder, and counts them.
+
+    Args:
+        path: The folder: a local path or an fsspec URL.
+
+    Attributes:
+        folder: The folder.
+        bytes_read: The number of bytes read so far.
+    """
+
+    def __init__(self, path: StrPath) -> None:
+        folder = open_folder(path)
+        # a link that the user gives is followed; links inside the folder must not leave it
+        self.folder: Folder = replace(folder, root=os.path.realpath(folder.root)) if folder.local else folder
+        self.bytes_read = 0
+        self._open: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def read_view(self, stored: StoredTensor, view: View, box: Box, out: Tensor) -> None:
+        """Read what a box of the module's tensor has in common with a view of it.
+
+        Args:
+            stored: The folder's tensor.
+            view: The part of the module's tensor that it is.
+            box: A box of the module's tensor.
+            out: The memory of this box, which is filled where it lies in the view.
+        """
+        common = view.overlap(box)
+        if common is None:
+            return
+        (offsets, lengths), (begin, _) = common
+        inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(offsets, box[0], lengths, strict=True))
+        run = _LOCAL_RUN_BYTES if self.folder.local else _REMOTE_RUN_BYTES
+
+        def fill(buffer: memoryview, start: int) -> None:
+            self.fill(stored.file, buffer, start)
+
+        with torch.no_grad():
+            read_box(fill, stored.place, begin, view.of(out.detach()[inside]), direct_run_bytes=run)
+
+    def fill(self, name: str, buffer: memoryview, start: int) -> None:
+        """Fill a buffer with the bytes of a file from ``start`` on.
+
+        Raises:
+            CheckpointFormatError: The file ends before, or can't be read.
+        """
+        filled = 0
+        try:
+            while filled < len(buffer):
+                if self.folder.local:
+                    count = os.preadv(self._descriptor(name), [buffer[filled:]], start + filled)
+                else:
+                    end = min(start + len(buffer), start + filled + _REMOTE_BLOCK_BYTES)
+                    data = self.folder.read(name, start + filled, end)
+                    count = len(data)
+                    buffer[filled : filled + count] = data
+                if not count:
+                    raise CheckpointFormatError(
+                        f"{self.folder.path(name)} ends before byte {start + len(buffer)}: it is truncated. Restore it."
+                    )
+                filled += count
+                self.bytes_read += count
+        except PermissionError as error:
+            raise unreadable(self.folder.path(name), error) from error
+        except OSError as error:
+            told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+            raise CheckpointFormatError(f"can't read {self.folder.path(name)}: {told}") from error
+
+    def bytes_of(self, name: str) -> Callable[[int, int], bytes]:
+        """A function that reads a range of a file."""
+
+        def read(start: int, end: int) -> bytes:
+            buffer = bytearray(end - start)
+            self.fill(name, memoryview(buffer), start)
+            return bytes(buffer)
+
+        return read
+
+    def _descriptor(self, name: str) -> int:
+        found = self._open.pop(name, None)
+        if found is None:
+            if self.folder.size(name) is None:  # which refuses links that lead out of the folder
+                raise CheckpointFormatError(
+                    f"{self.folder.path(name)} is missing here. Restore the file; all ranks must see the folder."
+                )
+            if len(self._open) >= _MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            found = os.open(self.folder.path(name), os.O_RDONLY)
+        self._open[name] = found
+        return found
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+
+def list_folder(reader: RangeReader) -> dict[str, StoredTensor]:
+    """The tensors of a folder by name, from the headers of its files.
+
+    Raises:
+        CheckpointFormatError: It is no folder of safetensors, or is not complete.
+    """
+    from fsdp_core.checkpoint.format.safetensors_header import parse_header
+
+    folder = reader.folder
+    place = _index(reader)
+    files = [WEIGHTS] if place is None else sorted(set(place.values()))
+    found: dict[str, StoredTensor] = {}
+    for name in files:
+        size = folder.size(name)
+        if size is None:
+            raise CheckpointFormatError(f"{folder.path(name)} is missing: the folder is not complete. Restore it.")
+        for key, tensor in parse_header(reader.bytes_of(name), size, folder.path(name)).items():
+            if place is None or place.get(key) == name:
+                found[key] = StoredTensor(file=name, place=tensor)
+    missing = [name for name in place or () if name not in found]
+    if missing:
+        raise CheckpointFormatError(
+            f"{folder} is not complete: {INDEX} lists {missing[0]!r} and {len(missing) - 1} more tensors that its "
+            "files don't hold. Restore the files."
+        )
+    return found
+
+
+def _index(reader: RangeReader) -> dict[str, str] | None:
+    """The file of each tensor; ``None`` if the folder has a single one."""
+    from fsdp_core.checkpoint.format.huggingface_folder import parse_index
+
+    folder = reader.folder
+    if folder.kind() != "folder":
+        raise CheckpointFormatError(
+            f"there is no folder {folder}. Check the path; a model on a hub is downloaded first, with "
+            "huggingface_hub.snapshot_download(), once on each file system."
+        )
+    size = folder.size(INDEX)
+    if size is not None:
+        return parse_index(reader.bytes_of(INDEX)(0, size), folder.path(INDEX))
+    if folder.size(WEIGHTS) is not None:
+        return None
+    names = [name for name in folder.files() if "/" not in name]
+    torch_files = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    hint = (
+        f"`fsdp checkpoint import {folder} CHECKPOINT` reads files of torch's, such as {torch_files[0]}."
+        if torch_files
+        else "Pass a folder that save_pretrained() has written."
+    )
+    there = ", ".join(names[:5]) or "nothing"
+    raise CheckpointFormatError(f"{folder} holds neither {WEIGHTS} nor {INDEX}; it holds {there}.\n{hint}")

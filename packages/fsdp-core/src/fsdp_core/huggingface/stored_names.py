@@ -1,0 +1,107 @@
+"""Under which names, and in which shapes, transformers stores a model's tensors."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.huggingface.views import View, views_of, whole_view
+from fsdp_core.state.chunks import ChunkedTensor
+
+__all__ = ["hub_renamings", "is_expected_surplus", "kept_names", "stored_views"]
+
+
+def stored_views(model: nn.Module, held: Mapping[str, ChunkedTensor], names: Iterable[str]) -> dict[str, View]:
+    """The tensors of a folder as ``save_pretrained`` writes it, each as a part of a tensor of the model.
+
+    Args:
+        model: The model, as written.
+        held: Its tensors, of which only shapes and dtypes are used.
+        names: The names of the tensors to store.
+
+    Returns:
+        The views, in the order of the folder.
+
+    Raises:
+        UnsupportedCapabilityError: The model is stored in a form that can't be written from shards.
+    """
+    chosen = {name: held[name] for name in names}
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in chosen.items()}
+    revert = _reverting(model)
+    if revert is None:
+        return {name: whole_view(name, shape) for name, (shape, _) in shapes.items()}
+
+    def convert(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        converted: Mapping[str, Tensor] = revert(model, state)
+        return converted
+
+    return views_of(shapes, convert, type(model).__name__)
+
+
+def _reverting(model: nn.Module) -> Any:
+    """Transformers' function that turns a model's state into that of a folder; ``None`` if the two are the same."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    try:
+        return import_module("transformers.core_model_loading").revert_weight_conversion
+    except ImportError:  # before version 5
+        if getattr(model, "_checkpoint_conversion_mapping", None):
+            raise UnsupportedCapabilityError(
+                f"{type(model).__name__} is stored under other names than its own, which this project knows how to "
+                f"do with transformers 5, and {transformers.__version__} is installed.\npip install 'transformers>=5'"
+            ) from None
+        return None
+
+
+def kept_names(model: nn.Module, held: Collection[str], tied: Mapping[str, str]) -> list[str]:
+    """The names to store: of parameters that the model's class ties, those from which ``from_pretrained`` ties them.
+
+    Args:
+        model: The model, as written.
+        held: The names of its state.
+        tied: The first name of the same parameter, by each further name.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in held:
+        groups.setdefault(tied.get(name, name), []).append(name)
+    left_out = [re.compile(pattern) for pattern in _tied_patterns(model)]
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    kept = set()
+    for group in groups.values():
+        plain = [name for name in group if not any(pattern.search(name) for pattern in left_out)]
+        # parameters that the user has tied are stored under each name: nothing would tie them again
+        kept.update(plain or sorted(group)[-1:])
+    return [name for name in held if name in kept and name not in ignored]
+
+
+def _tied_patterns(model: nn.Module) -> list[str]:
+    """The names that transformers does not store if they are tied, as regular expressions."""
+    found: list[str] = []
+    for prefix, module in model.named_modules():
+        own = getattr(module, "_tied_weights_keys", None) or ()
+        start = f"{re.escape(prefix)}\\." if prefix else ""
+        found += [f"{start}{pattern}" for pattern in own]
+    return found
+
+
+def hub_renamings(model: nn.Module) -> Any:
+    """A function from a name in a folder, perhaps an old one, to the name in the model."""
+    if _reverting(model) is None:
+        return lambda name: name
+    conversions = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    loading: Any = import_module("transformers.core_model_loading")
+    renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
+    return lambda name: loading.apply_renamings(name, renamings)
+
+
+def is_expected_surplus(model: nn.Module, name: str) -> bool:
+    """Whether a model says of a name that folders have it, and it does not need it."""
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    return any(re.search(pattern, name) for pattern in patterns)

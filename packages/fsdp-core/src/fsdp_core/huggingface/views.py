@@ -1,0 +1,197 @@
+"""Which part of a module's tensor each tensor of a folder is: some models are stored otherwise than they run.
+
+Transformers describes the difference as operations on whole tensors (those of experts are stacked, and so on). Here
+they are run once on tensors without memory that lie one behind the other in one storage: where the result of an
+operation lies in it tells which part of which tensor it is.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.state.boxes import overlap
+from fsdp_core.state.coverage import Box
+
+__all__ = ["View", "by_source", "views_of", "whole_view"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A tensor of a folder, as a box of a tensor of the module whose dimensions may be in another order.
+
+    Attributes:
+        source: The name of the module's tensor.
+        offsets: Where the box begins in it.
+        lengths: The shape of the box.
+        dims: For each dimension of the folder's tensor, which one of the module's it is; ``None`` if it has size 1.
+    """
+
+    source: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the folder's tensor."""
+        return tuple(1 if dim is None else self.lengths[dim] for dim in self.dims)
+
+    def overlap(self, box: Box) -> tuple[Box, Box] | None:
+        """What a box of the module's tensor has in common with this view, in that tensor and in the folder's."""
+        common = overlap((self.offsets, self.lengths), box)
+        if common is None:
+            return None
+        begins = [0 if dim is None else common[0][dim] - self.offsets[dim] for dim in self.dims]
+        lengths = [1 if dim is None else common[1][dim] for dim in self.dims]
+        return common, (tuple(begins), tuple(lengths))
+
+    def of(self, data: Tensor) -> Tensor:
+        """A box of the module's tensor that lies inside this view, as a view in the dimensions of the folder's."""
+        kept = [dim for dim in self.dims if dim is not None]
+        gone = [dim for dim in range(data.ndim) if dim not in kept]
+        moved = data.permute(*kept, *gone)
+        for _ in gone:
+            moved = moved.squeeze(-1)
+        for at, dim in enumerate(self.dims):
+            if dim is None:
+                moved = moved.unsqueeze(at)
+        return moved
+
+
+def whole_view(name: str, shape: Sequence[int]) -> View:
+    """The view of a whole tensor, stored as it is.
+
+    Example:
+        >>> whole_view("weight", (4, 2)).shape
+        (4, 2)
+    """
+    return View(source=name, offsets=(0,) * len(shape), lengths=tuple(shape), dims=tuple(range(len(shape))))
+
+
+class _Uncopied(TorchFunctionMode):
+    """Lets ``contiguous()`` and ``clone()`` return the tensor, which stays a view."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.Tensor.contiguous, torch.Tensor.clone):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def views_of(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    convert: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
+    what: str,
+) -> dict[str, View]:
+    """Find out which parts of tensors an operation returns.
+
+    Args:
+        tensors: The shapes and dtypes of the module's tensors, by name.
+        convert: Takes tensors of these, and returns those of the folder.
+        what: What is converted, for errors.
+
+    Returns:
+        The part that each tensor of the folder is, in the order in which ``convert`` returns them.
+
+    Raises:
+        UnsupportedCapabilityError: A tensor of the folder is not a part of one tensor, because it is computed, or put
+            together from several.
+
+    Example:
+        >>> split = lambda state: {f"expert.{i}": part for i, part in enumerate(state["experts"])}
+        >>> views_of({"experts": ((2, 3), torch.float32)}, split, "a model")["expert.1"]
+        View(source='experts', offsets=(1, 0), lengths=(1, 3), dims=(1,))
+    """
+    laid = _Laid(tensors)
+    with torch.no_grad(), _Uncopied():
+        converted = convert(laid.given)
+    return {name: laid.view(name, tensor, what) for name, tensor in converted.items()}
+
+
+class _Laid:
+    """Tensors without memory, one behind the other in one storage per dtype."""
+
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self._by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, (_, dtype) in tensors.items():
+            self._by_dtype.setdefault(dtype, []).append(name)
+        self._shapes = {name: shape for name, (shape, _) in tensors.items()}
+        self._begins: dict[torch.dtype, list[int]] = {}
+        self._storages: dict[torch.dtype, int] = {}
+        given: dict[str, Tensor] = {}
+        for dtype, names in self._by_dtype.items():
+            sizes = [max(1, math.prod(self._shapes[name])) for name in names]  # so that no two begin at one place
+            begins = [0, *accumulate(sizes)]
+            self._begins[dtype] = begins[:-1]
+            flat = torch.empty(begins[-1] + 1, dtype=dtype, device="meta")  # larger than all copies together
+            self._storages[dtype] = flat.untyped_storage().nbytes()
+            for name, begin in zip(names, begins, strict=False):
+                shape = self._shapes[name]
+                given[name] = flat.as_strided(shape, _steps(shape), begin)
+        self.given = {name: given[name] for name in tensors}
+
+    def view(self, name: str, tensor: Tensor, what: str) -> View:
+        if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() == self._storages.get(tensor.dtype):
+            at = bisect_right(self._begins[tensor.dtype], tensor.storage_offset()) - 1
+            source = self._by_dtype[tensor.dtype][at]
+            first = tensor.storage_offset() - self._begins[tensor.dtype][at]
+            found = _as_box(source, self._shapes[source], tensor, int(first))
+            if found is not None:
+                return found
+        raise UnsupportedCapabilityError(
+            f"{name!r} of {what} can't be stored from shards: it is computed from whole tensors of the module, and no "
+            "rank holds those.\nSave a checkpoint, and convert it in one process: gather the weights with "
+            "fsdp_core.load_state_dict(checkpoint), and pass them as state_dict= to the model's own save_pretrained()."
+        )
+
+
+def _steps(shape: Sequence[int]) -> tuple[int, ...]:
+    steps = list(accumulate(reversed([*shape[1:], 1]), lambda a, b: a * b)) if shape else []
+    return tuple(reversed(steps))
+
+
+def _as_box(source: str, shape: tuple[int, ...], tensor: Tensor, first: int) -> View | None:
+    """The view, if it is a box of a contiguous tensor of ``shape``, from its first element and strides."""
+    steps = _steps(shape)
+    offsets = []
+    for size, step in zip(shape, steps, strict=True):
+        at = first // step if step and size > 1 else 0
+        offsets.append(at)
+        first -= at * step
+    if first:
+        return None
+    lengths = [1] * len(shape)
+    dims: list[int | None] = []
+    free = [dim for dim, size in enumerate(shape) if size > 1]
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        if size == 1:
+            dims.append(None)
+            continue
+        dim = next((dim for dim in free if steps[dim] == step), None)
+        if dim is None or offsets[dim] + size > shape[dim]:
+            return None
+        free.remove(dim)
+        lengths[dim] = size
+        dims.append(dim)
+    if 0 in shape or 0 in tensor.shape:
+        return whole_view(source, shape) if tuple(tensor.shape) == shape else None
+    return View(source=source, offsets=tuple(offsets), lengths=tuple(lengths), dims=tuple(dims))
+
+
+def by_source(views: Mapping[str, View]) -> dict[str, list[tuple[str, View]]]:
+    """The names and views of each tensor of the module."""
+    found: dict[str, list[tuple[str, View]]] = {}
+    for name, view in views.items():
+        found.setdefault(view.source, []).append((name, view))
+    return found
