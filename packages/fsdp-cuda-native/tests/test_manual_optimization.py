@@ -24,7 +24,7 @@ from fsdp_core.testing.training import Lit, loader, means, new_trainer
 FLAT: dict[str, Any] = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
 
 #: Every parameter is in one of these units, unless the root has one of its own.
-IN_UNITS: dict[str, Any] = {"auto_wrap_policy": {oracle.Net, nn.Sequential}}
+IN_UNITS: dict[str, Any] = {"auto_wrap_policy": {oracle.Net, Block, nn.Sequential}}
 
 
 def shown(value: Any) -> str:
@@ -377,7 +377,9 @@ class Failing(Gan):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self.place == "in the backward" and self.late:
             # behind the critic and the last block, which have had their gradients by then
-            loss = loss + mse_loss(self.net.blocks[2](RaisesGoingBack.apply(self.gate[None].detach().requires_grad_())), self.gate)
+            gate = self.gate[None]
+            begun = gate.detach().requires_grad_()  # the gate itself may be a buffer
+            loss = loss + mse_loss(self.net.blocks[2](RaisesGoingBack.apply(begun)), gate)
         super().manual_backward(loss, *args, **kwargs)
         self.fail("after the backward")
 
