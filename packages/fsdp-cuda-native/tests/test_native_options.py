@@ -231,7 +231,10 @@ def test_options_of_a_unit() -> None:
 def already_wrapped() -> tuple[str, str]:
     dist.init_process_group("gloo")
     inner = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-    return tuple(refusal(ShardingError, lambda: check_not_wrapped(net)) for net in (nn.Sequential(inner), inner))
+    outer = nn.Sequential(inner)
+    return refusal(ShardingError, lambda: check_not_wrapped(outer)), refusal(
+        ShardingError, lambda: check_not_wrapped(inner)
+    )
 
 
 def test_a_module_that_is_sharded_already(ranks: RankPool) -> None:

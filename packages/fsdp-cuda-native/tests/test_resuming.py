@@ -28,7 +28,7 @@ def test_accumulated_gradients(ranks: RankPool, tmp_path: Path, sharding: str, s
 FLAT: dict[str, Any] = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
 WHOLE: dict[str, Any] = {"sharding_strategy": "NO_SHARD"}
 #: The options of the run that saves, and of the one that goes on.
-HANDED_ON: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {}), (FLAT, FLAT), ({}, WHOLE), (FLAT, {**FLAT, **WHOLE})]
+HANDED_ON = [({}, {}), (FLAT, FLAT), ({}, WHOLE), (FLAT, {**FLAT, **WHOLE})]
 
 
 def third_micro_batch(path: str, options: dict[str, Any], resumed: bool) -> dict[str, Any]:

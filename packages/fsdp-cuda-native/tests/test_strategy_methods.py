@@ -638,7 +638,8 @@ def called_whole() -> list[bool]:
     """Of two precisions, whether a gathered module computes in that of its shards, on a rank alone."""
     found = []
     for precision in ("32-true", "bf16-mixed"):
-        fabric = new_fabric("fsdp_native", 2, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}, precision)
+        options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+        fabric = new_fabric("fsdp_native", 2, options, precision)
         net = oracle.new_net()
         model = fabric.setup(net)
         x, _ = oracle.global_batches(1)[0]

@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 def test_plan_that_a_model_brings() -> None:
     root = nn.ModuleDict({"model": Model()})
-    styles: dict[str, Any] = {name: style for name, style in styles_of(root, "auto", 2).values()}
+    styles: dict[str, Any] = dict(styles_of(root, "auto", 2).values())
     assert {name: type(style) for name, style in styles.items()} == {
         "model.layers.0.up": ColwiseParallel,
         "model.layers.0.down": RowwiseParallel,
@@ -71,7 +71,7 @@ def test_plan_that_a_model_brings() -> None:
     [
         (None, None),
         ("auto", "auto"),
-        ({"*.up": ColwiseParallel(), "down": RowwiseParallel()}, {"*.up": "ColwiseParallel", "down": "RowwiseParallel"}),
+        ({"*.up": ColwiseParallel(), "of": RowwiseParallel()}, {"*.up": "ColwiseParallel", "of": "RowwiseParallel"}),
     ],
 )
 def test_plan_as_plain_data(plan: Any, described: object) -> None:
@@ -93,4 +93,4 @@ def not_here() -> str:
 
 def test_style_that_torch_cannot_apply(ranks: RankPool) -> None:
     for told in ranks.run(2, not_here):
-        assert_says(told, "gives 'layers.0.up' the style NotHere", "to a Linear: it is for convolutions", "another style")
+        assert_says(told, "'layers.0.up' the style NotHere", "to a Linear: it is for convolutions", "another style")

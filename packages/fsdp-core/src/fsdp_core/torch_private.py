@@ -79,7 +79,7 @@ class _CachedMeshes:
 
 
 _cached_meshes: _CachedMeshes | None = None
-_group_with_clean_caches: Callable[[], Any] = lambda: None
+_group_with_clean_caches: weakref.ref[Any] | None = None
 
 
 def forget_meshes() -> None:
@@ -111,7 +111,8 @@ def note_meshes() -> None:
     """
     global _cached_meshes
     _cached_meshes = None
-    if _group_with_clean_caches() is dist.group.WORLD and _world.group_count == len(_world.pg_names) == 1:
+    clean = _group_with_clean_caches is not None and _group_with_clean_caches() is dist.group.WORLD
+    if clean and _world.group_count == len(_world.pg_names) == 1:
         _cached_meshes = _CachedMeshes(dist.get_rank(), dist.get_world_size(), _cached_results())
 
 
