@@ -50,7 +50,8 @@ def restored_under_spmd() -> dict[str, Any]:
     plain = optimizer.optimizer
     state = sharded.optimizer_state(plain)
     plain.state.clear()
-    sharded.load_optimizer_state(plain, state)
+    saved = {name: {key: whole(value) for key, value in of.items()} for name, of in state["state"].items()}
+    sharded.load_optimizer_state(plain, {**state, "state": saved})
     again = sharded.optimizer_state(plain)["state"]
     return {
         "held": held,
