@@ -23,6 +23,9 @@ from fsdp_core.testing.training import Lit, loader, means, new_trainer
 
 FLAT: dict[str, Any] = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
 
+#: Every parameter is in one of these units, unless the root has one of its own.
+IN_UNITS: dict[str, Any] = {"auto_wrap_policy": {oracle.Net, Block, nn.Sequential}}
+
 
 def shown(value: Any) -> str:
     """How pytest shows a parameter of a test."""
@@ -37,15 +40,20 @@ class Gan(Lit):
     Args:
         mode: ``"one by one"``: each loss is computed, and its optimizer stepped, before the next;
             ``"both"``: both are computed, then taken back, then stepped; ``"closure"``: the optimizer asks for one.
+        gated: Whether the root's gate is a parameter; it is a buffer otherwise.
     """
 
-    def __init__(self, mode: str = "one by one") -> None:
+    def __init__(self, mode: str = "one by one", gated: bool = True) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.mode = mode
         torch.manual_seed(3)
         self.critic = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
-        self.gate = nn.Parameter(torch.ones(FEATURES))
+        self.gate: Any
+        if gated:
+            self.gate = nn.Parameter(torch.ones(FEATURES))
+        else:
+            self.register_buffer("gate", torch.ones(FEATURES))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         modes = {"one by one": self.one_by_one, "zeroed last": self.one_by_one, "both": self.both}
@@ -107,7 +115,7 @@ class Gan(Lit):
 
     def configure_optimizers(self) -> Any:
         return [
-            torch.optim.SGD([*self.net.parameters(), self.gate], lr=0.05, momentum=0.9),
+            torch.optim.SGD([*self.net.parameters(), *self.parameters(recurse=False)], lr=0.05, momentum=0.9),
             torch.optim.Adam(self.critic.parameters(), lr=0.01, eps=1e-3),
         ]
 
@@ -115,8 +123,10 @@ class Gan(Lit):
 MODES = ["one by one", "zeroed last", "both", "closure"]
 
 
-def play(mode: str, tmp: str, world_size: int, options: dict[str, Any], precision: Any = None) -> Trained:
-    module = Gan(mode)
+def play(
+    mode: str, tmp: str, world_size: int, options: dict[str, Any], precision: Any = None, gated: bool = True
+) -> Trained:
+    module = Gan(mode, gated)
     loop: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # a scale from which no step overflows, so that none is left out
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -126,8 +136,8 @@ def play(mode: str, tmp: str, world_size: int, options: dict[str, Any], precisio
     return means(module.losses), full_state(run.strategy)
 
 
-def plain_play(mode: str, tmp_path: Path) -> Trained:
-    module = Gan(mode)
+def plain_play(mode: str, tmp_path: Path, gated: bool = True) -> Trained:
+    module = Gan(mode, gated)
     new_trainer(tmp_path, "auto").fit(module, loader(3, 1))
     return losses_of(module), module.state_dict()
 
@@ -154,6 +164,13 @@ def test_other_numbers_of_ranks(
     ranks: RankPool, tmp_path: Path, mode: str, world_size: int, options: dict[str, Any]
 ) -> None:
     assert_played(ranks.run(world_size, play, mode, str(tmp_path), world_size, options), plain_play(mode, tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["one by one", "both"])
+def test_root_without_parameters(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """It has nothing to gather, and its units still wait for backward passes inside its forward pass."""
+    got = ranks.run(2, play, mode, str(tmp_path), 2, IN_UNITS, None, False)
+    assert_played(got, plain_play(mode, tmp_path, gated=False))
 
 
 def refused_prefetch(tmp: str) -> str:
@@ -343,8 +360,8 @@ class Failing(Gan):
 
     place: str | None
 
-    def __init__(self, mode: str, place: str) -> None:
-        super().__init__(mode)
+    def __init__(self, mode: str, place: str, gated: bool = True) -> None:
+        super().__init__(mode, gated)
         self.place = place
         self.calls = 0
         self.critic.register_forward_pre_hook(lambda *_: self.fail("in the forward"))
@@ -360,15 +377,17 @@ class Failing(Gan):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self.place == "in the backward" and self.late:
             # behind the critic and the last block, which have had their gradients by then
-            loss = loss + mse_loss(self.net.blocks[2](RaisesGoingBack.apply(self.gate[None] + 0)), self.gate[None])
+            gate = self.gate[None]
+            begun = gate.detach().requires_grad_()  # the gate itself may be a buffer
+            loss = loss + mse_loss(self.net.blocks[2](RaisesGoingBack.apply(begun)), gate)
         super().manual_backward(loss, *args, **kwargs)
         self.fail("after the backward")
 
 
-def fit_again(mode: str, place: str, tmp: str, options: dict[str, Any] | None) -> Trained:
+def fit_again(mode: str, place: str, tmp: str, options: dict[str, Any] | None, gated: bool = True) -> Trained:
     """Fit until it fails, then again with the same module, which doesn't fail any more."""
     strategy, world_size = ("auto", 1) if options is None else ("fsdp_native", 2)
-    module = Failing(mode, place)
+    module = Failing(mode, place, gated)
     with pytest.raises(Interrupted):
         new_trainer(tmp, strategy, world_size, options).fit(module, loader(2, world_size))
     module.place = None
@@ -397,3 +416,9 @@ def test_fit_again_after_an_exception(
 ) -> None:
     want = fit_again(mode, place, str(tmp_path), None)
     assert_played(ranks.run(2, fit_again, mode, place, str(tmp_path), options), want)
+
+
+def test_fit_again_with_a_root_without_parameters(ranks: RankPool, tmp_path: Path) -> None:
+    want = fit_again("one by one", "in the backward", str(tmp_path), None, False)
+    got = ranks.run(2, fit_again, "one by one", "in the backward", str(tmp_path), IN_UNITS, False)
+    assert_played(got, want)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,21 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
+from torch.distributed.fsdp.wrap import wrap as torch_wrap
 from torch.nn.functional import mse_loss
 
 import fsdp_core
+import fsdp_cuda_native
 from fsdp_core.errors import OptimizerMismatchError, ShardingError, UnsupportedCapabilityError
+from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import RankPool, oracle
@@ -41,6 +47,8 @@ from fsdp_core.testing.suite.refusals.bad_options import BOTH, unfit_options
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedStrategy
+from fsdp_cuda_native.plugin import why_not_here
+from fsdp_cuda_native.unit_checks import check_not_wrapped, unit_options
 
 NAMES = ["fsdp_native", "fsdp_native_full_shard_offload", "ddp_fully_sharded"]
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
@@ -201,6 +209,62 @@ def test_option_of_fairscale_that_is_refused(front_end: FrontEnd, options: dict[
     assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
 
 
+@BOTH
+def test_no_offload_is_what_none_means(front_end: FrontEnd) -> None:
+    """As it is the default of other strategies, which code may pass on."""
+    for value in (None, False, CPUOffload(offload_params=False)):
+        assert fsdp_core.resolve("fsdp_native", front_end)(cpu_offload=value).backend.cpu_offload is False
+
+
+def test_options_of_a_unit() -> None:
+    """What torch's ``wrap`` may set of one module, and what only the strategy can."""
+    with mark_by_torch_wrap():
+        prefetching = torch_wrap(nn.Linear(2, 2), backward_prefetch="backward_post")
+        net = nn.Sequential(torch_wrap(nn.Linear(2, 2), sharding_strategy="NO_SHARD"))
+        halves = torch_wrap(nn.Linear(2, 2), mixed_precision=MixedPrecisionPolicy())
+    assert unit_options("block", prefetching) == {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}
+    told = refusal(UnsupportedCapabilityError, lambda: check_not_wrapped(net))
+    assert_says(told, "wrap(0, sharding_strategy=...)", "for the whole model", "to the strategy", "backward_prefetch")
+    told = refusal(UnsupportedCapabilityError, lambda: unit_options("block", halves))
+    assert_says(told, "is not known to 'fsdp_native'", "torch.distributed.fsdp.MixedPrecision", "belongs to 'fsdp2'")
+
+
+def already_wrapped() -> tuple[str, str]:
+    dist.init_process_group("gloo")
+    inner = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    outer = nn.Sequential(inner)
+    return refusal(ShardingError, lambda: check_not_wrapped(outer)), refusal(
+        ShardingError, lambda: check_not_wrapped(inner)
+    )
+
+
+def test_a_module_that_is_sharded_already(ranks: RankPool) -> None:
+    ((part, root),) = ranks.run(1, already_wrapped)
+    assert_says(part, "Sequential is already sharded: '0' is a FullyShardedDataParallel", "fsdp_core.wrap(module)")
+    assert_says(root, "already sharded: 'the root' is", "auto_wrap_policy={MyBlock}")
+
+
+def test_a_platform_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not_here() is None
+    monkeypatch.setattr(sys, "platform", "emscripten")
+    assert_says(str(why_not_here()), "torch has no gloo on the platform 'emscripten'", "use Linux, macOS or Windows")
+
+
+def test_what_the_package_offers() -> None:
+    """Each name of it is found when it is asked for, and kept."""
+    kept = {name: vars(fsdp_cuda_native).pop(name, None) for name in fsdp_cuda_native.__all__}
+    try:
+        assert set(fsdp_cuda_native.__all__) <= set(dir(fsdp_cuda_native))
+        assert fsdp_cuda_native.fabric is sys.modules["fsdp_cuda_native.fabric"]
+        assert fsdp_cuda_native.DDPFullyShardedStrategy is DDPFullyShardedStrategy
+        assert fsdp_cuda_native.__version__ == version("fsdp-cuda-native")
+        assert vars(fsdp_cuda_native).keys() >= {"fabric", "DDPFullyShardedStrategy", "__version__"}
+        with pytest.raises(AttributeError, match="has no attribute 'FSDP3'"):
+            fsdp_cuda_native.FSDP3  # noqa: B018
+    finally:
+        vars(fsdp_cuda_native).update({name: value for name, value in kept.items() if value is not None})
+
+
 # -- refused when the ranks are known ----------------------------------------------------------------------------------
 
 
@@ -279,6 +343,19 @@ def unfit(case: str) -> str:
 def test_option_that_does_not_fit_the_ranks(ranks: RankPool, case: str) -> None:
     for told in ranks.run(2, unfit, case):
         assert_says(told, *UNFIT[case][1])
+
+
+def on_uneven_hosts() -> str:
+    """Of two hosts, the first has one rank more."""
+    fabric = new_fabric("fsdp_native", 3, {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {Block}})
+    strategy: Any = fabric.strategy
+    strategy.runtime.local_rank = dist.get_rank() % 2
+    return refusal(UnsupportedCapabilityError, lambda: fabric.setup(oracle.new_net()))
+
+
+def test_hosts_of_different_sizes(ranks: RankPool) -> None:
+    for told in ranks.run(3, on_uneven_hosts):
+        assert_says(told, "hosts have different numbers of ranks", "device_mesh=", "sharding_strategy='FULL_SHARD'")
 
 
 def unfit_under_trainer(tmp: str) -> tuple[str, bool]:

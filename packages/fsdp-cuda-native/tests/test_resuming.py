@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
 
-from fsdp_core.testing import RankPool
+import fsdp_core
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE, Block, train_plain
+from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.checkpoints.resuming import assert_goes_on_between_micro_batches
+from fsdp_core.testing.training import new_fabric
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
@@ -16,3 +23,45 @@ from fsdp_core.testing.suite.checkpoints.resuming import assert_goes_on_between_
 def test_accumulated_gradients(ranks: RankPool, tmp_path: Path, sharding: str, sync_each_batch: bool) -> None:
     options: dict[str, Any] = {"sharding_strategy": sharding, "sync_each_batch": sync_each_batch}
     assert_goes_on_between_micro_batches(ranks, tmp_path, "fsdp_native", {"options": options})
+
+
+FLAT: dict[str, Any] = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
+WHOLE: dict[str, Any] = {"sharding_strategy": "NO_SHARD"}
+#: The options of the run that saves, and of the one that goes on.
+HANDED_ON = [({}, {}), (FLAT, FLAT), ({}, WHOLE), (FLAT, {**FLAT, **WHOLE})]
+
+
+def third_micro_batch(path: str, options: dict[str, Any], resumed: bool) -> dict[str, Any]:
+    """The weights after a step of three micro-batches, the first of them reduced, saved before the third."""
+    fabric = new_fabric("fsdp_native", 2, options)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    state = {"model": model, "optimizer": optimizer, "gradients": fsdp_core.AccumulatedGradients(model)}
+    for number, (x, y) in enumerate(oracle.global_batches(3)):
+        if number == 2 and not resumed:
+            fabric.save(path, state)
+        if number == 2 and resumed:
+            fabric.load(path, state)
+        if number == 2 or not resumed:
+            with fabric.no_backward_sync(model, enabled=number == 1):
+                fabric.backward(mse_loss(model(x[fabric.global_rank :: 2]), y[fabric.global_rank :: 2]) / 3)
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
+def handed_on(tmp: str) -> list[list[dict[str, Any]]]:
+    return [
+        [third_micro_batch(f"{tmp}/{i}", saving, False), third_micro_batch(f"{tmp}/{i}", going_on, True)]
+        for i, (saving, going_on) in enumerate(HANDED_ON)
+    ]
+
+
+def test_gradients_of_which_some_are_reduced(ranks: RankPool, tmp_path: Path) -> None:
+    """A unit then has two: its shard's, and one that it has not reduced yet."""
+    _, want = train_plain(3, oracle.momentum, accumulate=3)
+    for runs in ranks.run(2, handed_on, str(tmp_path)):
+        for number, got in enumerate(runs):
+            for how, state in zip(("going on", "resumed"), got, strict=True):
+                for name, tensor in want.items():
+                    close = torch.allclose(state[name], tensor, rtol=0, atol=FP32_TOLERANCE)
+                    assert close, f"{name} differs, {how} with {HANDED_ON[number]}"

@@ -563,71 +563,90 @@ def test_a_parameter_that_is_never_used_stays_the_models(
 
 
 class Skippable(nn.Module):
-    """A layer that is skipped on rank 0, and then returns its input: a tensor, or a dict with it."""
+    """A layer that is skipped on rank 0, and then returns its input.
 
-    def __init__(self, nested: bool) -> None:
+    Args:
+        given: What it is called with, and returns: ``"a tensor"``, ``"tensors"``, or ``"a dict by keyword"``.
+    """
+
+    def __init__(self, given: str) -> None:
         super().__init__()
-        self.linear, self.nested = nn.Linear(FEATURES, FEATURES), nested
+        self.linear, self.given = nn.Linear(FEATURES, FEATURES), given
 
-    def forward(self, x: Any, **more: Any) -> Any:
-        given = more["inputs"]["x"] if self.nested else x
-        output = given if _skips else given + torch.tanh(self.linear(given))
-        return {"x": output, "of": more["inputs"]} if self.nested else output
+    def forward(self, *args: Any, **more: Any) -> Any:
+        inputs = [more["inputs"]["x"]] if self.given == "a dict by keyword" else args
+        outputs = [x if _skips else x + torch.tanh(self.linear(x)) for x in inputs]
+        if self.given == "a dict by keyword":
+            return {"x": outputs[0], "of": more["inputs"]}
+        return tuple(outputs) if self.given == "tensors" else outputs[0]
 
 
 class Skipping(nn.Module):
     """Layers one after the other with nothing in between, of which rank 0 uses none."""
 
-    def __init__(self, nested: bool) -> None:
+    def __init__(self, given: str) -> None:
         super().__init__()
         with oracle.seeded(1):
-            self.inp, self.nested = nn.Linear(FEATURES, FEATURES), nested
-            self.layers = nn.ModuleList(Skippable(nested) for _ in range(3))
+            self.inp, self.given = nn.Linear(FEATURES, FEATURES), given
+            self.layers = nn.ModuleList(Skippable(given) for _ in range(3))
 
     def forward(self, x: Any) -> Any:
         x = self.inp(x)
+        if self.given == "tensors":
+            first, second = x, x.flip(1)
+            for layer in self.layers:
+                first, second = layer(first, second)
+            return first + second
         for layer in self.layers:
-            x = layer(None, inputs={"x": x})["x"] if self.nested else layer(x)
+            x = layer(inputs={"x": x})["x"] if self.given == "a dict by keyword" else layer(x)
         return x
 
 
 _skips = False
 
 
-def skip_on_rank_0(nested: bool) -> dict[str, Any]:
+def skip_on_rank_0(given: str, accumulate: int) -> dict[str, Any]:
+    """In the last micro-batch of each step."""
     global _skips
     fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {Skippable}})
-    net = Skipping(nested)
+    net = Skipping(given)
     model, optimizer = fabric.setup(net, oracle.sgd(net))
-    _skips = fabric.global_rank == 0
-    for x, y in oracle.global_batches(2):
-        rank = fabric.global_rank
-        fabric.backward(mse_loss(model(x[rank::2]), y[rank::2]))
-        optimizer.step()
-        optimizer.zero_grad()
+    rank = fabric.global_rank
+    for i, (x, y) in enumerate(oracle.global_batches(2 * accumulate)):
+        last = i % accumulate == accumulate - 1
+        _skips = rank == 0 and last
+        with fabric.no_backward_sync(model, enabled=not last):
+            fabric.backward(mse_loss(model(x[rank::2]), y[rank::2]))
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
     return full_state(fabric.strategy)
 
 
-def skip_in_one_process(nested: bool) -> dict[str, Any]:
+def skip_in_one_process(given: str, accumulate: int) -> dict[str, Any]:
     global _skips
-    net = Skipping(nested)
+    net = Skipping(given)
     optimizer = oracle.sgd(net)
-    for x, y in oracle.global_batches(2):
+    for i, (x, y) in enumerate(oracle.global_batches(2 * accumulate)):
         losses = []
+        last = i % accumulate == accumulate - 1
         for rank in (0, 1):
-            _skips = rank == 0
+            _skips = rank == 0 and last
             losses.append(mse_loss(net(x[rank::2]), y[rank::2]))
         torch.stack(losses).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
     return net.state_dict()
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["tensors", "dicts by keyword"])
-def test_layers_that_one_rank_skips(ranks: RankPool, nested: bool) -> None:
-    """Each is called with tensors alone, or with what has to be searched for them."""
-    want = skip_in_one_process(nested)
-    got = ranks.run(2, skip_on_rank_0, nested)[0]
+@pytest.mark.parametrize(
+    ("given", "accumulate"), [("a tensor", 1), ("a tensor", 2), ("tensors", 1), ("a dict by keyword", 1)]
+)
+def test_layers_that_one_rank_skips(ranks: RankPool, given: str, accumulate: int) -> None:
+    """Each is called with tensors alone, or with what has to be searched for them; gradients are new, or added to."""
+    want = skip_in_one_process(given, accumulate)
+    got = ranks.run(2, skip_on_rank_0, given, accumulate)[0]
     assert got.keys() == want.keys()
     torch.testing.assert_close(got, dict(want), rtol=0, atol=FP32_TOLERANCE)
 

@@ -29,8 +29,9 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+import fsdp_core
 from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.state.fqn import clean_name
+from fsdp_core.state.fqn import aliases, clean_name
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -599,3 +600,55 @@ def test_summon_full_params_of_what_fabric_returned(ranks: RankPool) -> None:
     for found in ranks.run(2, _summon):
         for whole in found:
             assert whole == dict.fromkeys(whole, True)
+
+
+# -- units of odd sizes, and names of what is shared -------------------------------------------------------------------
+
+
+def odd_net(mark: Callable[[nn.Module], nn.Module] = nn.Identity) -> nn.Module:
+    """Layers whose sizes don't divide by what FSDP1 aligns parameters to; one of the marked layers is used twice."""
+    with oracle.seeded(4):
+        first, second = nn.Linear(3, 5), nn.Linear(5, 3)
+        net = nn.Sequential(first, second, nn.Linear(3, 5), nn.Linear(5, 3))
+        for layer in (first, second):
+            mark(layer)
+        net.append(first)
+    return net
+
+
+def marked_layers() -> list[dict[str, Any]]:
+    found = []
+    for options in KINDS[::3]:
+        fabric = new_fabric("fsdp_native", 2, options if options is not FLAT else {"use_orig_params": False})
+        with fabric.init_module():
+            net = odd_net(fsdp_core.wrap)
+        fabric.setup(net)
+        found.append({"state": full_state(fabric.strategy), "aliases": sharded_by(fabric.strategy).aliases()})
+    return found
+
+
+def test_marked_layers_of_odd_sizes(ranks: RankPool) -> None:
+    """Each rank has kept its part of them, and FSDP1 pads between the parameters of a unit."""
+    net = odd_net()
+    for found in ranks.run(2, marked_layers):
+        for one in found:
+            torch.testing.assert_close(one["state"], dict(net.state_dict()), rtol=0, atol=0)
+            assert one["aliases"] == aliases(net) == {"4.weight": "0.weight", "4.bias": "0.bias"}
+
+
+def called_whole() -> list[bool]:
+    """Of two precisions, whether a gathered module computes in that of its shards, on a rank alone."""
+    found = []
+    for precision in ("32-true", "bf16-mixed"):
+        options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+        fabric = new_fabric("fsdp_native", 2, options, precision)
+        net = oracle.new_net()
+        model = fabric.setup(net)
+        x, _ = oracle.global_batches(1)[0]
+        with fsdp_core.gathered(model), torch.no_grad():
+            found.append(torch.equal(net(x), oracle.new_net()(x)) if fabric.is_global_zero else True)
+    return found
+
+
+def test_a_gathered_module_computes_in_full_precision(ranks: RankPool) -> None:
+    assert ranks.run(2, called_whole) == [[True, True]] * 2

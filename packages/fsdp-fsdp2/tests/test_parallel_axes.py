@@ -202,6 +202,8 @@ def leaves(state: Any) -> list[torch.Tensor]:
 def axes_on(mesh: str) -> tuple[Any, ...]:
     strategy: Any = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh)).strategy
     whole = strategy.device_mesh
+    left_out = next(axis for axis in ("tensor_parallel", "data_parallel_replicate") if axis not in whole.mesh_dim_names)
+    assert_says(refusal(KeyError, lambda: whole["data_parallel", left_out]), left_out, "one rank", "apart")
     return whole.mesh_dim_names, whole["tensor_parallel"].size(), whole["data_parallel_replicate"].size(), strategy.mesh
 
 

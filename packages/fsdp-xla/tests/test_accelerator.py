@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,9 +15,13 @@ from lightning.fabric.accelerators import XLAAccelerator as FabricXLAAccelerator
 from lightning.pytorch.accelerators import XLAAccelerator
 
 from fsdp_core import StrategyUnavailableError
+from fsdp_core.testing.refusals import assert_says
 from fsdp_xla import XLACPUAccelerator
 from fsdp_xla.lightning.accelerator import accelerator_for
+from fsdp_xla.lightning.cluster_environment import XLARanks
+from fsdp_xla.lightning.launchers import FabricXLALauncher, TrainerXLALauncher
 from launching import Launching
+from xla_process import results_of
 
 
 @pytest.mark.parametrize("device", ["CPU", "TPU", None])
@@ -47,6 +52,22 @@ def test_the_cpu_is_refused_where_xla_runs_elsewhere(monkeypatch: pytest.MonkeyP
         accelerator_for("xla_fsdp", CPUAccelerator())
     with pytest.raises(StrategyUnavailableError, match="the accelerator is CUDAAccelerator"):
         accelerator_for("xla_fsdp", CUDAAccelerator())
+
+
+def test_it_has_no_figures_and_a_name_of_its_own() -> None:
+    """Which callbacks such as ``DeviceStatsMonitor`` ask for, and messages contain."""
+    accelerator = XLACPUAccelerator()
+    assert accelerator.get_device_stats(torch.device("xla", 0)) == {}
+    assert accelerator.name() == "xla_cpu"
+
+
+def test_ranks_are_started_by_the_launcher_in_notebooks_too() -> None:
+    """Lightning asks the environment who starts ranks, and the launcher whether it can in a notebook."""
+    ranks = XLARanks()
+    ranks.set_world_size(3)
+    assert (ranks.creates_processes_externally, XLARanks.detect(), ranks.world_size()) == (False, False, 3)
+    assert FabricXLALauncher(2).is_interactive_compatible
+    assert TrainerXLALauncher(2).is_interactive_compatible
 
 
 def told(strategy: Any) -> list[Any]:
@@ -138,3 +159,15 @@ def test_xla_used_before_the_launch_is_refused(afresh: Launching) -> None:
     told = afresh.error(2, used_before)
     for words in ("XLA has been used in this process before", "Touch no XLA device before"):
         assert words in told
+
+
+def test_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
+    """As on a TPU; on the CPU there is one process, with a thread for each device."""
+    found = results_of("launch_processes.py", tmp_path / "found", devices=2)
+    for result in found["launches"]:
+        assert (result["rank"], result["ranks"], result["unchanged"]) == (0, 2, True)
+        assert result["pid"] != found["pid"]
+        assert set(result["drawn"]) == {0.0, 2.0}
+    assert found["launches"][0]["drawn"] == found["launches"][1]["drawn"]  # as seeded before each
+    assert not found["changed"]
+    assert_says(found["refused"], "XLA has been used in this process before the ranks start", "Touch no XLA device")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fsdp_core.plugins import availability, registry
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_xla import plugin
-from fsdp_xla.options import PASSED_ON
+from fsdp_xla.options import PASSED_ON, check_options
 from fsdp_xla.plugin import fsdp_strategies, why_not_here
 
 NAMES = ["xla_fsdp", "xla_fsdp_full", "xla_fsdp_spmd"]
@@ -100,6 +101,21 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, device: str, c
         assert reason is not None
         assert told in reason
         assert "PJRT_DEVICE=CPU and CPU_NUM_DEVICES=2" in reason
+
+
+def test_googles_devices_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the machine's PCI devices, some of which may not be read."""
+    for device, vendor in {"0": "0x1ae0", "1": "0x10de", "2": "0x1ae0"}.items():
+        (tmp_path / device).mkdir()
+        (tmp_path / device / "vendor").write_text(f"{vendor}\n")
+    (tmp_path / "3" / "vendor").mkdir(parents=True)  # raises an OSError when it is read
+    monkeypatch.setattr(plugin, "Path", lambda place: tmp_path if place == "/sys/bus/pci/devices" else Path(place))
+    assert plugin._tpu_chips() == 2
+
+
+def test_an_option_that_nobody_has() -> None:
+    told = refusal(UnsupportedCapabilityError, lambda: check_options({"flatten_parameters": True, "no_such": 1}))
+    assert_says(told, "'xla_fsdp' has no option 'no_such'", "not an option of torch_xla's", "fsdp describe xla_fsdp")
 
 
 @pytest.mark.parametrize("device", ["CPU", None])

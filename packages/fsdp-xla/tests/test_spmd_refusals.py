@@ -13,7 +13,9 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer, seed_everything
 from torch import nn
+from torch.distributed.fsdp.wrap import wrap as torch_wrap
 
+from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.testing.oracle import Block, new_net, sgd
 from fsdp_core.testing.training import Lit, loader
 from launching import LaunchingSPMD
@@ -39,6 +41,13 @@ def made(tmp: str, options: dict[str, Any] | None = None, **asked: Any) -> None:
 
 def sharded(_: str, **options: Any) -> None:
     new_fabric(options).setup(new_net())
+
+
+def options_of_a_unit(_: str) -> None:
+    fabric = new_fabric()
+    with mark_by_torch_wrap():
+        net = nn.Sequential(torch_wrap(nn.Linear(4, 4), compute_dtype="bf16"))
+    fabric.setup(net)
 
 
 def foreign_optimizer(_: str) -> None:
@@ -105,6 +114,7 @@ UNSUPPORTED = "UnsupportedCapabilityError"
             "ShardingError",
             ["activation_checkpointing_policy=Block", "{Block}"],
         ),
+        (options_of_a_unit, {}, UNSUPPORTED, ["wrap(0, compute_dtype=...)", "whole model", "write wrap(module)"]),
         (foreign_optimizer, {}, "OptimizerMismatchError", ["none of the sharded model's"]),
         (other_terms, {}, "ShardingError", ["before, with other settings", "auto_wrap_policy"]),
     ],
@@ -124,6 +134,7 @@ UNSUPPORTED = "UnsupportedCapabilityError"
         "cuda",
         "policy",
         "checkpointing",
+        "options of a unit",
         "foreign optimizer",
         "other terms",
     ],

@@ -17,7 +17,7 @@ from torch.distributed import DistError
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
-from fsdp_core.torch_private import default_store, forget_meshes
+from fsdp_core.torch_private import default_store, forget_meshes, note_meshes
 
 __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
@@ -30,6 +30,8 @@ _last_group_destroyed = float("-inf")
 
 def _destroy(group: Any) -> None:
     global _last_group_destroyed
+    if group is None:
+        note_meshes()
     dist.destroy_process_group(group)
     _last_group_destroyed = time.monotonic()
 

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import device_mesh
+
+# Which groups there are, and how many torch has named; no public name counts those that were destroyed since.
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, _redistribute
 
@@ -45,6 +49,7 @@ __all__ = [
     "iterates_as_torch",
     "make_scaler_sharded",
     "not_managed",
+    "note_meshes",
     "place_of",
     "process_groups",
     "queue_backward_callback",
@@ -59,17 +64,65 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class _CachedMeshes:
+    """What is known of the meshes in DTensor's caches, all of which are of all ranks.
+
+    Attributes:
+        rank: This rank.
+        world_size: The number of ranks.
+        results: How many results were cached so far.
+    """
+
+    rank: int
+    world_size: int
+    results: tuple[int, ...]
+
+
+_cached_meshes: _CachedMeshes | None = None
+_group_with_clean_caches: weakref.ref[Any] | None = None
+
+
 def forget_meshes() -> None:
-    """Clear what DTensor has cached by mesh. Called when a process group is created.
+    """Clear what DTensor has cached by mesh. Called when a process group was created.
 
     Meshes are equal if their ranks are, whatever their process groups. After a process group was destroyed and another
     was created, cached results would name groups of the former one, and torch gives the same names to other groups.
+
+    Nothing is cleared if :func:`note_meshes` has found that there were no other groups than that of all ranks, whose
+    name is always the same, and the new one is of as many: a process that trains often need not compute it all again.
     """
+    global _cached_meshes, _group_with_clean_caches
+    noted, _cached_meshes = _cached_meshes, None
+    _group_with_clean_caches = weakref.ref(dist.group.WORLD)
+    if noted == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _cached_results()):
+        return
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in torch 2.9
     if clear is not None:
         clear()
     _redistribute._gen_transform_infos.cache_clear()
+
+
+def note_meshes() -> None:
+    """Note for :func:`forget_meshes` whether all meshes in DTensor's caches are of all ranks.
+
+    Called before all process groups are destroyed. torch counts the groups that it gives a name; it begins anew after
+    their destruction.
+    """
+    global _cached_meshes
+    _cached_meshes = None
+    clean = _group_with_clean_caches is not None and _group_with_clean_caches() is dist.group.WORLD
+    if clean and _world.group_count == len(_world.pg_names) == 1:
+        _cached_meshes = _CachedMeshes(dist.get_rank(), dist.get_world_size(), _cached_results())
+
+
+def _cached_results() -> tuple[int, ...]:
+    """How many results were computed because they were in none of the caches."""
+    propagated = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache
+    found = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", None)  # not in torch 2.9
+    computed = propagated.cache_info().misses, _redistribute._gen_transform_infos.cache_info().misses
+    return computed if found is None else (*computed, found()[1])
 
 
 def is_first_slice(mesh: device_mesh.DeviceMesh) -> bool:

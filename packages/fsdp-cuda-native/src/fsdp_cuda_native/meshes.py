@@ -109,7 +109,7 @@ def _check_hybrid(shape: tuple[int, ...], strategy: ShardingStrategy, runtime: R
 def _by_host(runtime: Runtime) -> tuple[int, int]:
     on_host = runtime.gather_objects(runtime.local_rank)
     ranks_of_each = max(on_host) + 1
-    if [rank % ranks_of_each for rank in range(runtime.world_size)] != on_host:
+    if on_host != list(range(ranks_of_each)) * (runtime.world_size // ranks_of_each):
         raise UnsupportedCapabilityError(
             "hosts have different numbers of ranks, so hybrid sharding can't replicate one host's shards on another.\n"
             "Write device_mesh=(replicas, ranks of each), or sharding_strategy='FULL_SHARD'."

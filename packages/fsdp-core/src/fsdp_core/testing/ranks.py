@@ -333,6 +333,9 @@ def _call(
         return function(*args)
     finally:
         if dist.is_initialized():
+            from fsdp_core.torch_private import note_meshes
+
+            note_meshes()
             dist.destroy_process_group()
         for variable in set(os.environ) - set(environment):
             del os.environ[variable]

@@ -75,9 +75,7 @@ def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
     flatten = handles.flatten_tensors
 
     def put_together(handle: FlatParamHandle, tensors: list[Tensor], aligned_numel: int) -> Tensor:
-        if aligned_numel:  # optimizer state; FSDP1 passes padding of parameters as tensors
-            flattened: Tensor = flatten(handle, tensors, aligned_numel)
-            return flattened
+        # aligned_numel is 0 for parameters: FSDP1 passes what pads them as tensors
         flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
         for tensor, place in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             if isinstance(tensor, nn.Parameter) and tensor in kept:
@@ -544,8 +542,7 @@ def reset(root: FullyShardedDataParallel) -> None:
     """Make every unit idle and sharded, whatever an exception has interrupted. Gradients must have been dropped."""
     state: Any = root
     state._post_backward_callback_queued = False
-    if state._is_root:
-        state._exec_order_data.next_iter()
+    state._exec_order_data.next_iter()
     units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
     for unit in units:
         unit.training_state = TrainingState.IDLE

@@ -149,13 +149,23 @@ def _wait_for(events: Sequence[threading.Event], interrupts: Sequence[Callable[[
 
 
 def run_on_processes(function: Callable[[], object]) -> None:
-    """Call ``function`` in a process for each TPU chip of this host, forked from this one."""
-    xmp.spawn(_rank_of_process, args=(function,), start_method="fork")
+    """Call ``function`` in a process for each TPU chip of this host, forked from this one.
+
+    The processes inherit it. torch_xla pickles what it is given, and a function inside another can't be.
+    """
+    _of_processes.append(function)
+    try:
+        xmp.spawn(_rank_of_process, start_method="fork")
+    finally:
+        _of_processes.pop()
 
 
-def _rank_of_process(_: int, function: Callable[[], object]) -> None:
+_of_processes: list[Callable[[], object]] = []
+
+
+def _rank_of_process(_: int) -> None:
     this_thread.is_rank = True
-    function()
+    _of_processes[-1]()
 
 
 def default_device() -> torch.device:

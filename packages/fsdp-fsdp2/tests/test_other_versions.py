@@ -1,0 +1,95 @@
+"""What other versions of torch lack, or do otherwise, called directly; `nox -s versions` runs a few clauses on them."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import full_state, sharded_by
+from fsdp_core.testing.training import new_fabric
+from fsdp_fsdp2 import torch_private
+
+
+def interrupted() -> tuple[str, str, bool]:
+    fabric = new_fabric("fsdp2", 2)
+    net = oracle.new_net()
+    model = fabric.setup(net)
+    model(oracle.global_batches(1)[0][0])  # until then torch has nothing to recover
+    strategy: Any = fabric.strategy
+    sharded: Any = sharded_by(strategy)
+    before = full_state(strategy)
+    sharded.reset()
+    recovered = refusal(ShardingError, sharded.check_not_interrupted)
+    with mock.patch.object(FSDPModule, "reset_iter_state", None, create=True):
+        sharded.reset()
+    after = full_state(strategy)
+    same = all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    return recovered, refusal(ShardingError, lambda: strategy.backend.shard(net)), same
+
+
+def test_a_torch_that_cannot_recover_from_an_exception(ranks: RankPool) -> None:
+    """Before 2.13; only then is a module refused whose step an exception has interrupted. Its weights can be saved."""
+    for recovered, refused, same in ranks.run(2, interrupted):
+        if hasattr(FSDPModule, "reset_iter_state"):
+            assert recovered == "instead of a refusal: nothing was raised"
+        assert_says(refused, "has interrupted a step of", "load a checkpoint, or upgrade to torch 2.13")
+        assert same
+
+
+class State:
+    """A root's state, whose callback notes the mode that it is called in and clears it, as torch 2.15 does."""
+
+    def __init__(self, **context: Any) -> None:
+        self._state_ctx = SimpleNamespace(**context)
+        self.modes: list[Any] = []
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.modes.append(getattr(self._state_ctx, "manual_backward_finalization_active", "unknown"))
+        if hasattr(self._state_ctx, "manual_backward_finalization_active"):
+            self._state_ctx.manual_backward_finalization_active = None
+
+
+def test_the_end_of_a_backward_pass_has_the_mode_that_later_versions_expect() -> None:
+    later = State(manual_backward_finalization=True, manual_backward_finalization_active=None)
+    torch_private._end_backward(later)
+    later._state_ctx.manual_backward_finalization_active = False  # as torch's registration sets it
+    torch_private._end_backward(later)
+    today = State()
+    torch_private._end_backward(today)
+    assert (later.modes, today.modes) == ([True, False], ["unknown"])
+
+
+class Group:
+    """What a unit calls around its forward and backward passes."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[Any, ...]] = []
+
+    def pre_forward(self, *args: Any) -> str:
+        self.called.append(("forward", *args))
+        return "as it was"
+
+    def post_backward(self, *args: Any) -> None:
+        self.called.append(("backward", *args))
+
+
+def test_a_unit_goes_on_without_the_object_that_counted_its_calls() -> None:
+    """Its hooks hold it weakly, and a unit may outlive it."""
+    group, state, gone = Group(), State(), weakref.ref(Group())
+    unused: Any = gone
+    assert unused() is None
+    assert torch_private._count_first(unused, weakref.ref(group), 1, 2) == "as it was"
+    torch_private._fill_first(unused, weakref.ref(group), 3)
+    torch_private._agree_last(unused, weakref.ref(state))
+    torch_private._fill_first(unused, unused, 4)  # of a unit that is gone too
+    torch_private._agree_last(unused, unused)
+    assert group.called == [("forward", 1, 2), ("backward", 3)]
+    assert state.modes == ["unknown"]

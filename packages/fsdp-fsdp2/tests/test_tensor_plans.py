@@ -1,0 +1,96 @@
+"""Plans of tensor parallelism as models bring them, and styles that torch can't apply."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.testing import RankPool
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.training import new_fabric
+from fsdp_fsdp2.tensor_parallel import described_plan, styles_of
+
+
+class Layer(nn.Module):
+    """As transformers' models do, it names its own styles; one of its patterns matches nothing in it."""
+
+    _tp_plan: ClassVar = {"up": "colwise", "down": "rowwise", "gate": "colwise", "norm": "sequence_parallel"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+
+
+class Model(nn.Module):
+    """Layers, and a plan of its own that a layer's does not replace."""
+
+    _tp_plan: ClassVar = {
+        "head": "colwise_rep",
+        "first": "rowwise_split_input",
+        "last": "colwise_gather_output",
+        "middle": "rowwise_rep",
+        "layers.1.up": RowwiseParallel(),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head, self.first, self.last, self.middle = (nn.Linear(4, 4) for _ in range(4))
+
+
+def test_plan_that_a_model_brings() -> None:
+    root = nn.ModuleDict({"model": Model()})
+    styles: dict[str, Any] = dict(styles_of(root, "auto", 2).values())
+    assert {name: type(style) for name, style in styles.items()} == {
+        "model.layers.0.up": ColwiseParallel,
+        "model.layers.0.down": RowwiseParallel,
+        "model.layers.0.norm": SequenceParallel,
+        "model.layers.1.up": RowwiseParallel,
+        "model.layers.1.down": RowwiseParallel,
+        "model.layers.1.norm": SequenceParallel,
+        "model.head": ColwiseParallel,
+        "model.first": RowwiseParallel,
+        "model.last": ColwiseParallel,
+        "model.middle": RowwiseParallel,
+    }
+    for name in ("head", "last"):
+        assert styles[f"model.{name}"].output_layouts == (Replicate(),)
+    for name in ("first", "middle"):
+        assert styles[f"model.{name}"].input_layouts == (Replicate(),)
+    assert styles["model.layers.0.up"].output_layouts == (Shard(-1),)
+
+
+@pytest.mark.parametrize(
+    ("plan", "described"),
+    [
+        (None, None),
+        ("auto", "auto"),
+        ({"*.up": ColwiseParallel(), "of": RowwiseParallel()}, {"*.up": "ColwiseParallel", "of": "RowwiseParallel"}),
+    ],
+)
+def test_plan_as_plain_data(plan: Any, described: object) -> None:
+    """By which ranks are compared, and a module that is sharded again."""
+    assert described_plan(plan) == described
+
+
+class NotHere(ParallelStyle):
+    """A style of somebody else's."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise NotImplementedError("it is for convolutions")
+
+
+def not_here() -> str:
+    fabric = new_fabric("fsdp2", 2, {"tensor_parallel_size": 2, "tp_plan": {"layers.0.up": NotHere()}})
+    return refusal(ShardingError, lambda: fabric.setup(Model()))
+
+
+def test_style_that_torch_cannot_apply(ranks: RankPool) -> None:
+    for told in ranks.run(2, not_here):
+        assert_says(told, "'layers.0.up' the style NotHere", "to a Linear: it is for convolutions", "another style")
