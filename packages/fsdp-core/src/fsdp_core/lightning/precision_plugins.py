@@ -239,6 +239,8 @@ class ShardedFabricPrecision(_ShardedPrecision, FabricPrecision):
     """Precision of sharded training under Fabric."""
 
     def convert_output(self, data: Any) -> Any:
+        if self.dtypes.input_dtype is torch.float32:
+            return data  # as the module computes it, which may be in fp64
         return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=torch.get_default_dtype())
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from fsdp_core.testing.suite.modules.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.modules.shards import ShardsSuite
 from fsdp_core.testing.suite.numerics.forward_backward_order import PassesSuite
 from fsdp_core.testing.suite.numerics.norms import NormsSuite
+from fsdp_core.testing.suite.numerics.pairs import PairsSuite
 from fsdp_core.testing.suite.numerics.parity import NumbersSuite
 from fsdp_core.testing.suite.numerics.precision import PrecisionSuite
 from fsdp_core.testing.suite.numerics.unused_parameters import BranchesSuite
@@ -39,6 +40,7 @@ class StrategySuite(
     ContractSuite,
     NumbersSuite,
     NormsSuite,
+    PairsSuite,
     CapabilitiesSuite,
     ShardsSuite,
     BuiltInPartsSuite,
