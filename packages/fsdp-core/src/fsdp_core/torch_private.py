@@ -42,6 +42,7 @@ __all__ = [
     "is_first_slice",
     "is_flattened",
     "iterates_as_torch",
+    "forget_unscaled",
     "make_scaler_sharded",
     "meeting_place",
     "not_managed",
@@ -231,6 +232,19 @@ def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[
 
     instance: Any = scaler
     instance._unscale_grads_ = unscale
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let ``scaler`` unscale an optimizer's gradients again, which were discarded since.
+
+    ``GradScaler`` remembers whose gradients it has unscaled until its ``update()``, which only a step allows.
+
+    Args:
+        scaler: The scaler.
+        optimizer: The optimizer, which has no gradients.
+    """
+    instance: Any = scaler
+    instance._per_optimizer_states.pop(id(optimizer), None)
 
 
 def iterates_as_torch(loader: DataLoader[Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE
+from fsdp_core.testing.pairs.dimensions import Configuration
 from fsdp_core.testing.pairs.net import MICRO_BATCHES, is_last
 from fsdp_core.testing.pairs.plain import Run
 from fsdp_core.testing.pairs.running import Held, Outcome, Piece
@@ -26,6 +27,9 @@ TOLERANCES: Mapping[str, float] = {
     "bf16-mixed": HALF_TOLERANCE,
     "16-mixed": HALF_TOLERANCE,
 }
+
+#: In half precision, an element below what gradients are clipped to by value is as inexact as those above were.
+_CLIPPED_BY_VALUE = 5.0
 
 Array = np.ndarray[Any, Any]
 
@@ -85,18 +89,19 @@ def _arrays(tensors: Mapping[Any, Any]) -> dict[Any, Array]:
 
 
 def differences(
-    outcomes: Sequence[Outcome], want: Run, precision: str, accumulate: int, begun: int = 0
+    outcomes: Sequence[Outcome], want: Run, configuration: Configuration, begun: int = 0
 ) -> list[str]:
     """What differs between a run on ranks and the oracle; empty if nothing does.
 
     Args:
         outcomes: What each rank has.
         want: The oracle's run.
-        precision: The label of the precision.
-        accumulate: Micro-batches per step.
+        configuration: What was trained, and how.
         begun: The number of micro-batches that the run did not see, because it was resumed.
     """
-    tolerance = TOLERANCES[precision]
+    tolerance, accumulate = TOLERANCES[configuration["precision"]], int(configuration["accumulate"])
+    if tolerance == HALF_TOLERANCE and configuration["clip"] == "value":
+        tolerance *= _CLIPPED_BY_VALUE
     told: list[str] = []
     losses = np.mean([outcome.losses for outcome in outcomes], axis=0)
     if len(losses) != MICRO_BATCHES - begun:

@@ -123,6 +123,11 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension(
         name="optimizer", values={"sgd": Value(), "momentum": Value(), "adamw": Value(), "two": Value()}
     ),
+    Dimension(name="zeroed", values={"to none": Value(), "in place": Value()}),  # gradients, by zero_grad()
+    Dimension(
+        name="between",  # what is done with the model after each micro-batch
+        values={"nothing": Value(), "evaluated": Value(), "gathered": Value()},
+    ),
     Dimension(
         name="resume",
         values={"no": Value(), "between steps": Value(), "amid a step": Value(needs=_ACCUMULATES)},

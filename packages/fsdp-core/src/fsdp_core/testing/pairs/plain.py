@@ -54,7 +54,7 @@ def train_in_one_process(configuration: Configuration) -> Run:
         run.gradients.append({n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None})
         for optimizer in steppers:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=configuration["zeroed"] == "to none")
     run.weights = {name: tensor.detach().double() for name, tensor in net.state_dict().items()}
     names = {parameter: name for name, parameter in net.named_parameters()}
     state: dict[Any, Any] = {p: values for optimizer in steppers for p, values in optimizer.state.items()}

@@ -131,7 +131,7 @@ def run_all(asked: Sequence[Asked], tmp: str) -> list[Outcome]:
 
 def _piece(value: Any) -> Piece:
     part = value if isinstance(value, ChunkedTensor) else chunked(plain(torch.as_tensor(value)), rank=here().rank)
-    boxes = tuple((one.offsets, plain(one.data).detach().cpu().double().numpy()) for one in part.chunks)  # type: ignore[arg-type]
+    boxes = tuple((one.offsets, np.array(plain(one.data).detach().cpu().double())) for one in part.chunks)  # type: ignore[arg-type]
     return Piece(shape=tuple(part.shape), dtype=str(part.dtype), replica=part.replica, boxes=boxes)
 
 
@@ -171,6 +171,16 @@ def _net(asked: Asked) -> Any:
         for block in net.blocks:
             block.compile(backend="eager")
     return net
+
+
+def _look_at(model: Any, net: Any, x: Tensor, how: str) -> None:
+    """Use the model between two micro-batches, which must change nothing."""
+    if how == "nothing":
+        return
+    model.eval()
+    with fsdp_core.gathered(model) if how == "gathered" else torch.no_grad():
+        (net if how == "gathered" else getattr(model, "net", model))(x, 0)
+    model.train()
 
 
 def _dtype(asked: Asked) -> torch.dtype:
@@ -217,7 +227,8 @@ def _under_fabric(asked: Asked, tmp: str, outcome: Outcome) -> None:
             for optimizer in wrapped:
                 optimizer.step()
             for optimizer in wrapped:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=chosen["zeroed"] == "to none")
+        _look_at(model, net, x, chosen["between"])
         state["batch"] += 1
         if asked.saves is not None and state["batch"] == asked.saved_after:
             fabric.save(asked.saves, state)
@@ -290,8 +301,14 @@ class LitPairs(pl.LightningModule):
             for optimizer in wrapped:
                 optimizer.step()
             for optimizer in wrapped:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=self.asked.configuration["zeroed"] == "to none")
         return None
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=self.asked.configuration["zeroed"] == "to none")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        _look_at(self, self.net, batch[0], self.asked.configuration["between"])
 
 
 class _Saves(pl.Callback):

@@ -28,7 +28,7 @@ __all__ = ["COUNT", "ONLY", "SEED", "PairsSuite", "assert_equals_plain"]
 COUNT, SEED, ONLY = "FSDP_PAIRS", "FSDP_PAIRS_SEED", "FSDP_PAIRS_ONLY"
 
 #: Configurations of one test, which share a start of the ranks.
-_TOGETHER = 10
+_TOGETHER = 6
 
 #: More than these are a slow run, which draws values that take seconds too.
 _MANY = 100
@@ -52,6 +52,7 @@ class PairsSuite(Clauses):
         drawn_pairs: How many configurations are drawn.
         own_dimensions: What is combined for this strategy alone.
         not_in_pairs: Values that the strategy is known not to train rightly with, ``"dimension=label"``, with the reason.
+        own_rules: Labels that make no sense together under this strategy, and are not drawn.
         refused_pairs: Labels that the strategy refuses together, each with :class:`UnsupportedCapabilityError`.
     """
 
@@ -60,6 +61,7 @@ class PairsSuite(Clauses):
     own_dimensions: ClassVar[Sequence[Dimension]] = ()
     not_in_pairs: ClassVar[Mapping[str, str]] = {}
     refused_pairs: ClassVar[Sequence[Rule]] = ()
+    own_rules: ClassVar[Sequence[Rule]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Divide the drawn configurations among tests, which can run side by side."""
@@ -89,7 +91,7 @@ class PairsSuite(Clauses):
         """What can't be combined, or is refused."""
         on_others: list[Rule] = [{"resume": "no", "resumed_on": tuple(cls.meshes)}]
         itself: list[Rule] = [{"mesh": name, "resumed_on": name} for name in cls.meshes]  # that is "the same"
-        return [*(rule for rule, _ in FORBIDDEN), *on_others, *itself, *cls.refused_pairs]
+        return [*(rule for rule, _ in FORBIDDEN), *on_others, *itself, *cls.own_rules, *cls.refused_pairs]
 
     @classmethod
     def completed(cls, labels: Mapping[str, str]) -> dict[str, str]:
@@ -188,11 +190,10 @@ def _judged(one: _Drawn) -> list[str]:
     if any(failed):
         return list(dict.fromkeys(text for text in failed if text))
     want = train_in_one_process(chosen)
-    accumulate = int(chosen["accumulate"])
-    told = differences(one.whole, want, chosen["precision"], accumulate)
+    told = differences(one.whole, want, chosen)
     if one.resumed:
         begun = Asked(configuration=chosen, strategy="", ranks=0, options={}).saved_after
-        resumed = differences(one.resumed, want, chosen["precision"], accumulate, begun)
+        resumed = differences(one.resumed, want, chosen, begun)
         if chosen.get("resumed_on", "the same") == "the same":
             resumed += differing_bits(one.resumed, one.whole)
         told += [f"resumed: {difference}" for difference in resumed]
