@@ -39,7 +39,12 @@ class TestNative(StrategySuite):
         of_option("backward_prefetch", "BACKWARD_POST"),
     )
     own_rules: ClassVar = (
-        {"mesh": "replicate 2 x shard 2", "sharding_strategy": ("'SHARD_GRAD_OP'", "'NO_SHARD'")},
+        {"mesh": "replicate 2 x shard 2", "sharding_strategy": ("SHARD_GRAD_OP", "NO_SHARD")},
+        # one flat parameter can't be frozen in part, nor be in two param groups or optimizers
+        {"use_orig_params": "False", "trained": "not a layer"},
+        {"use_orig_params": "False", "trained": "not a block", "wrap": "the root"},
+        {"use_orig_params": "False", "optimizer": "adamw"},
+        {"use_orig_params": "False", "optimizer": "two", "wrap": "the root"},
     )
     refused_pairs: ClassVar = ({"sync_each_batch": "True", "cpu_offload": "True"},)
     not_in_pairs: ClassVar = {"trained=in some steps": _FLAT}

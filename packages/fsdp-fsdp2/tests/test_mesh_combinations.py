@@ -15,14 +15,13 @@ from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import get_ema_avg_fn
 from torchmetrics import MeanMetric, SumMetric
 
+import test_conformance
 from declared_meshes import MESHES
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
-from fsdp_core.testing.training import Lit, new_fabric, new_trainer, strategy_argument
-import test_conformance
+from fsdp_core.testing.training import new_fabric, new_trainer, strategy_argument
 from test_parallel_axes import OwnLoader
-
 
 
 def combined(ranks: RankPool, tmp_path: Path, **labels: str) -> None:
@@ -106,7 +105,6 @@ def averaged_on(mesh: str, tmp: str) -> dict[str, Tensor]:
 def test_weights_are_averaged_on_a_mesh(ranks: RankPool, tmp_path: Path, mesh: str) -> None:
     net = oracle.new_net(width=8)
     average = torch.optim.swa_utils.AveragedModel(net, avg_fn=get_ema_avg_fn(0.5))
-    average.update_parameters(net)  # Lightning's first update copies the initial weights
     optimizer = oracle.sgd(net)
     for x, y in oracle.global_batches(4):
         optimizer.zero_grad()
@@ -129,10 +127,9 @@ def scaled_on(mesh: str) -> tuple[list[float], dict[str, Tensor]]:
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
     scales = []
-    for index in range(3):
-        x, y = (b.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank] for b in oracle.global_batches(3)[index])
+    for index, batch in enumerate(oracle.global_batches(3)):
+        x, y = (one.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank] for one in batch)
         loss = mse_loss(model(x), y)
-        # the overflow of one rank is in the part of one weight that it alone holds after the reduction
         fabric.backward(loss * (torch.inf if index == 1 and fabric.global_rank == fabric.world_size - 1 else 1.0))
         optimizer.step()
         optimizer.zero_grad()

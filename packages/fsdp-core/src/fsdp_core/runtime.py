@@ -115,7 +115,7 @@ class Runtime(ABC):
 
     @property
     def process_group(self) -> Any:
-        """torch's process group of these ranks; ``None`` for the default one, and where ranks are not its processes."""
+        """Torch's process group of these ranks; ``None`` for the default one, and where ranks are not its processes."""
         return None
 
     @abstractmethod

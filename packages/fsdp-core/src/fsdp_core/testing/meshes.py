@@ -16,9 +16,9 @@ class DeclaredMesh:
     Args:
         ranks: The number of ranks.
         options: The strategy's options that arrange them.
-        plan: Called with the prefix of the names of the suite's net (``""`` or ``"net."``); returns further options, such
-            as a plan of tensor parallelism, whose keys are names of submodules. The layers of every net of the suite have
-            the same names: ``inp``, ``out``, and in each of ``blocks`` ``up`` and ``down``.
+        plan: Called with the prefix of the names of the suite's net (``""`` or ``"net."``); returns further options,
+            such as a plan of tensor parallelism, whose keys are names of submodules. The layers of every net of the
+            suite have the same names: ``inp``, ``out``, and in each of ``blocks`` ``up`` and ``down``.
 
     Example:
         >>> mesh = DeclaredMesh(ranks=4, options={"size": 2}, plan=lambda prefix: {"plan": {f"{prefix}inp": "columns"}})

@@ -18,7 +18,7 @@ Gather = Callable[..., list[Tensor]]
 
 
 class _OverData:
-    """Gathers a metric's state from the data-parallel ranks. A copy, or what is unpickled, gathers as torchmetrics does.
+    """Gathers a metric's state from the data-parallel ranks; once pickled, from all ranks, as torchmetrics does.
 
     Args:
         data: The data-parallel ranks.
@@ -60,6 +60,7 @@ def gather_metrics_over_data(module: nn.Module, runtime: Runtime) -> None:
         return
     data = runtime.data  # creates a group of processes the first time, on all ranks
     for one in module.modules():
-        if isinstance(one, Metric) and one.process_group is None:
-            if one.dist_sync_fn is None or isinstance(one.dist_sync_fn, _OverData):
-                one.dist_sync_fn = _OverData(data)
+        if not isinstance(one, Metric) or one.process_group is not None:
+            continue
+        if one.dist_sync_fn is None or isinstance(one.dist_sync_fn, _OverData):
+            one.dist_sync_fn = _OverData(data)

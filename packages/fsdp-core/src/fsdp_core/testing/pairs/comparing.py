@@ -34,18 +34,19 @@ _CLIPPED_BY_VALUE = 5.0
 Array = np.ndarray[Any, Any]
 
 
-def _whole(pieces: Sequence[Piece], name: str, told: list[str]) -> Array:
+def _whole(of_ranks: Sequence[Piece | None], name: str, told: list[str]) -> Array:
     """One copy of a tensor, from the parts of all ranks; what is wrong with the parts is added to ``told``."""
-    full: Array = np.zeros(pieces[0].shape)
-    times: Array = np.zeros(pieces[0].shape, dtype=int)
-    for piece in pieces:
+    pieces = {rank: piece for rank, piece in enumerate(of_ranks) if piece is not None}
+    full: Array = np.zeros(next(iter(pieces.values())).shape)
+    times: Array = np.zeros(full.shape, dtype=int)
+    for piece in pieces.values():
         for offsets, data in piece.boxes if piece.replica == 0 else ():
             box = tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))
             full[box] = data
             times[box] += 1
     if (times != 1).any():
-        told.append(f"{name}: some elements are held {sorted(set(times.flat))} times by copy 0")
-    for rank, piece in enumerate(pieces):
+        told.append(f"{name}: some elements are held {sorted(set(times.ravel().tolist()))} times by copy 0")
+    for rank, piece in pieces.items():
         for offsets, data in piece.boxes:
             box = tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))
             if not np.array_equal(full[box], data, equal_nan=True):
@@ -54,15 +55,9 @@ def _whole(pieces: Sequence[Piece], name: str, told: list[str]) -> Array:
 
 
 def _wholes(of_ranks: Sequence[Held], kind: str, told: list[str]) -> dict[Any, Array]:
-    names = of_ranks[0].keys()
-    for rank, held in enumerate(of_ranks):
-        if held.keys() != names:
-            told.append(f"{kind}: rank {rank} has other names than rank 0: {sorted(map(str, held.keys() ^ names))}")
-    return {
-        name: _whole([held[name] for held in of_ranks], f"{kind} of {name}", told)
-        for name in names
-        if all(name in held for held in of_ranks)
-    }
+    # a rank that holds nothing of a tensor may not name it
+    names = dict.fromkeys(name for held in of_ranks for name in held)
+    return {name: _whole([held.get(name) for held in of_ranks], f"{kind} of {name}", told) for name in names}
 
 
 def _compare(got: Mapping[Any, Array], want: Mapping[Any, Array], kind: str, tolerance: float) -> list[str]:
@@ -88,9 +83,7 @@ def _arrays(tensors: Mapping[Any, Any]) -> dict[Any, Array]:
     return {name: np.asarray(tensor.numpy()) for name, tensor in tensors.items()}
 
 
-def differences(
-    outcomes: Sequence[Outcome], want: Run, configuration: Configuration, begun: int = 0
-) -> list[str]:
+def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configuration, begun: int = 0) -> list[str]:
     """What differs between a run on ranks and the oracle; empty if nothing does.
 
     Args:
@@ -121,13 +114,14 @@ def differences(
         if not np.allclose(outcome.norms, wanted_norms, rtol=tolerance, atol=0):
             told.append(f"norms {outcome.norms} instead of {wanted_norms}")
             break
-    for kind, wanted, parts in (
+    states: tuple[tuple[str, Mapping[Any, Any], list[Held]], ...] = (
         ("weight", want.weights, [outcome.weights for outcome in outcomes]),
         ("moment", want.moments, [outcome.moments for outcome in outcomes]),
-    ):
+    )
+    for kind, state, parts in states:
         wholes = _wholes(parts, kind, told)
-        for key in sorted({name[1] for name in wanted}) if kind == "moment" else [None]:
-            of_kind = {n: v for n, v in _arrays(wanted).items() if key is None or n[1] == key}
+        for key in sorted({name[1] for name in state}) if kind == "moment" else [None]:
+            of_kind = {n: v for n, v in _arrays(state).items() if key is None or n[1] == key}
             got = {n: v for n, v in wholes.items() if key is None or n[1] == key}
             told += _compare(got, of_kind, kind if key is None else f"{kind} {key}", tolerance)
     return told

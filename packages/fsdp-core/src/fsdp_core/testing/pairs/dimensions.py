@@ -24,7 +24,7 @@ class Value:
 
     Attributes:
         options: The strategy's options that it sets.
-        needs: Capabilities, or names of options, that the strategy must declare, besides those that ``options`` request.
+        needs: Capabilities, or names of options, that the strategy must declare, besides what ``options`` request.
         seldom: Whether it takes seconds, so that it is drawn only where thousands are.
     """
 
@@ -58,8 +58,9 @@ def of_option(name: str, *values: Any, seldom: bool = False) -> Dimension:
         >>> list(of_option("reshard_after_forward", True, False).values)
         ['left out', 'True', 'False']
     """
-    chosen = {describe_policy(value): Value(options={name: value}, needs=(name,), seldom=seldom) for value in values}
-    return Dimension(name=name, values={"left out": Value(), **chosen})
+    labels = [value if isinstance(value, str) else describe_policy(value) for value in values]
+    options = [Value(options={name: value}, needs=(name,), seldom=seldom) for value in values]
+    return Dimension(name=name, values={"left out": Value(), **dict(zip(labels, options, strict=True))})
 
 
 _ACCUMULATES = (Capability.GRADIENT_ACCUMULATION,)
@@ -84,9 +85,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
             "16-mixed": Value(needs=(*_MIXED, Capability.GRADIENT_SCALING)),
         },
     ),
-    Dimension(
-        name="accumulate", values={"1": Value(), "2": Value(needs=_ACCUMULATES), "3": Value(needs=_ACCUMULATES)}
-    ),
+    Dimension(name="accumulate", values={"1": Value(), "2": Value(needs=_ACCUMULATES), "3": Value(needs=_ACCUMULATES)}),
     of_option("sync_each_batch", True),
     Dimension(
         name="clip",
@@ -120,9 +119,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         },
     ),
     Dimension(name="tied", values={"yes": Value(), "no": Value()}),
-    Dimension(
-        name="optimizer", values={"sgd": Value(), "momentum": Value(), "adamw": Value(), "two": Value()}
-    ),
+    Dimension(name="optimizer", values={"sgd": Value(), "momentum": Value(), "adamw": Value(), "two": Value()}),
     Dimension(name="zeroed", values={"to none": Value(), "in place": Value()}),  # gradients, by zero_grad()
     Dimension(
         name="between",  # what is done with the model after each micro-batch
@@ -156,9 +153,7 @@ FORBIDDEN: tuple[tuple[Mapping[str, str | tuple[str, ...]], str], ...] = (
 def _declares(info: StrategyInfo, value: Value) -> bool:
     options = {option.name for option in info.options}
     needs = [*value.needs, *needs_of(value.options)]
-    return all(
-        need in (info.capabilities if isinstance(need, Capability) else options) for need in needs
-    )
+    return all(need in (info.capabilities if isinstance(need, Capability) else options) for need in needs)
 
 
 def declared(
@@ -185,9 +180,7 @@ def declared(
         kept = {
             label: value
             for label, value in one.values.items()
-            if _declares(info, value)
-            and (seldom or not value.seldom)
-            and f"{one.name}={label}" not in (without or {})
+            if _declares(info, value) and (seldom or not value.seldom) and f"{one.name}={label}" not in (without or {})
         }
         if kept:
             found.append(Dimension(name=one.name, values=kept))
@@ -196,8 +189,4 @@ def declared(
 
 def options_of(configuration: Configuration, dimensions: Sequence[Dimension]) -> dict[str, Any]:
     """The strategy's options that a configuration sets, without those of its mesh."""
-    return {
-        name: value
-        for one in dimensions
-        for name, value in one.values[configuration[one.name]].options.items()
-    }
+    return {name: value for one in dimensions for name, value in one.values[configuration[one.name]].options.items()}

@@ -82,9 +82,7 @@ def coverage(drawn: Sequence[Configuration], dimensions: Sequence[Dimension], ru
     rng = random.Random(0)
     covered = set[Pair]().union(*map(pairs_of, drawn)) if drawn else set()
     can_be = covered | {
-        pair
-        for pair in _all_pairs(labels) - covered
-        if _completed(dict(pair), labels, rules, None, rng) is not None
+        pair for pair in _all_pairs(labels) - covered if _completed(dict(pair), labels, rules, None, rng) is not None
     }
     return len(covered), len(can_be)
 

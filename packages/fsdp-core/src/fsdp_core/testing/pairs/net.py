@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.testing import oracle
-from fsdp_core.testing.oracle import BATCH, FEATURES
+from fsdp_core.testing.oracle import FEATURES
 from fsdp_core.testing.pairs.dimensions import Configuration
 
 __all__ = ["CLIP", "MICRO_BATCHES", "PairsNet", "batches", "is_last", "loss_of", "new_net", "optimizers"]
@@ -43,7 +43,7 @@ class PairsNet(nn.Module):
             self.out.weight = self.inp.weight
         if configuration["trained"] == "not a layer":
             self.side[0].requires_grad_(False)
-            self.blocks[0].up.requires_grad_(False)  # type: ignore[union-attr]
+            self.blocks[0].up.requires_grad_(False)
         if configuration["trained"] == "not a block":
             self.blocks[0].requires_grad_(False)
         self.seldom = configuration["trained"] == "in some steps"

@@ -135,10 +135,12 @@ def _piece(value: Any) -> Piece:
     return Piece(shape=tuple(part.shape), dtype=str(part.dtype), replica=part.replica, boxes=boxes)
 
 
-def _gradients(layout: Layout) -> Held:
+def _gradients(layout: Layout, optimizer: Any) -> Held:
+    """The gradients of what an optimizer trains."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     held: Held = {}
     for parameter, parts in layout.items():
-        if parameter.grad is not None:
+        if parameter.grad is not None and id(parameter) in trained:
             held.update({part.name.removeprefix("net."): _piece(part.of(plain(parameter.grad))) for part in parts})
     return held
 
@@ -209,7 +211,8 @@ def _under_fabric(asked: Asked, tmp: str, outcome: Outcome) -> None:
     if asked.loads is not None:
         fabric.load(asked.loads, state)
     layout = sharded_by(used).layout()
-    steppers[0].register_step_pre_hook(lambda *_: outcome.gradients.append(_gradients(layout)))  # all are clipped by then
+    for optimizer in steppers:
+        optimizer.register_step_pre_hook(lambda one, *_: _before_step(one, steppers, layout, outcome))
     data = batches(_dtype(asked))
     accumulate = int(chosen["accumulate"])
     while state["batch"] < MICRO_BATCHES:
@@ -237,8 +240,16 @@ def _under_fabric(asked: Asked, tmp: str, outcome: Outcome) -> None:
     used.teardown()
 
 
+def _before_step(optimizer: Any, steppers: Sequence[torch.optim.Optimizer], layout: Layout, outcome: Outcome) -> None:
+    """Take the gradients that an optimizer steps with: they are unscaled and clipped by then."""
+    if optimizer is steppers[0]:
+        outcome.gradients.append({})
+    outcome.gradients[-1].update(_gradients(layout, optimizer))
+
+
 def _share(batch: Tensor, runtime: Any) -> Tensor:
-    return batch.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank]
+    mine: Tensor = batch.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank]
+    return mine
 
 
 def _clip_under_fabric(fabric: Fabric, model: Any, optimizer: Any, how: str, outcome: Outcome) -> None:
@@ -282,7 +293,7 @@ class LitPairs(pl.LightningModule):
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.outcome.gradients.append(_gradients(sharded_by(self.trainer.strategy).layout()))
+        self.outcome.gradients.append(_gradients(sharded_by(self.trainer.strategy).layout(), optimizer))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         x, y = batch
@@ -335,5 +346,3 @@ def _under_trainer(asked: Asked, tmp: str, outcome: Outcome) -> None:
     strategy: Any = trainer.strategy
     outcome.losses = [loss.item() for loss in module.seen]
     _end(strategy, module.steppers, outcome)
-
-

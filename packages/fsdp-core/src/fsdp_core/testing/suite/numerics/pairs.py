@@ -51,7 +51,7 @@ class PairsSuite(Clauses):
         meshes: The meshes that a strategy trains on, by name.
         drawn_pairs: How many configurations are drawn.
         own_dimensions: What is combined for this strategy alone.
-        not_in_pairs: Values that the strategy is known not to train rightly with, ``"dimension=label"``, with the reason.
+        not_in_pairs: Values that the strategy is known not to train rightly with, ``"dimension=label"``: the reason.
         own_rules: Labels that make no sense together under this strategy, and are not drawn.
         refused_pairs: Labels that the strategy refuses together, each with :class:`UnsupportedCapabilityError`.
     """
@@ -209,4 +209,3 @@ def _shown(suite: type[PairsSuite], one: _Drawn) -> str:
     return (
         f"assert_equals_plain(ranks, tmp_path, {suite.__name__}, {written})\n{found}{more}\n    to repeat it: {again}"
     )
-
