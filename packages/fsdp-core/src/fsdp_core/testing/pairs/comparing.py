@@ -29,7 +29,7 @@ TOLERANCES: Mapping[str, float] = {
 }
 
 #: In half precision, an element below what gradients are clipped to by value is as inexact as those above were.
-_CLIPPED_BY_VALUE = 5.0
+_CLIPPED_BY_VALUE = 10.0
 
 Array = np.ndarray[Any, Any]
 
@@ -103,7 +103,7 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
         if not abs(loss - wanted) <= tolerance * (1 + abs(wanted)):
             told.append(f"loss of micro-batch {begun + index}: {loss} instead of {wanted}")
     skipped = sum(is_last(index, accumulate) for index in range(begun))
-    if any(outcome.gradients for outcome in outcomes):
+    if configuration["front_end"] != "by hand":  # whose steps are within a forward pass
         for step, (wanted_gradients, *of_ranks) in enumerate(
             zip(want.gradients[skipped:], *[outcome.gradients for outcome in outcomes], strict=True)
         ):
