@@ -46,7 +46,17 @@ class TestNative(StrategySuite):
         {"use_orig_params": "False", "optimizer": "adamw"},
         {"use_orig_params": "False", "optimizer": "two", "wrap": "the root"},
     )
-    refused_pairs: ClassVar = ({"sync_each_batch": "True", "cpu_offload": "True"},)
+    refused_pairs: ClassVar = (
+        {"sync_each_batch": "True", "cpu_offload": "True"},
+        {
+            "sharding_strategy": "NO_SHARD",
+            "precision": ("bf16-mixed", "16-mixed"),
+            "accumulate": ("2", "3"),
+            "sync_each_batch": "left out",
+            "front_end": ("trainer", "fabric"),
+            "use_orig_params": "left out",
+        },
+    )
     not_in_pairs: ClassVar = {"trained=in some steps": _FLAT}
     expected_failures: ClassVar = {
         "test_ranks_use_different_parameters[unused on all ranks-each step]": _FLAT,
