@@ -9,12 +9,15 @@ from fsdp_core.testing.suite import StrategySuite
 
 ASKS = test_conformance.ASKS
 FAILURES = test_conformance.TestNative.expected_failures
+NOT_IN_PAIRS = test_conformance.TestNative.not_in_pairs
 
 
 class TestNativeWithOffload(StrategySuite):
     strategy = "fsdp_native_full_shard_offload"
     preset_of = "fsdp_native"
     asks: ClassVar = ASKS
+    drawn_pairs = 20
+    not_in_pairs: ClassVar = {**NOT_IN_PAIRS, "sync_each_batch=True": "refused together with offloading"}
     expected_failures: ClassVar = {
         **FAILURES,
         "test_module_sharded_on_other_terms[cpu_offload=True]": "it offloads from the start, so this asks for the same",
@@ -33,4 +36,7 @@ class TestNativeWithOffload(StrategySuite):
 class TestFairscalesName(StrategySuite):
     strategy = "ddp_fully_sharded"
     asks: ClassVar = ASKS
+    drawn_pairs = 20
+    not_in_pairs = NOT_IN_PAIRS
+    refused_pairs = test_conformance.TestNative.refused_pairs
     expected_failures: ClassVar = FAILURES

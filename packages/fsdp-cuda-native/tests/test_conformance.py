@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fsdp_core import Capability
+from fsdp_core.testing.meshes import LINES, DeclaredMesh
+from fsdp_core.testing.pairs.dimensions import of_option
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 
 # FSDP1's own option for what is reshard_after_forward elsewhere
@@ -24,6 +26,38 @@ _ONE_BACKWARD = (
 class TestNative(StrategySuite):
     strategy = "fsdp_native"
     asks: ClassVar = ASKS
+    meshes: ClassVar = {
+        **LINES,
+        "replicate 2 x shard 2": DeclaredMesh(
+            ranks=4, options={"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+        ),
+    }
+    drawn_pairs = 20
+    own_dimensions: ClassVar = (
+        of_option("sharding_strategy", "SHARD_GRAD_OP", "NO_SHARD"),
+        of_option("use_orig_params", False),
+        of_option("backward_prefetch", "BACKWARD_POST"),
+    )
+    own_rules: ClassVar = (
+        {"mesh": "replicate 2 x shard 2", "sharding_strategy": ("SHARD_GRAD_OP", "NO_SHARD")},
+        # one flat parameter can't be frozen in part, nor be in two param groups or optimizers
+        {"use_orig_params": "False", "trained": "not a layer"},
+        {"use_orig_params": "False", "trained": "not a block", "wrap": "the root"},
+        {"use_orig_params": "False", "optimizer": "adamw"},
+        {"use_orig_params": "False", "optimizer": "two", "wrap": "the root"},
+    )
+    refused_pairs: ClassVar = (
+        {"sync_each_batch": "True", "cpu_offload": "True"},
+        {
+            "sharding_strategy": "NO_SHARD",
+            "precision": ("bf16-mixed", "16-mixed"),
+            "accumulate": ("2", "3"),
+            "sync_each_batch": "left out",
+            "front_end": ("trainer", "fabric"),
+            "use_orig_params": "left out",
+        },
+    )
+    not_in_pairs: ClassVar = {"trained=in some steps": _FLAT}
     expected_failures: ClassVar = {
         "test_ranks_use_different_parameters[unused on all ranks-each step]": _FLAT,
         "test_ranks_use_different_parameters[unused on all ranks-accumulated]": _FLAT,

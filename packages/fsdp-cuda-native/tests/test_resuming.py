@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import fsdp_core
+import test_conformance
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Block, train_plain
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.checkpoints.resuming import assert_goes_on_between_micro_batches
+from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
 from fsdp_core.testing.training import new_fabric
 
 
@@ -65,3 +67,9 @@ def test_gradients_of_which_some_are_reduced(ranks: RankPool, tmp_path: Path) ->
                 for name, tensor in want.items():
                     close = torch.allclose(state[name], tensor, rtol=0, atol=FP32_TOLERANCE)
                     assert close, f"{name} differs, {how} with {HANDED_ON[number]}"
+
+
+def test_gradients_of_whole_parameters_are_resumed_in_full_precision(ranks: RankPool, tmp_path: Path) -> None:
+    """Under ``NO_SHARD`` they are reduced, and in fp32; they were restored in bf16."""
+    options = {"sharding_strategy": "NO_SHARD", "precision": "bf16-mixed", "accumulate": "3", "resume": "amid a step"}
+    assert_equals_plain(ranks, tmp_path, test_conformance.TestNative, front_end="by hand", **options)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import FSDPModule
 
+from declared_meshes import MESHES
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 
 
 class TestFSDP2(StrategySuite):
     strategy = "fsdp2"
+    meshes = MESHES
     refused_with = None if hasattr(FSDPModule, "reset_iter_state") else "or upgrade to torch"  # before torch 2.13
 
 

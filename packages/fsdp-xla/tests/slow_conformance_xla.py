@@ -19,3 +19,4 @@ class TestXLA(StrategySuite):
     strategy = "xla_fsdp"
     rank_pool = ThreadRanks
     expected_failures = CLASSIC
+    drawn_pairs = 6  # each compiles programs of its own

@@ -115,6 +115,11 @@ class Runtime(ABC):
         """The ranks that get different batches: the peers along both data-parallel axes."""
         return self.along(*DATA_AXES)
 
+    @property
+    def process_group(self) -> Any:
+        """Torch's process group of these ranks; ``None`` for the default one, and where ranks are not its processes."""
+        return None
+
     @abstractmethod
     def start(
         self,
@@ -282,6 +287,10 @@ class ProcessGroupRuntime(Runtime):
         #: The process group of the collectives; the default one when ``None``.
         self._group: Any = None
         self._along: dict[tuple[Mesh, tuple[MeshAxis, ...]], Runtime] = {}
+
+    @property
+    def process_group(self) -> Any:
+        return self._group
 
     def along(self, *axes: MeshAxis) -> Runtime:
         if self.mesh.size(axes) == self.world_size:

@@ -41,6 +41,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "forget_meshes",
+    "forget_unscaled",
     "hooks_on",
     "in_backward",
     "is_exhausted",
@@ -285,6 +286,19 @@ def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[
 
     instance: Any = scaler
     instance._unscale_grads_ = unscale
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let ``scaler`` unscale an optimizer's gradients again, which were discarded since.
+
+    ``GradScaler`` remembers whose gradients it has unscaled until its ``update()``, which only a step allows.
+
+    Args:
+        scaler: The scaler.
+        optimizer: The optimizer, which has no gradients.
+    """
+    instance: Any = scaler
+    instance._per_optimizer_states.pop(id(optimizer), None)
 
 
 def iterates_as_torch(loader: DataLoader[Any]) -> bool:

@@ -102,6 +102,17 @@ class MeanOverUsers(LoopbackSharded):
         super().reduce()
 
 
+@backend("evaluation_forgets_micro_batches")
+class ForgetsWhenEvaluated(LoopbackSharded):
+    """A forward pass without gradients gives up what earlier micro-batches have left to be reduced."""
+
+    def gather(self) -> None:
+        if not torch.is_grad_enabled():
+            for shard in self.shards:
+                shard.own = None
+        super().gather()
+
+
 @backend("unused_zeroed")
 class ZerosForUnused(LoopbackSharded):
     """What no rank has used gets a gradient of zeros, on which weight decay acts."""

@@ -50,6 +50,7 @@ FAULTS = (
     "sync_left_off",
     "sync_left_off_by_exceptions",
     "no_sync_ignored",
+    "evaluation_forgets_micro_batches",
     "zero_grad_forgets_shards_alone",
     # loops
     "stale_in_forward",

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from fsdp_core import Backend
+from fsdp_core import Backend, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
     ShardPrecision,
@@ -116,6 +116,21 @@ class NativeBackend(Backend):
             return precision
         policy = self.mixed_precision
         return replace(precision, compute=policy.param_dtype, reduce=policy.reduce_dtype, autocast=False)
+
+    def check_waiting(self) -> None:
+        """Refuse to accumulate gradients that wait for their reduction, where FSDP1 can't keep them.
+
+        Raises:
+            UnsupportedCapabilityError: Nothing is sharded, and units compute in half precision.
+        """
+        compute = self._mixed_precision().param_dtype
+        whole = self.sharding_strategy is ShardingStrategy.NO_SHARD
+        if whole and self.use_orig_params and compute not in (None, self.precision.storage):
+            raise UnsupportedCapabilityError(
+                "sharding_strategy='NO_SHARD' can't accumulate gradients without reducing them under mixed precision: "
+                f"FSDP1 would give parameters in {self.precision.storage} gradients in {compute}, which torch refuses.\n"
+                "Write sync_each_batch=True, or sharding_strategy='FULL_SHARD'; or use strategy='ddp'."
+            )
 
     # -- building and sharding -------------------------------------------------------------------------------------
 

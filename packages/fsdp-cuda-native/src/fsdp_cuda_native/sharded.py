@@ -106,6 +106,7 @@ class NativeSharded(Sharded):
         if self.backend.sync_each_batch:
             yield
             return
+        self.backend.check_waiting()
         if self._replicated is not None:
             self._replicated.sync = False
         try:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.torch_private import without_torch_function
@@ -78,7 +79,10 @@ class StepGradients:
         if isinstance(gathered, _Shown):
             return
         instance: Any = gathered
-        instance.__class__ = _ShownParameter if isinstance(gathered, nn.Parameter) else _ShownTensor
+        if isinstance(gathered, DTensor):  # tensor parallelism has divided it
+            instance.__class__ = _ShownDTensor
+        else:
+            instance.__class__ = _ShownParameter if isinstance(gathered, nn.Parameter) else _ShownTensor
         instance._fsdp_shows = (self, shard, is_part)
 
 
@@ -120,6 +124,10 @@ class _ShownParameter(_Shown, nn.Parameter):
 
 class _ShownTensor(_Shown, Tensor):
     __torch_function__ = nn.Parameter.__torch_function__  # what is computed with it is a plain tensor
+
+
+class _ShownDTensor(_Shown, DTensor):
+    pass
 
 
 class Piece(Tensor):

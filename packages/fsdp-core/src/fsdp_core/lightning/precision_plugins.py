@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.torch_private import make_scaler_sharded
+from fsdp_core.torch_private import forget_unscaled, make_scaler_sharded
 
 __all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]
 
@@ -55,6 +55,9 @@ class _Strategy(Protocol):
 
     @property
     def root_device(self) -> torch.device: ...
+
+    @property
+    def optimizers(self) -> Collection[torch.optim.Optimizer]: ...
 
 
 class _TrainerStrategy(_Strategy, Protocol):
@@ -117,6 +120,9 @@ class _ShardedPrecision:
         self._strategy = strategy
         self._asked_scaler = scaler
         self._scaler: torch.amp.GradScaler | None = None
+        #: By id: optimizers whose gradients are unscaled and which have not stepped yet; and those that have.
+        self._unscaled: dict[int, torch.optim.Optimizer] = {}
+        self._stepped: set[int] = set()
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -125,6 +131,47 @@ class _ShardedPrecision:
             self._scaler = self._asked_scaler or torch.amp.GradScaler(self._strategy.root_device.type)
             make_scaler_sharded(self._scaler, lambda flag: self._strategy.runtime.all_reduce(flag, "max"))
         return self._scaler
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        """Scale what a backward pass begins with."""
+        if self.scaler is None:
+            return loss
+        for key, optimizer in list(self._unscaled.items()):
+            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+                forget_unscaled(self.scaler, optimizer)  # its gradients were given up instead of stepped with
+                del self._unscaled[key]
+        self._update_scale()
+        return self.scaler.scale(loss)
+
+    def _unscale(self, optimizer: Any) -> None:
+        """Unscale gradients, once per step: clipping comes before the step that would unscale them."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            if id(optimizer) in self._stepped:
+                self._update_scale()
+            self.scaler.unscale_(optimizer)
+            self._unscaled[id(optimizer)] = optimizer
+
+    def _step_scaled(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
+        """Step unless gradients overflowed. Of several optimizers, none may change the scale of the others' gradients.
+
+        ``GradScaler.update()`` also makes it forget whose gradients are unscaled: between the steps of two optimizers
+        that were clipped before, it would divide those of the second twice. So the scale changes when all have stepped,
+        before the next backward pass.
+        """
+        assert self.scaler is not None
+        self._unscale(optimizer)
+        output = self.scaler.step(optimizer, **kwargs)
+        del self._unscaled[id(optimizer)]
+        self._stepped.add(id(optimizer))
+        if len(self._strategy.optimizers) < 2:
+            self._update_scale()
+        return output
+
+    def _update_scale(self) -> None:
+        if self._stepped and not self._unscaled and self.scaler is not None:
+            self.scaler.update()
+            self._stepped.clear()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast a module that is sharded later to the dtype of shards."""
@@ -151,6 +198,7 @@ class _ShardedPrecision:
 
     def state_dict(self) -> dict[str, Any]:
         """The gradient scaler's state, if there is one."""
+        self._update_scale()
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -180,12 +228,9 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
     ) -> None:
         super().__init__(precision, strategy, scaler)
         self._guarding = guarding
-        self._unscaled: set[int] = set()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        if self.scaler is not None:
-            tensor = self.scaler.scale(tensor)
-        return super().pre_backward(tensor, module)
+        return super().pre_backward(self._scale(tensor), module)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         with self._guarding():
@@ -210,17 +255,7 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
             return result  # the backward pass was skipped
         self._unscale(optimizer)  # before clipping, and before hooks that look at gradients
         self._after_closure(model, optimizer)
-        output = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        self._unscaled.discard(id(optimizer))
-        return output
-
-    def _unscale(self, optimizer: Any) -> None:
-        """Unscale gradients, once per step: manual clipping comes before the step that would unscale them."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
-            self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+        return self._step_scaled(optimizer, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         self._strategy.require(Capability.CLIP_BY_NORM, f"clip_gradients by norm, {clip_val}")
@@ -239,20 +274,17 @@ class ShardedFabricPrecision(_ShardedPrecision, FabricPrecision):
     """Precision of sharded training under Fabric."""
 
     def convert_output(self, data: Any) -> Any:
+        if self.dtypes.input_dtype is torch.float32:
+            return data  # as the module computes it, which may be in fp64
         return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=torch.get_default_dtype())
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        if self.scaler is not None:
-            tensor = self.scaler.scale(tensor)
-        super().backward(tensor, model, *args, **kwargs)
+        super().backward(self._scale(tensor), model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
-        output = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return output
+        return self._step_scaled(optimizer, **kwargs)
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        self._unscale(optimizer)

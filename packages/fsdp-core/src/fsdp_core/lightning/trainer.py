@@ -38,6 +38,7 @@ from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
 from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
+from fsdp_core.lightning.hooks.metrics import gather_metrics_over_data
 from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
 from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
@@ -217,6 +218,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             if datamodule is not None:
                 check_hyper_parameters(datamodule, "datamodule_hyper_parameters")
         sharded = self._shard_converted(module)
+        gather_metrics_over_data(module, self.runtime)
         shard_averages(trainer, sharded, full=self.state_dict_type == "full")
         show_written_shapes(trainer, sharded)
         if fitting:
@@ -434,6 +436,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
+        gather_metrics_over_data(self.lightning_module, self.runtime)  # its own hook may have made some
         self._refuse_late(self.sharded, self.optimizers)
         self._exact_resume.restore_gradients(self.sharded, self.optimizers)
         self._exact_resume.before_iterators()

@@ -25,6 +25,7 @@ __all__ = [
     "dataset",
     "global_batches",
     "is_block",
+    "is_layer",
     "momentum",
     "new_net",
     "seeded",
@@ -187,6 +188,11 @@ def train_plain(
 def is_block(module: nn.Module) -> bool:
     """A policy for wrapping or activation checkpointing, as a function of the module."""
     return isinstance(module, Block)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """A policy that makes units of single layers, and of the blocks around them."""
+    return isinstance(module, (Block, nn.Linear, nn.LayerNorm))
 
 
 def torch_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:

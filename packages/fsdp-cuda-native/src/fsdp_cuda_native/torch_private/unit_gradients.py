@@ -46,12 +46,14 @@ def set_unreduced_gradients(
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    dtype = handle._fwd_bwd_param_dtype
+    found = {place: read() for place, read in gradients.items()}
+    # without sharding they are reduced ones, in the dtype of the parameters
+    dtype = handle._fwd_bwd_param_dtype if handle.uses_sharded_strategy else next(iter(found.values())).dtype
     grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
     for info, view in zip(flat._param_infos, handle._get_unflat_views(grad), strict=True):
-        read = gradients.get((info.module, info.param_name))
-        if read is not None:
-            view.copy_(read())
+        value = found.get((info.module, info.param_name))
+        if value is not None:
+            view.copy_(value)
     if not handle.uses_sharded_strategy:
         if flat.grad is not None:
             grad += flat.grad

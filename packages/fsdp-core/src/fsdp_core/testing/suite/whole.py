@@ -19,6 +19,7 @@ from fsdp_core.testing.suite.modules.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.modules.shards import ShardsSuite
 from fsdp_core.testing.suite.numerics.forward_backward_order import PassesSuite
 from fsdp_core.testing.suite.numerics.norms import NormsSuite
+from fsdp_core.testing.suite.numerics.pairs import PairsSuite
 from fsdp_core.testing.suite.numerics.parity import NumbersSuite
 from fsdp_core.testing.suite.numerics.precision import PrecisionSuite
 from fsdp_core.testing.suite.numerics.unused_parameters import BranchesSuite
@@ -40,6 +41,7 @@ class StrategySuite(
     ContractSuite,
     NumbersSuite,
     NormsSuite,
+    PairsSuite,
     CapabilitiesSuite,
     ShardsSuite,
     BuiltInPartsSuite,

@@ -1,0 +1,67 @@
+"""torchmetrics' objects: their states are gathered from the ranks that see different batches, or parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from fsdp_core.mesh import GRADIENT_AXES
+from fsdp_core.runtime import Runtime
+
+__all__ = ["gather_metrics_over_data"]
+
+Gather = Callable[..., list[Tensor]]
+
+
+class _OverData:
+    """Gathers a metric's state from the ranks that see different samples; once pickled, from all ranks, as torchmetrics does.
+
+    Args:
+        data: These ranks.
+    """
+
+    def __init__(self, data: Runtime) -> None:
+        self._data = ref(data)
+
+    def __call__(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
+        data = self._data()
+        if group is None and data is not None:
+            group = data.process_group
+        gathered: list[Tensor] = gather_all_tensors(state, group)
+        return gathered
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OverData:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _gather_all, ()
+
+
+def _gather_all() -> Gather:
+    gather: Gather = gather_all_tensors
+    return gather
+
+
+def gather_metrics_over_data(module: nn.Module, runtime: Runtime) -> None:
+    """Let the metrics in a module gather their states from the ranks that see different batches, or parts of them.
+
+    torchmetrics gathers them from all ranks: tensor-parallel peers, which see the same batch, would each count.
+    A metric with a ``process_group`` or ``dist_sync_fn`` of the user's own keeps it.
+
+    Args:
+        module: The user's module.
+        runtime: The ranks.
+    """
+    if runtime.mesh.size(GRADIENT_AXES) == runtime.world_size:
+        return
+    data = runtime.along(*GRADIENT_AXES)  # creates a group of processes the first time, on all ranks
+    for one in module.modules():
+        if not isinstance(one, Metric) or one.process_group is not None:
+            continue
+        if one.dist_sync_fn is None or isinstance(one.dist_sync_fn, _OverData):
+            one.dist_sync_fn = _OverData(data)

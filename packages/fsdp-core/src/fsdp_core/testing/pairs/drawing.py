@@ -1,0 +1,133 @@
+"""Draws configurations that together cover pairs of values: every two values of different dimensions that can meet."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, islice
+
+from fsdp_core.testing.pairs.dimensions import Configuration, Dimension
+
+__all__ = ["Pair", "Rule", "coverage", "draw", "forbids", "pairs_of"]
+
+#: Two labels, each with its dimension.
+Pair = frozenset[tuple[str, str]]
+
+#: Labels that can't be together; several of one dimension as a tuple.
+Rule = Mapping[str, str | tuple[str, ...]]
+
+#: Attempts to complete a pair before it is taken for one that can't be.
+_ATTEMPTS = 60
+
+
+def forbids(rule: Rule, configuration: Configuration) -> bool:
+    """Whether a rule forbids a configuration, which may be a part of one.
+
+    Example:
+        >>> forbids({"a": "1", "b": ("x", "y")}, {"a": "1", "b": "x", "c": "2"}), forbids({"a": "1"}, {"b": "x"})
+        (True, False)
+    """
+    return all(
+        name in configuration and configuration[name] in ((labels,) if isinstance(labels, str) else labels)
+        for name, labels in rule.items()
+    )
+
+
+def pairs_of(configuration: Configuration) -> set[Pair]:
+    """The pairs of values that a configuration combines."""
+    return {frozenset(two) for two in combinations(configuration.items(), 2)}
+
+
+def draw(dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> Iterator[dict[str, str]]:
+    """Draw configurations without end: first those that cover all pairs that can be, then any.
+
+    Each is completed from a pair that none has covered yet, value by value, with what covers most of the others.
+
+    Args:
+        dimensions: What is combined.
+        rules: What can't be.
+        seed: Of the draw: the same gives the same configurations.
+
+    Yields:
+        One label for each dimension.
+
+    Example:
+        >>> a, b = (Dimension(name=name, values=dict.fromkeys("123")) for name in "ab")
+        >>> drawn = draw([a, b], [{"a": "1", "b": "2"}], 0)
+        >>> len({tuple(next(drawn).values()) for _ in range(8)})  # all that can be, each once
+        8
+    """
+    rng = random.Random(seed)
+    labels = {one.name: list(one.values) for one in dimensions}
+    open_pairs = sorted(_all_pairs(labels), key=sorted)
+    rng.shuffle(open_pairs)
+    covered: set[Pair] = set()
+    for pair in open_pairs:
+        if pair in covered:
+            continue
+        drawn = _completed(dict(pair), labels, rules, covered, rng)
+        if drawn is not None:
+            covered |= pairs_of(drawn)
+            yield drawn
+    while True:
+        name = rng.choice(list(labels))
+        drawn = _completed({name: rng.choice(labels[name])}, labels, rules, None, rng)
+        if drawn is not None:
+            yield drawn
+
+
+def coverage(drawn: Sequence[Configuration], dimensions: Sequence[Dimension], rules: Sequence[Rule]) -> tuple[int, int]:
+    """How many pairs configurations cover, and how many can be."""
+    labels = {one.name: list(one.values) for one in dimensions}
+    rng = random.Random(0)
+    covered = set[Pair]().union(*map(pairs_of, drawn)) if drawn else set()
+    can_be = covered | {
+        pair for pair in _all_pairs(labels) - covered if _completed(dict(pair), labels, rules, None, rng) is not None
+    }
+    return len(covered), len(can_be)
+
+
+def _all_pairs(labels: Mapping[str, Sequence[str]]) -> set[Pair]:
+    return {
+        frozenset({(one, a), (other, b)})
+        for one, other in combinations(labels, 2)
+        for a in labels[one]
+        for b in labels[other]
+    }
+
+
+def _completed(
+    begun: dict[str, str],
+    labels: Mapping[str, Sequence[str]],
+    rules: Sequence[Rule],
+    covered: set[Pair] | None,
+    rng: random.Random,
+) -> dict[str, str] | None:
+    """Add the dimensions that are missing, in any order; ``None`` if no attempt gives what is allowed."""
+    if any(forbids(rule, begun) for rule in rules):
+        return None
+    for _ in range(_ATTEMPTS):
+        drawn = dict(begun)
+        for name in rng.sample([name for name in labels if name not in begun], len(labels) - len(begun)):
+            allowed = [
+                label
+                for label in rng.sample(labels[name], len(labels[name]))
+                if not any(forbids(rule, {**drawn, name: label}) for rule in rules)
+            ]
+            if not allowed:
+                break
+            drawn[name] = (
+                allowed[0] if covered is None else max(allowed, key=lambda one: _new(drawn, name, one, covered))
+            )
+        else:
+            return {name: drawn[name] for name in labels}
+    return None
+
+
+def _new(drawn: Mapping[str, str], name: str, label: str, covered: set[Pair]) -> int:
+    return sum(frozenset({(name, label), other}) not in covered for other in drawn.items())
+
+
+def first(count: int, dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> list[dict[str, str]]:
+    """The first configurations of a draw."""
+    return list(islice(draw(dimensions, rules, seed), count))

@@ -1,0 +1,105 @@
+"""The model, its data and its optimizers: plain torch, for the ranks and for the one process they are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.testing import oracle
+from fsdp_core.testing.oracle import FEATURES
+from fsdp_core.testing.pairs.dimensions import Configuration
+
+__all__ = ["CLIP", "MICRO_BATCHES", "PairsNet", "batches", "is_last", "loss_of", "new_net", "optimizers"]
+
+#: Micro-batches of a run. Neither 2 nor 3 divides them, so that the last step of an accumulation has fewer.
+MICRO_BATCHES = 5
+
+#: What gradients are clipped to, small enough to do so in every step.
+CLIP = {"norm": 0.05, "largest": 0.01, "value": 0.003}
+
+
+class PairsNet(nn.Module):
+    """Blocks between two layers that may be tied, with parameters of 0, 1 and 2 dimensions, buffers, and odd sizes.
+
+    Args:
+        configuration: What is frozen, tied, or not used in some steps.
+    """
+
+    scale: Tensor
+    calls: Tensor
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.table = nn.Embedding(FEATURES + 1, FEATURES)
+        self.blocks = nn.ModuleList(oracle.Block(width=8) for _ in range(2))
+        self.side = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, FEATURES))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.out = nn.Linear(FEATURES, FEATURES, bias=False)
+        if configuration["tied"] == "yes":
+            self.out.weight = self.inp.weight
+        if configuration["trained"] == "not a layer":
+            self.side[0].requires_grad_(False)
+            self.blocks[0].up.requires_grad_(False)
+        if configuration["trained"] == "not a block":
+            self.blocks[0].requires_grad_(False)
+        self.seldom = configuration["trained"] == "in some steps"
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, FEATURES))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        """What the net makes of the micro-batch of this number."""
+        if self.training:
+            self.calls += 1
+        rows = self.table((x > 0).sum(-1))
+        x = self.inp(x)
+        x = x * self.scale.to(x.dtype) + rows  # under mixed precision too, what goes from layer to layer is half
+        for block in self.blocks:
+            x = block(x)
+        if not self.seldom or index % 2 == 0:
+            x = x + self.side(x)
+        output: Tensor = self.out(x * self.temperature)
+        return output
+
+
+def new_net(configuration: Configuration) -> PairsNet:
+    """The net with its initial weights, which are the same everywhere."""
+    with oracle.seeded(11):
+        net = PairsNet(configuration)
+    return net.double() if configuration["precision"] == "double" else net
+
+
+def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """The global micro-batches, each of shape ``(BATCH, FEATURES)``."""
+    return [(x.to(dtype), y.to(dtype)) for x, y in oracle.global_batches(MICRO_BATCHES)]
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """The mean over the samples, so that the mean over equal shares of them is the same."""
+    return mse_loss(output, target)
+
+
+def is_last(index: int, accumulate: int) -> bool:
+    """Whether a step follows the micro-batch of this number, as under the Trainer, whose last step may have fewer."""
+    return (index + 1) % accumulate == 0 or index + 1 == MICRO_BATCHES
+
+
+def optimizers(kind: str, net: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers over a net, each over parameters of all kinds."""
+    if kind == "sgd":
+        return [torch.optim.SGD(net.parameters(), lr=0.05)]
+    if kind == "momentum":
+        return [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)]
+    if kind == "adamw":
+        return [oracle.adamw_groups(net)]
+    inner = list(net.blocks.parameters())
+    held = {id(parameter) for parameter in inner}
+    around = [parameter for parameter in net.parameters() if id(parameter) not in held]
+    # the large eps damps gradients that are zero except for rounding
+    return [
+        torch.optim.SGD(inner, lr=0.05, momentum=0.9),
+        torch.optim.Adam(around, lr=0.01, eps=1e-3, amsgrad=True),
+    ]

@@ -1,0 +1,77 @@
+"""The oracle: one unsharded process in fp64, plain torch on whole batches, without any of our code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.testing.pairs.dimensions import Configuration
+from fsdp_core.testing.pairs.net import CLIP, batches, is_last, loss_of, new_net, optimizers
+
+__all__ = ["Run", "train_in_one_process"]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run has computed, tensors in fp64.
+
+    Attributes:
+        losses: Of each micro-batch.
+        gradients: Of each step, as the optimizers get them, by parameter name; without those that have none.
+        norms: Of each step's gradients before clipping, of each optimizer, where they are clipped by norm.
+        weights: At the end, by name; buffers too.
+        moments: The optimizers' state at the end, by parameter name and key.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+
+def train_in_one_process(configuration: Configuration) -> Run:
+    """Train on whole batches in this process.
+
+    Args:
+        configuration: What is trained, and how; the sharding is left out of it.
+    """
+    run = Run()
+    net = new_net(configuration).double()
+    steppers = optimizers(configuration["optimizer"], net)
+    accumulate = int(configuration["accumulate"])
+    for index, (x, y) in enumerate(batches(torch.float64)):
+        loss = loss_of(net(x, index), y)
+        run.losses.append(loss.item())
+        (loss / accumulate).backward()
+        if not is_last(index, accumulate):
+            continue
+        for optimizer in steppers:
+            _clip(configuration["clip"], optimizer, run.norms)
+        run.gradients.append({n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None})
+        for optimizer in steppers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=configuration["zeroed"] == "to none")
+    run.weights = {name: tensor.detach().double() for name, tensor in net.state_dict().items()}
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    state: dict[Any, Any] = {p: values for optimizer in steppers for p, values in optimizer.state.items()}
+    run.moments = {
+        (names[p], key): torch.as_tensor(value).double()
+        for p, values in state.items()
+        for key, value in values.items()
+        if value is not None
+    }
+    return run
+
+
+def _clip(how: str, optimizer: torch.optim.Optimizer, norms: list[float]) -> None:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if how == "norm":
+        norms.append(float(nn.utils.clip_grad_norm_(held, CLIP["norm"])))
+    elif how == "largest":
+        norms.append(float(nn.utils.clip_grad_norm_(held, CLIP["largest"], float("inf"))))
+    elif how == "value":
+        nn.utils.clip_grad_value_(held, CLIP["value"])

@@ -1,0 +1,348 @@
+"""Trains configurations on ranks, under Trainer and Fabric, and returns what each rank holds of everything."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import fsdp_core
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.gradients.step_gradients import plain
+from fsdp_core.state.chunks import ChunkedTensor, chunked
+from fsdp_core.state.layout import Layout
+from fsdp_core.testing.oracle import BATCH
+from fsdp_core.testing.pairs.dimensions import Configuration
+from fsdp_core.testing.pairs.net import CLIP, MICRO_BATCHES, batches, is_last, loss_of, new_net, optimizers
+from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.state import sharded_by
+from fsdp_core.testing.training import new_fabric, new_trainer, strategy_argument
+
+__all__ = ["Asked", "Held", "Outcome", "Piece", "run_all"]
+
+#: A loss scale with which no gradient of the net overflows, so that no step is skipped.
+_SCALE = 2.0**8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One run.
+
+    Attributes:
+        configuration: The labels.
+        strategy: The strategy's name.
+        ranks: The number of ranks.
+        options: The strategy's options, by prefix of the net's names.
+        saves: Where to save a checkpoint within the run; ``None`` for nowhere.
+        loads: The checkpoint to go on from; ``None`` to begin.
+    """
+
+    configuration: Configuration
+    strategy: str
+    ranks: int
+    options: Mapping[str, Mapping[str, Any]]
+    saves: str | None = None
+    loads: str | None = None
+
+    @property
+    def saved_after(self) -> int:
+        """The number of micro-batches before the checkpoint."""
+        accumulate = int(self.configuration["accumulate"])
+        return max(accumulate, 2) + (self.configuration["resume"] == "amid a step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one rank holds of a tensor.
+
+    Attributes:
+        shape: The whole tensor's.
+        dtype: Its dtype.
+        replica: Which copy the boxes belong to.
+        boxes: The offsets of each box, and its elements in fp64.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    replica: int
+    boxes: tuple[tuple[tuple[int, ...], np.ndarray[Any, Any]], ...]
+
+
+#: Pieces by name.
+Held = dict[Any, Piece]
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What one rank has of a run.
+
+    Attributes:
+        losses: Of each micro-batch, of this rank's share.
+        gradients: Of each step; empty where a step is within a forward pass.
+        norms: Of each step and optimizer, as ``clip_gradients`` returns them.
+        weights: At the end.
+        moments: The optimizers' state at the end, by name and key.
+        refused: The message, if what was asked is refused as unsupported.
+        failed: The traceback, if anything else was raised.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Held] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: Held = field(default_factory=dict)
+    moments: Held = field(default_factory=dict)
+    refused: str = ""
+    failed: str = ""
+
+
+def run_all(asked: Sequence[Asked], tmp: str) -> list[Outcome]:
+    """Train one configuration after the other on these ranks.
+
+    Args:
+        asked: The runs.
+        tmp: The folder that a Trainer may write to.
+    """
+    outcomes = []
+    for one in asked:
+        outcome = Outcome()
+        try:
+            run = _under_fabric if one.configuration["front_end"] == "fabric" else _under_trainer
+            run(one, tmp, outcome)
+        except UnsupportedCapabilityError as refused:
+            outcome.refused = str(refused)
+        except Exception:
+            outcome.failed = "".join(traceback.format_exc().splitlines(keepends=True)[-12:])
+        outcomes.append(outcome)
+        gc.collect()
+    return outcomes
+
+
+def _piece(value: Any) -> Piece:
+    part = value if isinstance(value, ChunkedTensor) else chunked(plain(torch.as_tensor(value)), rank=here().rank)
+    boxes = tuple((one.offsets, np.array(plain(one.data).detach().cpu().double())) for one in part.chunks)  # type: ignore[arg-type]
+    return Piece(shape=tuple(part.shape), dtype=str(part.dtype), replica=part.replica, boxes=boxes)
+
+
+def _gradients(layout: Layout, optimizer: Any) -> Held:
+    """The gradients of what an optimizer trains."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held: Held = {}
+    for parameter, parts in layout.items():
+        if parameter.grad is not None and id(parameter) in trained:
+            held.update({part.name.removeprefix("net."): _piece(part.of(plain(parameter.grad))) for part in parts})
+    return held
+
+
+def _end(strategy: Any, steppers: Sequence[torch.optim.Optimizer], outcome: Outcome) -> None:
+    sharded = sharded_by(strategy)
+    outcome.weights = {
+        name.removeprefix("net."): _piece(value)
+        for name, value in sharded.model_state().items()
+        if isinstance(value, (Tensor, ChunkedTensor))
+    }
+    for optimizer in steppers:
+        state = sharded.optimizer_state(optimizer)["state"]
+        for name, values in state.items():
+            for key, value in values.items():
+                if value is not None:
+                    outcome.moments[name.removeprefix("net."), key] = _piece(value)
+
+
+def _precision(asked: Asked, plugin: Any) -> Any:
+    precision = asked.configuration["precision"]
+    if precision != "16-mixed":
+        return "32-true" if precision == "double" else precision
+    return plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=_SCALE))
+
+
+def _net(asked: Asked) -> Any:
+    net = new_net(asked.configuration)
+    if asked.configuration.get("compile") == "blocks":
+        for block in net.blocks:
+            block.compile(backend="eager")
+    return net
+
+
+def _look_at(model: Any, net: Any, x: Tensor, how: str) -> None:
+    """Use the model between two micro-batches, which must change nothing."""
+    if how == "nothing":
+        return
+    model.eval()
+    with fsdp_core.gathered(model) if how == "gathered" else torch.no_grad():
+        (net if how == "gathered" else getattr(model, "net", model))(x, 0)
+    model.train()
+
+
+def _dtype(asked: Asked) -> torch.dtype:
+    return torch.float64 if asked.configuration["precision"] == "double" else torch.float32
+
+
+# -- Fabric ------------------------------------------------------------------------------------------------------------
+
+
+def _under_fabric(asked: Asked, tmp: str, outcome: Outcome) -> None:
+    chosen = asked.configuration
+    precision = _precision(asked, FabricMixedPrecision)
+    if isinstance(precision, str):
+        fabric = new_fabric(asked.strategy, asked.ranks, asked.options[""], precision)
+    else:
+        strategy = strategy_argument(asked.strategy, "fabric", asked.options[""])
+        fabric = Fabric(accelerator="cpu", devices=asked.ranks, strategy=strategy, plugins=precision)
+        fabric.launch()
+    net = _net(asked)
+    steppers = optimizers(chosen["optimizer"], net)
+    model, *wrapped = fabric.setup(net, *steppers)
+    used: Any = fabric.strategy
+    held = fsdp_core.AccumulatedGradients(model)
+    state: dict[str, Any] = {"model": model, "batch": 0, "gradients": held}
+    state.update({f"optimizer {number}": one for number, one in enumerate(wrapped)})
+    if asked.loads is not None:
+        fabric.load(asked.loads, state)
+    layout = sharded_by(used).layout()
+    for optimizer in steppers:
+        optimizer.register_step_pre_hook(lambda one, *_: _before_step(one, steppers, layout, outcome))
+    data = batches(_dtype(asked))
+    accumulate = int(chosen["accumulate"])
+    while state["batch"] < MICRO_BATCHES:
+        index = state["batch"]
+        x, y = fabric.to_device(tuple(_share(one, used.runtime) for one in data[index]))
+        stepping = is_last(index, accumulate)
+        waiting = nullcontext() if stepping else fabric.no_backward_sync(model)
+        with waiting:
+            loss = loss_of(model(x, index), y)
+            fabric.backward(loss / accumulate)
+        outcome.losses.append(loss.item())
+        if stepping:
+            for optimizer in wrapped:
+                _clip_under_fabric(fabric, model, optimizer, chosen["clip"], outcome)
+            for optimizer in wrapped:
+                optimizer.step()
+            for optimizer in wrapped:
+                optimizer.zero_grad(set_to_none=chosen["zeroed"] == "to none")
+        _look_at(model, net, x, chosen["between"])
+        state["batch"] += 1
+        if asked.saves is not None and state["batch"] == asked.saved_after:
+            fabric.save(asked.saves, state)
+    used.wait_for_saves()
+    _end(used, steppers, outcome)
+    used.teardown()
+
+
+def _before_step(optimizer: Any, steppers: Sequence[torch.optim.Optimizer], layout: Layout, outcome: Outcome) -> None:
+    """Take the gradients that an optimizer steps with: they are unscaled and clipped by then."""
+    if optimizer is steppers[0]:
+        outcome.gradients.append({})
+    outcome.gradients[-1].update(_gradients(layout, optimizer))
+
+
+def _share(batch: Tensor, runtime: Any) -> Tensor:
+    mine: Tensor = batch.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank]
+    return mine
+
+
+def _clip_under_fabric(fabric: Fabric, model: Any, optimizer: Any, how: str, outcome: Outcome) -> None:
+    if how == "value":
+        fabric.clip_gradients(model, optimizer, clip_val=CLIP[how])
+    elif how != "nothing":
+        order = float("inf") if how == "largest" else 2.0
+        norm: Any = fabric.clip_gradients(model, optimizer, max_norm=CLIP[how], norm_type=order)
+        outcome.norms.append(float(norm))
+
+
+# -- Trainer -----------------------------------------------------------------------------------------------------------
+
+
+class LitPairs(pl.LightningModule):
+    """Trains the net, by itself or by hand."""
+
+    def __init__(self, asked: Asked, outcome: Outcome) -> None:
+        super().__init__()
+        self.net = _net(asked)
+        self.asked, self.outcome = asked, outcome
+        self.by_hand = asked.configuration["front_end"] == "by hand"
+        self.automatic_optimization = not self.by_hand
+        self.accumulate = int(asked.configuration["accumulate"])
+        self.steppers: list[torch.optim.Optimizer] = []
+        self.seen: list[Tensor] = []
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        share = self.trainer.distributed_sampler_kwargs
+        assert share is not None
+        data: Any = [pair for batch in batches(_dtype(self.asked)) for pair in zip(*batch, strict=True)]
+        sampler: Any = DistributedSampler(data, **share, shuffle=False)
+        return DataLoader(data, batch_size=BATCH // share["num_replicas"], sampler=sampler)
+
+    def configure_optimizers(self) -> Any:
+        self.steppers = optimizers(self.asked.configuration["optimizer"], self.net)
+        return self.steppers
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.outcome.gradients.append(_gradients(sharded_by(self.trainer.strategy).layout(), optimizer))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        loss = loss_of(self.net(x, batch_idx), y)
+        self.seen.append(loss.detach())
+        if not self.by_hand:
+            return loss
+        used: Any = self.optimizers()
+        wrapped = used if isinstance(used, list) else [used]
+        self.manual_backward(loss / self.accumulate)
+        if is_last(batch_idx, self.accumulate):
+            how = self.asked.configuration["clip"]
+            for optimizer in wrapped:
+                if how != "nothing":
+                    self.clip_gradients(optimizer, gradient_clip_val=CLIP[how], gradient_clip_algorithm=how)
+            for optimizer in wrapped:
+                optimizer.step()
+            for optimizer in wrapped:
+                optimizer.zero_grad(set_to_none=self.asked.configuration["zeroed"] == "to none")
+        return None
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=self.asked.configuration["zeroed"] == "to none")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        _look_at(self, self.net, batch[0], self.asked.configuration["between"])
+
+
+class _Saves(pl.Callback):
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, output: Any, batch: Any, batch_idx: int) -> None:
+        if self.asked.saves is not None and batch_idx + 1 == self.asked.saved_after:
+            trainer.save_checkpoint(self.asked.saves)
+
+
+def _under_trainer(asked: Asked, tmp: str, outcome: Outcome) -> None:
+    chosen = asked.configuration
+    arguments: dict[str, Any] = {"callbacks": [_Saves(asked)]}
+    if chosen["front_end"] == "trainer":
+        arguments["accumulate_grad_batches"] = int(chosen["accumulate"])
+        if chosen["clip"] != "nothing":
+            arguments.update(gradient_clip_val=CLIP[chosen["clip"]], gradient_clip_algorithm=chosen["clip"])
+    precision = _precision(asked, MixedPrecision)
+    arguments.update({"precision": precision} if isinstance(precision, str) else {"plugins": [precision]})
+    module = LitPairs(asked, outcome)
+    trainer = new_trainer(tmp, asked.strategy, asked.ranks, asked.options["net."], **arguments)
+    trainer.fit(module, ckpt_path=asked.loads)
+    strategy: Any = trainer.strategy
+    outcome.losses = [loss.item() for loss in module.seen]
+    _end(strategy, module.steppers, outcome)
