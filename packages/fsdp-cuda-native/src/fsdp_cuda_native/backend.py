@@ -62,6 +62,8 @@ class NativeBackend(Backend):
         **options: Those of :data:`fsdp_cuda_native.options.FSDP_OPTIONS`.
     """
 
+    owner_compute = True
+
     def __init__(
         self,
         *,

@@ -58,6 +58,8 @@ class FSDP2Backend(Backend):
     :class:`~fsdp_fsdp2.constructor.FSDP2Options` documents the keyword arguments.
     """
 
+    owner_compute = True
+
     def __init__(
         self,
         *,

@@ -76,6 +76,9 @@ class Backend(ABC):
 
     #: The device types this backend can run on.
     accelerators: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    #: Whether an optimizer that looks at whole parameters, such as Muon, may step over each of them on one rank (see
+    #: :func:`~fsdp_core.sharding.owner_compute.step_on_owners`): what an optimizer holds has its gradient in ``grad``.
+    owner_compute: ClassVar[bool] = False
 
     runtime: Runtime
     precision: ShardPrecision
@@ -213,7 +216,7 @@ class Backend(ABC):
             return None
 
         for optimizer in optimizers:
-            repoint(optimizer, sharded, layout)
+            repoint(optimizer, sharded, layout, self.runtime if self.owner_compute else None)
 
     def full_tensor(self, value: Any) -> Any:
         """Gather a state tensor on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""

@@ -18,6 +18,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.filling import fill
 from fsdp_core.state.layout import Layout, Part
+from fsdp_core.state.owned import owned_groups, owned_state, owners_of
 from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["load_optimizer_state", "optimizer_state", "state_by_name"]
@@ -42,6 +43,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
     Raises:
         OptimizerMismatchError: The optimizer holds a parameter without a name.
     """
+    owners = owners_of(optimizer)
+    if owners is not None:
+        settings = owned_groups(optimizer, owners, runtime)
+        return {
+            "state": owned_state(optimizer, layout, owners, runtime),
+            "param_groups": [
+                {**of_group, "params": _names(layout, group["params"])}
+                for of_group, group in zip(settings, optimizer.param_groups, strict=True)
+            ],
+        }
     state = {
         part.name: {key: _described(part, p, value) for key, value in values.items()}
         for p, values in optimizer.state.items()
@@ -111,13 +122,23 @@ def load_optimizer_state(
             )
         settings.append(found[0] if found else {})
     _check_divided(optimizer, layout, saved["param_groups"])
-    _check_state(optimizer, layout, saved["state"])
+    owners = owners_of(optimizer)
+    _check_state(optimizer, layout, saved["state"], is_whole=owners is not None)
     if check_only:
         return
     for group, restored in zip(optimizer.param_groups, settings, strict=True):
         group.update(restored)
     optimizer.state.clear()
     restore = restore or _restored
+    if owners is not None:
+        for group in optimizer.param_groups:
+            for parameter in filter(owners.is_mine, group["params"]):
+                (part,) = _parts(layout, parameter)
+                values, like = saved["state"].get(part.name), nn.Parameter(local_tensor(parameter).detach(), False)
+                whole = (Part(name=part.name, shape=part.shape),)
+                if values:
+                    optimizer.state[parameter] = {k: _restored_whole(like, whole, group, k, values[k]) for k in values}
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parts = [part for part in _parts(layout, parameter) if not part.is_empty]
@@ -260,7 +281,20 @@ def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mappi
     }
 
 
-def _check_state(optimizer: torch.optim.Optimizer, layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> None:
+def _restored_whole(
+    like: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, value: Any
+) -> Any:
+    """Restore a value of the state of a parameter that this rank owns, which may be nested, whole."""
+    if isinstance(value, list | tuple):
+        return type(value)(_restored_whole(like, parts, group, key, member) for member in value)
+    if isinstance(value, dict):
+        return {name: _restored_whole(like, parts, group, str(name), member) for name, member in value.items()}
+    return _restored(like, parts, group, key, [value])
+
+
+def _check_state(
+    optimizer: torch.optim.Optimizer, layout: Layout, state: Mapping[str, Mapping[str, Any]], *, is_whole: bool = False
+) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parts = _parts(layout, parameter)
@@ -276,6 +310,8 @@ def _check_state(optimizer: torch.optim.Optimizer, layout: Layout, state: Mappin
                     fits = len(shape) != len(part.shape) or all(
                         s in (1, p) for s, p in zip(shape, part.shape, strict=True)
                     )
+                    # an optimizer that looks at whole matrices may keep squares of their sides, as Shampoo does
+                    fits = fits or (is_whole and len(set(shape)) == 1 and shape[0] in part.shape)
                     if not fits:
                         raise CheckpointMismatchError(
                             f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "

@@ -30,6 +30,7 @@ from fsdp_core.testing.suite.training.lightning_regressions import BrokenElsewhe
 from fsdp_core.testing.suite.training.loops import LoopsSuite
 from fsdp_core.testing.suite.training.optimizers import OptimizersSuite
 from fsdp_core.testing.suite.training.resource_leaks import LeftoversSuite
+from fsdp_core.testing.suite.training.whole_matrices import WholeMatricesSuite
 
 __all__ = ["PresetSuite", "StrategySuite"]
 
@@ -47,6 +48,7 @@ class StrategySuite(
     PassesSuite,
     PrecisionSuite,
     OptimizersSuite,
+    WholeMatricesSuite,
     LoopsSuite,
     ExceptionsSuite,
     OutsideStepsSuite,
