@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.sharding.observed_communication import ObservedCommunication
 from fsdp_core.state.layout import Layout
 
 __all__ = ["check_steps"]
@@ -85,7 +85,7 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout, *, owners: boo
 
     Returns:
         Whether the optimizer has to be run like that: its update looks at more of a parameter than single elements,
-        and over shards it would be wrong, or every rank would gather every matrix; and it looks at no other parameter.
+        and over shards it would be wrong, or every rank would compute over every matrix; and it looks at no other one.
 
     Raises:
         OptimizerMismatchError: Its step fails over shards, or has a different result.
@@ -116,9 +116,10 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout, *, owners: boo
         if is_flat:
             alike = _is_right_in_runs(optimizer, kinds, whole)
         else:
-            with CommDebugMode() as communication:
+            with ObservedCommunication() as communication:
                 alike = _alike(_of_this_rank(whole), _course(optimizer, kinds, _as_dtensor))
-            gathers = any("all_gather" in str(call) for call in communication.get_comm_counts())
+            # norms and the like are scalars, or have an element for each row or column
+            gathers = max(communication.sizes, default=0) > max(sum(kind.shape) for kind in kinds.values())
     except _OtherShape as found:  # on every rank
         odd = found
     except Exception as raised:
@@ -176,11 +177,11 @@ def _is_right_on_owners(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Para
         if _is_right_in_runs(optimizer, in_runs, _course(optimizer, in_runs, _as_it_is)):
             return False
     try:
-        with CommDebugMode() as communication:
+        with ObservedCommunication() as communication:
             alone = {key: _course(optimizer, kinds, _as_it_is, only=key)[key] for key in whole}
     except Exception:
         return False
-    return _alike(whole, alone) and not communication.get_total_counts()
+    return _alike(whole, alone) and not communication.sizes
 
 
 def _keeps_parameters(optimizer: torch.optim.Optimizer) -> bool:

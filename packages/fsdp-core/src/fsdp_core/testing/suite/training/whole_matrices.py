@@ -66,7 +66,7 @@ class OwnMuon(torch.optim.Optimizer):
         type(self).matrices += 1
         x = matrix / (matrix.norm() + 1e-7)
         for _ in range(3):
-            inner = x @ x.T
+            inner = x @ x.mT
             x = 1.5 * x - 0.5 * inner @ x
         return x
 
