@@ -57,6 +57,8 @@ class NativeFSDPStrategy(ShardedFabricStrategy):
         timeout: How long a collective may wait for its peers; torch's default when ``None``.
         async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
             background.
+        error_if_nonfinite: Whether to raise on all ranks, with the names of parameters, before a step whose gradients
+            hold NaN or infinity.
         sharding_strategy: One of torch's :class:`~torch.distributed.fsdp.ShardingStrategy`, or its name:
             ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"``, ``"HYBRID_SHARD_ZERO2"``, ``"NO_SHARD"``.
         use_orig_params: Whether optimizers hold the original parameters instead of one flat parameter per unit.
@@ -100,6 +102,7 @@ class NativeFSDPStrategy(ShardedFabricStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        error_if_nonfinite: bool = False,
         sharding_strategy: ShardingStrategy | str = "FULL_SHARD",
         use_orig_params: bool = True,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -141,4 +144,5 @@ class NativeFSDPStrategy(ShardedFabricStrategy):
             state_dict_type=state_dict_type,
             timeout=timeout,
             async_save=async_save,
+            error_if_nonfinite=error_if_nonfinite,
         )

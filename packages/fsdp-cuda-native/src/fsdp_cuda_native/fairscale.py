@@ -68,6 +68,8 @@ class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
         async_save: Whether checkpoints are written in the background.
+        error_if_nonfinite: Whether to raise on all ranks, with the names of parameters, before a step whose gradients
+            hold NaN or infinity.
         sharding_strategy: ``None``: chosen by ``reshard_after_forward``.
         use_orig_params: Whether optimizers hold the original parameters instead of one flat parameter per unit.
         ignored_modules: Modules that are replicated on every rank.
@@ -116,6 +118,7 @@ class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        error_if_nonfinite: bool = False,
         sharding_strategy: ShardingStrategy | str | None = None,
         use_orig_params: bool = True,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -150,6 +153,7 @@ class DDPFullyShardedStrategy(DDPFullyShardedNativeStrategy):
             state_dict_type=state_dict_type,
             timeout=timeout,
             async_save=async_save,
+            error_if_nonfinite=error_if_nonfinite,
             use_orig_params=use_orig_params,
             ignored_modules=ignored_modules,
             ignored_states=ignored_states,
@@ -199,6 +203,8 @@ class FabricFullyShardedStrategy(NativeFSDPStrategy):
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for its peers.
         async_save: Whether checkpoints are written in the background.
+        error_if_nonfinite: Whether to raise on all ranks, with the names of parameters, before a step whose gradients
+            hold NaN or infinity.
         sharding_strategy: ``None``: chosen by ``reshard_after_forward``.
         use_orig_params: Whether optimizers hold the original parameters instead of one flat parameter per unit.
         ignored_modules: Modules that are replicated on every rank.
@@ -246,6 +252,7 @@ class FabricFullyShardedStrategy(NativeFSDPStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        error_if_nonfinite: bool = False,
         sharding_strategy: ShardingStrategy | str | None = None,
         use_orig_params: bool = True,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -280,6 +287,7 @@ class FabricFullyShardedStrategy(NativeFSDPStrategy):
             state_dict_type=state_dict_type,
             timeout=timeout,
             async_save=async_save,
+            error_if_nonfinite=error_if_nonfinite,
             use_orig_params=use_orig_params,
             ignored_modules=ignored_modules,
             ignored_states=ignored_states,

@@ -51,6 +51,8 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         state_dict_type: ``"sharded"`` for checkpoint folders of shards, ``"full"`` for one file.
         async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
             background.
+        error_if_nonfinite: Whether to raise on all ranks, with the names of parameters, before a step whose gradients
+            hold NaN or infinity.
 
     Example:
         >>> strategy = XLASPMDStrategy(tensor_parallel_size=2, tensor_plan={"*.up.weight": 0})
@@ -71,6 +73,7 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
         tensor_plan: Mapping[str, int] | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
         async_save: bool = False,
+        error_if_nonfinite: bool = False,
         **unknown: Never,
     ) -> None:
         refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, INSTEAD_IN_SPMD, always=ALWAYS_IN_SPMD)
@@ -86,6 +89,7 @@ class XLASPMDStrategy(OneProcess, ShardedTrainerStrategy):
             precision_plugin=precision_plugin,
             state_dict_type=state_dict_type,
             async_save=async_save,
+            error_if_nonfinite=error_if_nonfinite,
         )
 
     def setup(self, trainer: pl.Trainer) -> None:

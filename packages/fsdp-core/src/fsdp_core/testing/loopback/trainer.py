@@ -28,6 +28,8 @@ class LoopbackTrainerStrategy(ShardedTrainerStrategy):
         state_dict_type: ``"sharded"`` for checkpoint folders, ``"full"`` for one file.
         timeout: How long a collective may wait for its peers.
         async_save: Whether a save returns when the state is copied, and the checkpoint is written in the background.
+        error_if_nonfinite: Whether to raise on all ranks, with the names of parameters, before a step whose gradients
+            hold NaN or infinity.
 
     Raises:
         UnsupportedCapabilityError: An option is unknown.
@@ -48,6 +50,7 @@ class LoopbackTrainerStrategy(ShardedTrainerStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        error_if_nonfinite: bool = False,
         **unknown: Never,
     ) -> None:
         super().__init__(
@@ -61,5 +64,6 @@ class LoopbackTrainerStrategy(ShardedTrainerStrategy):
             state_dict_type=state_dict_type,
             timeout=timeout,
             async_save=async_save,
+            error_if_nonfinite=error_if_nonfinite,
             **unknown,
         )

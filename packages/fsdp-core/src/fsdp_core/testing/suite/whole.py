@@ -25,6 +25,7 @@ from fsdp_core.testing.suite.refusals.bad_checkpoints import BadCheckpointsSuite
 from fsdp_core.testing.suite.refusals.bad_modules import BadModulesSuite
 from fsdp_core.testing.suite.refusals.bad_options import BadOptionsSuite
 from fsdp_core.testing.suite.training.exceptions import ExceptionsSuite
+from fsdp_core.testing.suite.training.finite_gradients import FiniteGradientsSuite
 from fsdp_core.testing.suite.training.launching import LaunchingSuite
 from fsdp_core.testing.suite.training.lightning_regressions import BrokenElsewhereSuite
 from fsdp_core.testing.suite.training.loops import LoopsSuite
@@ -49,6 +50,7 @@ class StrategySuite(
     PrecisionSuite,
     OptimizersSuite,
     WholeMatricesSuite,
+    FiniteGradientsSuite,
     LoopsSuite,
     ExceptionsSuite,
     OutsideStepsSuite,
