@@ -45,6 +45,7 @@ from fsdp_fsdp2.tensor_parallel import (
     tensor_parallelize,
     tie_again,
 )
+from fsdp_fsdp2.torch_private import is_cast_though_stored
 
 __all__ = ["FSDP2Backend"]
 
@@ -164,6 +165,7 @@ class FSDP2Backend(Backend):
             if unit is module:
                 tie_again(ties, module)
             whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
+            whole |= {p for m in own for p in m.parameters(recurse=False) if is_cast_though_stored(p, compute)}
             replaced = {p for m in own for p in m.parameters(recurse=False)} - whole
             _check_dtypes(unit, replaced)
             fully_shard(
