@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ MATRICES = 7  # of the net: its tied pair, and two in each block
     ("world_size", "options"), [(1, {}), (3, {}), (2, {"sharding_strategy": "NO_SHARD"})], ids=str
 )
 def test_each_matrix_is_updated_on_one_rank(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
-    got: list[Any] = ranks.run(world_size, partial(steps_on, options=options), "fsdp_native", world_size, 0, 3)
+    got: list[Any] = ranks.run(world_size, steps_on, "fsdp_native", world_size, 0, 3, options)
     for of_rank in got:
         assert_same_steps(of_rank, plain_steps(3))
     matrices = [count for *_, count in got]

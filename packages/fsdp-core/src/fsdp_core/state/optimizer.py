@@ -15,6 +15,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
+from fsdp_core.state.block_quantised import (
+    check_blocks,
+    is_saved_in_blocks,
+    of_blocks,
+    quantises,
+    restored_blocks,
+    saved_whole,
+)
 from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.filling import fill
 from fsdp_core.state.layout import Layout, Part
@@ -53,12 +61,15 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
                 for of_group, group in zip(settings, optimizer.param_groups, strict=True)
             ],
         }
+    in_blocks = quantises(optimizer)
     state = {
-        part.name: {key: _described(part, p, value) for key, value in values.items()}
+        part.name: {key: _described(part, p, of_blocks(part, p, value) if in_blocks else value) for key, value in values.items()}
         for p, values in optimizer.state.items()
         for part in _parts(layout, p)
         if not part.is_empty
     }
+    if in_blocks:
+        state = check_blocks(state, {part.name: part.shape for parts in layout.values() for part in parts}, runtime)
     if any(part.range is not None for held in layout.values() for part in held):
         state = _completed(state, {part.name: part for held in layout.values() for part in held}, runtime)
     return {
@@ -96,7 +107,10 @@ def load_optimizer_state(
             which would lose its own settings.
     """
     saved = state_by_name(optimizer, layout, saved)
-    saved = {**saved, "param_groups": [_plain(group) for group in saved["param_groups"]]}
+    saved = {
+        "state": {name: {k: saved_whole(v) for k, v in values.items()} for name, values in saved["state"].items()},
+        "param_groups": [_plain(group) for group in saved["param_groups"]],
+    }
     held = {name for group in optimizer.param_groups for name in _names(layout, group["params"])}
     dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in held]
     if dropped:
@@ -145,7 +159,9 @@ def load_optimizer_state(
             values = saved["state"].get(parts[0].name) if parts else None
             if values:
                 optimizer.state[parameter] = {
-                    key: restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
+                    key: restored_blocks(optimizer, parts[0], parameter, key, values[key])
+                    if is_saved_in_blocks(values[key])
+                    else restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
                     for key in values
                 }
 

@@ -63,7 +63,7 @@ def _fitted(strategy: str, tmp: str, module_class: type[Breaks], **trainer: Any)
 
 def _saved_on_exception(strategy: str, tmp: str) -> tuple[str, int, dict[str, Tensor]]:
     callbacks: list[pl.Callback] = [OnExceptionCheckpoint(tmp, filename="stopped")]
-    return _fitted(strategy, tmp, Breaks, gradient_clip_val=1.0, callbacks=callbacks)
+    return _fitted(strategy, tmp, Breaks, gradient_clip_val=1.0, callbacks=callbacks, enable_checkpointing=True)
 
 
 def _stepped(strategy: str, clip: bool) -> tuple[list[str], list[str], dict[str, Tensor], dict[str, Tensor]]:

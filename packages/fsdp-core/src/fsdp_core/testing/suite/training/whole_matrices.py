@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -105,7 +104,6 @@ def steps_on(
     world_size: int,
     first: int,
     last: int,
-    *,
     options: Mapping[str, Any] | None = None,
     width: int = 7,
     load: str | None = None,
@@ -180,12 +178,12 @@ class WholeMatricesSuite(Clauses):
     def test_optimizer_of_whole_matrices_and_its_resume(self, ranks: Ranks, tmp_path: Path) -> None:
         """A user's Muon must train as in one process, also when resumed on another number of ranks, or be refused."""
         folder = str(tmp_path / "checkpoint")
-        before = ranks.run(2, partial(steps_on, save=folder), self.strategy, 2, 0, 2)
+        before = ranks.run(2, steps_on, self.strategy, 2, 0, 2, None, 7, None, folder)
         if any(isinstance(of_rank, str) for of_rank in before):
             for of_rank in before:
                 assert_says(of_rank, "OwnMuon", "Use")
             return
         for of_rank in before:
             assert_same_steps(of_rank, plain_steps(2))
-        for of_rank in ranks.run(3, partial(steps_on, load=folder), self.strategy, 3, 2, 4):
+        for of_rank in ranks.run(3, steps_on, self.strategy, 3, 2, 4, None, 7, folder):
             assert_same_steps(of_rank, plain_steps(4), first=2)
