@@ -1,4 +1,4 @@
-"""Time of Muon's steps over the same shards: on owners, over DTensors, and gathered on every rank. Each rank runs it."""
+"""Time of Muon's steps: on owners, over DTensors, and gathered on every rank. A script that each rank runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Everywhere:
     def step(self) -> None:
         """As an optimizer's."""
         for whole, shard in zip(self.wholes, self.shards, strict=True):
-            assert isinstance(shard, DTensor) and isinstance(shard.grad, DTensor)
+            assert isinstance(shard, DTensor)
+            assert isinstance(shard.grad, DTensor)
             whole.grad = shard.grad.full_tensor()
         self.muon.step()
         for whole, shard in zip(self.wholes, self.shards, strict=True):

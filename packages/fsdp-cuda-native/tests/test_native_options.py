@@ -311,10 +311,11 @@ def test_optimizer_that_looks_at_shapes(ranks: RankPool, tmp_path: Path, optimiz
     """It trains as in one process: over shards on the owners of parameters, and where every rank holds them whole."""
     plain = ByShape(optimizer)
     new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
-    got = [ranks.run(2, by_shape, str(tmp_path), optimizer, 2, options) for options in ({}, {"sharding_strategy": "NO_SHARD"})]
+    shares: tuple[dict[str, Any], ...] = ({}, {"sharding_strategy": "NO_SHARD"})
+    sharded, whole = (ranks.run(2, by_shape, str(tmp_path), optimizer, 2, options) for options in shares)
     # Muon computes in bf16, where directions without a gradient get those of rounding errors
     tolerance = 1e-2 if optimizer == "Muon" else FP32_TOLERANCE
-    for _, losses in [*got[0], *got[1], *ranks.run(1, by_shape, str(tmp_path), optimizer, 1, {})]:
+    for _, losses in [*sharded, *whole, *ranks.run(1, by_shape, str(tmp_path), optimizer, 1, {})]:
         assert losses == pytest.approx(losses_of(plain), abs=tolerance)
 
 

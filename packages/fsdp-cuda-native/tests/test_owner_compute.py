@@ -24,9 +24,7 @@ from fsdp_core.testing.training import new_fabric
 MATRICES = 7  # of the net: its tied pair, and two in each block
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"), [(1, {}), (3, {}), (2, {"sharding_strategy": "NO_SHARD"})], ids=str
-)
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (3, {}), (2, {"sharding_strategy": "NO_SHARD"})], ids=str)
 def test_each_matrix_is_updated_on_one_rank(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
     got: list[Any] = ranks.run(world_size, steps_on, "fsdp_native", world_size, 0, 3, options)
     for of_rank in got:

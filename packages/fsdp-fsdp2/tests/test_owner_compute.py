@@ -42,8 +42,11 @@ def test_each_matrix_is_updated_on_one_rank(ranks: RankPool, world_size: int) ->
 
 def on_mesh(options: dict[str, Any], folder: str, divided: bool, first: int, last: int) -> Any:
     if divided:
-        whole = {"inp": ColwiseParallel(output_layouts=Replicate()), "out": ColwiseParallel(output_layouts=Replicate())}
-        options = {**options, "tp_plan": {**whole, "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}}
+        whole: Any = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("inp", "out")}
+        options = {
+            **options,
+            "tp_plan": {**whole, "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()},
+        }
     at = {"load": folder} if first else {"save": folder}
     return steps_on("fsdp2", 4, first, last, options=options, width=8, **at)  # type: ignore[arg-type]
 

@@ -53,7 +53,8 @@ def check_unit(
         use_orig_params: Whether optimizers hold the original parameters.
 
     Raises:
-        ShardingError: They are integers, or differ in dtype; or, without ``use_orig_params``, only some of them are trainable.
+        ShardingError: They are integers, or differ in dtype; or, without ``use_orig_params``, only some of them are
+            trainable.
     """
     out = {id(p) for p in whole}
     inside = {id(p) for m in own for p in m.parameters(recurse=False)} - out

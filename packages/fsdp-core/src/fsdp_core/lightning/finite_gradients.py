@@ -53,11 +53,7 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     parts = {p: of_root for root in roots for p, of_root in root.layout().items()}
     in_order = [part.name for p in held for part in parts.get(p, ())]
     own = {
-        part.name
-        for p in held
-        if p.grad is not None
-        for part in parts.get(p, ())
-        if not _are_finite(part.of(p.grad))
+        part.name for p in held if p.grad is not None for part in parts.get(p, ()) if not _are_finite(part.of(p.grad))
     }
     broken = set().union(*runtime.gather_objects(own))
     names = [name for name in dict.fromkeys(in_order) if name in broken]

@@ -1,4 +1,4 @@
-"""Owner-compute: an optimizer that needs whole parameters steps over each on one rank, and the shards get the result."""
+"""Owner-compute: an optimizer that needs whole parameters steps over each on one rank, and shards get the result."""
 
 from __future__ import annotations
 
@@ -285,9 +285,7 @@ def _by_kind(members: Sequence[_Member]) -> Mapping[tuple[torch.device, torch.dt
 
 
 @contextmanager
-def _over_wholes(
-    optimizer: torch.optim.Optimizer, plan: _Plan, members: Sequence[_Member]
-) -> Iterator[None]:
+def _over_wholes(optimizer: torch.optim.Optimizer, plan: _Plan, members: Sequence[_Member]) -> Iterator[None]:
     """A context in which the optimizer holds the whole parameters that this rank owns, with their state."""
     mine = {id(m.held): m for m in members if m.owner == plan.runtime.rank}
     groups = [list(group["params"]) for group in optimizer.param_groups]

@@ -63,8 +63,8 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
         kept = _kept_beside(parameter)
         if kept is not None:
             raise ShardingError(
-                f"{fqn!r}, in {parameter.dtype}, has an attribute {kept!r}, as packed weights have one that says how to "
-                f"read their bytes: the shards that replace it would not have it.\n{_INSTEAD_OF_PACKED}"
+                f"{fqn!r}, in {parameter.dtype}, has an attribute {kept!r}, as packed weights have one that says how "
+                f"to read their bytes: the shards that replace it would not have it.\n{_INSTEAD_OF_PACKED}"
             )
         if hooks_on(parameter):
             raise ShardingError(

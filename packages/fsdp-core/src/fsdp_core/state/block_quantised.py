@@ -23,7 +23,15 @@ from fsdp_core.state.dtypes import dtype_name
 from fsdp_core.state.filling import fill
 from fsdp_core.state.layout import Part
 
-__all__ = ["check_blocks", "is_saved_in_blocks", "of_blocks", "quantises", "restored_blocks", "saved_whole", "whole_again"]
+__all__ = [
+    "check_blocks",
+    "is_saved_in_blocks",
+    "of_blocks",
+    "quantises",
+    "restored_blocks",
+    "saved_whole",
+    "whole_again",
+]
 
 #: The key that tells a saved state of this kind from others; its value is the class of the tensors.
 _KIND = "torchao"
@@ -90,7 +98,12 @@ def of_blocks(part: Part, held: Tensor, value: Any) -> Any:
 
 def _told(value: Any, shape: tuple[int, ...]) -> dict[str, Any]:
     signed = bool(getattr(value, "signed", True))
-    told = {"block_size": int(value.block_size), "signed": signed, "shape": list(shape), "dtype": dtype_name(value.dtype)}
+    told = {
+        "block_size": int(value.block_size),
+        "signed": signed,
+        "shape": list(shape),
+        "dtype": dtype_name(value.dtype),
+    }
     return {_KIND: type(value).__name__, **told}
 
 
@@ -140,7 +153,9 @@ def check_blocks(
     return done
 
 
-def restored_blocks(optimizer: torch.optim.Optimizer, part: Part, held: nn.Parameter, key: str, saved: Mapping[str, Any]) -> Any:
+def restored_blocks(
+    optimizer: torch.optim.Optimizer, part: Part, held: nn.Parameter, key: str, saved: Mapping[str, Any]
+) -> Any:
     """Restore a rank's part of quantised state.
 
     Args:
@@ -158,8 +173,8 @@ def restored_blocks(optimizer: torch.optim.Optimizer, part: Part, held: nn.Param
     if not quantises(optimizer):
         raise CheckpointMismatchError(
             f"{key!r} of {part.name!r} was saved by an optimizer of torchao's, in {saved[_KIND]}, and "
-            f"{type(optimizer).__name__} keeps plain tensors.\nUse the optimizer that it was saved with, or load only the "
-            "weights."
+            f"{type(optimizer).__name__} keeps plain tensors.\n"
+            "Use the optimizer that it was saved with, or load only the weights."
         )
     if run is None or run[0] % block or run[1] % block:
         raise CheckpointMismatchError(

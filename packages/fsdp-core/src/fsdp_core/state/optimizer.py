@@ -63,7 +63,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
         }
     in_blocks = quantises(optimizer)
     state = {
-        part.name: {key: _described(part, p, of_blocks(part, p, value) if in_blocks else value) for key, value in values.items()}
+        part.name: {
+            key: _described(part, p, of_blocks(part, p, value) if in_blocks else value) for key, value in values.items()
+        }
         for p, values in optimizer.state.items()
         for part in _parts(layout, p)
         if not part.is_empty
@@ -297,9 +299,7 @@ def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mappi
     }
 
 
-def _restored_whole(
-    like: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, value: Any
-) -> Any:
+def _restored_whole(like: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, value: Any) -> Any:
     """Restore a value of the state of a parameter that this rank owns, which may be nested, whole."""
     if isinstance(value, list | tuple):
         return type(value)(_restored_whole(like, parts, group, key, member) for member in value)

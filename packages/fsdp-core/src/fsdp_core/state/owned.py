@@ -94,9 +94,7 @@ def owned_groups(optimizer: torch.optim.Optimizer, owners: Owners, runtime: Runt
     """Return the param groups' settings, each from a rank that has stepped over one of its members."""
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     by_rank = runtime.gather_objects(settings)
-    return [
-        by_rank[owners.of_group(group["params"])][index] for index, group in enumerate(optimizer.param_groups)
-    ]
+    return [by_rank[owners.of_group(group["params"])][index] for index, group in enumerate(optimizer.param_groups)]
 
 
 def _outline(value: Any) -> Any:

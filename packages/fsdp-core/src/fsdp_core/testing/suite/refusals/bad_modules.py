@@ -101,7 +101,9 @@ def over_integers() -> nn.Module:
         return nn.Sequential(OverIntegers(), OverIntegers())
 
 
-def steps_over_integers(model: nn.Module, optimizer: Any, batches: Any, backward: Callable[[Tensor], Any]) -> list[float]:
+def steps_over_integers(
+    model: nn.Module, optimizer: Any, batches: Any, backward: Callable[[Tensor], Any]
+) -> list[float]:
     """The losses of some steps."""
     losses = []
     for x, y in batches:
