@@ -24,9 +24,9 @@ from fsdp_core.testing.training import new_fabric
 MATRICES = 7  # of the net: its tied pair, and two in each block
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (3, {}), (2, {"sharding_strategy": "NO_SHARD"})], ids=str)
-def test_each_matrix_is_updated_on_one_rank(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
-    got: list[Any] = ranks.run(world_size, steps_on, "fsdp_native", world_size, 0, 3, options)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_each_matrix_is_updated_on_one_rank(ranks: RankPool, world_size: int) -> None:
+    got: list[Any] = ranks.run(world_size, steps_on, "fsdp_native", world_size, 0, 3)
     for of_rank in got:
         assert_same_steps(of_rank, plain_steps(3))
     matrices = [count for *_, count in got]
@@ -39,7 +39,7 @@ class LooksAtAll(OwnMuon):
 
     def _update(self, group: Any, parameter: Tensor, state: dict[str, Any]) -> Tensor:
         norms = [p.grad.norm() for one in self.param_groups for p in one["params"] if p.grad is not None]
-        return super()._update(group, parameter, state) / (1 + sum(float(n) for n in norms))
+        return super()._update(group, parameter, state) * 100 / (1 + sum(float(n) for n in norms))
 
 
 def refused() -> tuple[str, str]:

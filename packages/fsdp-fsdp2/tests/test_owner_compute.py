@@ -121,7 +121,7 @@ class LooksAtAll(OwnMuon):
 
     def _update(self, group: Any, parameter: Tensor, state: dict[str, Any]) -> Tensor:
         norms = [p.grad.norm() for one in self.param_groups for p in one["params"] if p.grad is not None]
-        return super()._update(group, parameter, state) / (1 + sum(float(n) for n in norms))
+        return super()._update(group, parameter, state) * 100 / (1 + sum(float(n) for n in norms))
 
 
 def of_kind(kind: type[OwnMuon]) -> tuple[Any, Any]:

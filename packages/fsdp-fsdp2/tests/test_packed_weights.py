@@ -42,7 +42,9 @@ def held_with(old_torch: bool) -> tuple[bool, list[float]]:
         fabric = new_fabric("fsdp2", precision="bf16-mixed")
         with fabric.init_module(empty_init=True):
             net = over_integers()
-        model, optimizer = fabric.setup(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1))
+        model = fabric.setup_module(net)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(trained, lr=0.1))
     batches = [fabric.to_device(batch) for batch in oracle.global_batches(2)]
     losses = steps_over_integers(model, optimizer, batches, fabric.backward)
     first: Any = net[0]  # type: ignore[index]

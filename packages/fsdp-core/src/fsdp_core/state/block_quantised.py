@@ -25,6 +25,8 @@ from fsdp_core.state.layout import Part
 
 __all__ = [
     "check_blocks",
+    "check_fits_blocks",
+    "is_of_blocks",
     "is_saved_in_blocks",
     "of_blocks",
     "quantises",
@@ -42,7 +44,8 @@ def quantises(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torchao.") and hasattr(optimizer, "_subclass_zeros")
 
 
-def _is_of_blocks(value: Any) -> bool:
+def is_of_blocks(value: Any) -> bool:
+    """Whether a value is a tensor of torchao's that holds codes and scales."""
     return all(hasattr(value, name) for name in ("codes", "scale", "block_size"))
 
 
@@ -76,7 +79,7 @@ def of_blocks(part: Part, held: Tensor, value: Any) -> Any:
         The codes and scales, flat, and what they are; ``value`` itself if its blocks are not those of one process.
     """
     local = local_tensor(value) if isinstance(value, DTensor) else value
-    run = _run(part, held) if _is_of_blocks(local) else None
+    run = _run(part, held) if is_of_blocks(local) else None
     if run is None:
         return value
     (start, length, replica), block, total = run, int(local.block_size), prod(part.shape)
@@ -131,10 +134,10 @@ def check_blocks(
                 own[name, key] = told
             elif isinstance(value, Tensor) and value.ndim:
                 local = local_tensor(value)
-                own[name, key] = None if not local.numel() else "in other blocks" if _is_of_blocks(local) else "plain"
+                own[name, key] = None if not local.numel() else "in other blocks" if is_of_blocks(local) else "plain"
     done = {name: dict(values) for name, values in state.items()}
     by_rank = runtime.gather_objects(own)
-    for name, key in own:
+    for name, key in dict.fromkeys(one for of_rank in by_rank for one in of_rank):  # the same on every rank
         kinds = [of_rank.get((name, key)) for of_rank in by_rank]
         blocks = next((kind for kind in kinds if isinstance(kind, dict)), None)
         if "in other blocks" in kinds or (blocks is not None and "plain" in kinds):
@@ -145,18 +148,18 @@ def check_blocks(
                 "Use strategy='fsdp2' with a number of ranks that divides its rows into multiples of block_size "
                 "elements; or an optimizer whose state is plain, such as AdamW."
             )
-        if blocks is not None and own[name, key] is None:
-            done[name][key] = {
+        if blocks is not None and own.get((name, key)) is None:
+            done.setdefault(name, {})[key] = {
                 k: ChunkedTensor(shape=v[0], dtype=v[1], chunks=(), replica=0) if isinstance(v, tuple) else v
                 for k, v in blocks.items()
             }
     return done
 
 
-def restored_blocks(
+def check_fits_blocks(
     optimizer: torch.optim.Optimizer, part: Part, held: nn.Parameter, key: str, saved: Mapping[str, Any]
-) -> Any:
-    """Restore a rank's part of quantised state.
+) -> None:
+    """Refuse saved quantised state that this rank can't hold, before anything is restored.
 
     Args:
         optimizer: The optimizer.
@@ -168,13 +171,21 @@ def restored_blocks(
     Raises:
         CheckpointMismatchError: The optimizer keeps no such state, or this rank's part is not of whole blocks.
     """
-    maker: Any = optimizer
     run, block = _run(part, held), int(saved["block_size"])
-    if not quantises(optimizer):
+    kind = "plain tensors"
+    if quantises(optimizer):
+        maker: Any = optimizer
+        kind = type(maker._subclass_zeros(torch.zeros(block), bool(saved["signed"]), block)).__name__
+    if kind != saved[_KIND]:
         raise CheckpointMismatchError(
             f"{key!r} of {part.name!r} was saved by an optimizer of torchao's, in {saved[_KIND]}, and "
-            f"{type(optimizer).__name__} keeps plain tensors.\n"
+            f"{type(optimizer).__name__} keeps {kind}.\n"
             "Use the optimizer that it was saved with, or load only the weights."
+        )
+    if tuple(saved["shape"]) != tuple(part.shape):
+        raise CheckpointMismatchError(
+            f"the checkpoint holds {key} of {part.name!r} at shape {tuple(saved['shape'])}, but the parameter has "
+            f"{part.shape}.\nLoad the checkpoint into the model that it was saved from."
         )
     if run is None or run[0] % block or run[1] % block:
         raise CheckpointMismatchError(
@@ -182,16 +193,24 @@ def restored_blocks(
             "within one.\nLoad it under strategy='fsdp2' on a number of ranks that divides its rows into multiples of "
             f"{block} elements, such as 1 or that which saved it; or load only the weights."
         )
+
+
+def restored_blocks(optimizer: torch.optim.Optimizer, part: Part, held: nn.Parameter, saved: Mapping[str, Any]) -> Any:
+    """Restore a rank's part of quantised state that :func:`check_fits_blocks` has let pass.
+
+    Args:
+        optimizer: The optimizer.
+        part: The user's parameter.
+        held: What the optimizer holds of it.
+        saved: As from :func:`of_blocks`, its tensors whole or saved.
+    """
+    maker: Any = optimizer
+    run, block = _run(part, held), int(saved["block_size"])
+    assert run is not None
     local = local_tensor(held).detach()
-    if not run[1]:
-        made: Any = torch.zeros_like(local)
-    else:
+    made: Any = torch.zeros_like(local)
+    if run[1]:
         made = maker._subclass_zeros(local, bool(saved["signed"]), block)
-        if type(made).__name__ != saved[_KIND]:
-            raise CheckpointMismatchError(
-                f"{key!r} of {part.name!r} was saved in {saved[_KIND]}, and {type(optimizer).__name__} keeps it in "
-                f"{type(made).__name__}.\nUse the optimizer that it was saved with, or load only the weights."
-            )
         each = run[1] // made.codes.numel()
         for name, data, size in (("codes", made.codes, each), ("scale", made.scale, block)):
             whole, flat = saved[name], data.view(-1)
@@ -206,7 +225,7 @@ def restored_blocks(
 
 def saved_whole(value: Any) -> Any:
     """Describe whole quantised state, as a plain optimizer has it, as :func:`of_blocks` does; others are unchanged."""
-    if not _is_of_blocks(value) or isinstance(value, DTensor):
+    if not is_of_blocks(value) or isinstance(value, DTensor):
         return value
     return {**_told(value, tuple(value.shape)), "codes": value.codes.reshape(-1), "scale": value.scale}
 

@@ -17,6 +17,8 @@ from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.block_quantised import (
     check_blocks,
+    check_fits_blocks,
+    is_of_blocks,
     is_saved_in_blocks,
     of_blocks,
     quantises,
@@ -161,7 +163,7 @@ def load_optimizer_state(
             values = saved["state"].get(parts[0].name) if parts else None
             if values:
                 optimizer.state[parameter] = {
-                    key: restored_blocks(optimizer, parts[0], parameter, key, values[key])
+                    key: restored_blocks(optimizer, parts[0], parameter, values[key])
                     if is_saved_in_blocks(values[key])
                     else restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
                     for key in values
@@ -203,7 +205,7 @@ def _lost(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
 
 def _described(part: Part, held: Tensor, value: Any) -> Any:
     """Describe a value of the optimizer's state as part of the user's parameter's state."""
-    if part.range is None or not isinstance(value, Tensor):
+    if part.range is None or not isinstance(value, Tensor) or is_of_blocks(value):
         return value
     if value.shape == held.shape:
         return part.of(value)
@@ -316,6 +318,8 @@ def _check_state(
             parts = _parts(layout, parameter)
             for part in parts:
                 for key, value in state.get(part.name, {}).items():
+                    if is_saved_in_blocks(value):
+                        check_fits_blocks(optimizer, part, parameter, key, value)
                     if isinstance(value, ChunkedTensor | DTensor):
                         raise CheckpointMismatchError(
                             f"{key} of {part.name!r} is one rank's shard, not a full tensor.\n"
