@@ -259,6 +259,7 @@ KNOWN_ATTRIBUTES = {
     "fsdp_fsdp2/tensor_parallel.py": {"_tp_plan"},  # of transformers' models: the plan that they bring
     "fsdp_fsdp2/trainer.py": {"_device_mesh"},  # of LightningModule, whose public property can't be set
     "autoload.py": {"_initializing"},  # of a module that is being imported
+    "state/block_quantised.py": {"_subclass_zeros"},  # of torchao's optimizers: makes the kind of state that one keeps
     "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module
     "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
     "hooks/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging

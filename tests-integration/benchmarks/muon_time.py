@@ -56,25 +56,29 @@ class Everywhere:
             shard.to_local().copy_(now.to_local())
 
 
-def contenders(size: Size) -> dict[str, tuple[nn.Module, Callable[[], Any]]]:
-    """The model of each, with gradients, and its step."""
-    made: dict[str, tuple[nn.Module, Callable[[], Any]]] = {}
+#: A model, what runs its backward passes, and an optimizer's step.
+Contender = tuple[nn.Module, Callable[[Tensor], Any], Callable[[], Any]]
+
+
+def contenders(size: Size) -> dict[str, Contender]:
+    """Each by its name."""
+    made: dict[str, Contender] = {}
     fabric = Fabric(accelerator=ACCELERATOR, devices=dist.get_world_size(), strategy="fsdp2")
     fabric.launch()
     plain = transformer(size)
     model, optimizer = fabric.setup(plain, muon(matrices(plain)))
-    made[OWNERS] = model, optimizer.step
+    made[OWNERS] = model, fabric.backward, optimizer.step
     for name, make in ((DTENSORS, muon), (EVERYWHERE, Everywhere)):
         by_hand = shard_in_place(transformer(size).to(own_device()))
-        made[name] = by_hand, make(matrices(by_hand)).step
+        made[name] = by_hand, Tensor.backward, make(matrices(by_hand)).step
     return made
 
 
-def backward(model: nn.Module, size: Size, step: int) -> Tensor:
+def backward(model: nn.Module, run: Callable[[Tensor], Any], size: Size, step: int) -> Tensor:
     """Give the model the gradients of a step, and return the loss."""
     model.zero_grad()
     loss: Tensor = model(batch(size, step, dist.get_rank()).to(own_device()))
-    loss.backward()
+    run(loss)
     return loss.detach()
 
 
@@ -85,8 +89,8 @@ def measure(size: Size, turns: int) -> dict[str, Any]:
     losses: dict[str, list[Tensor]] = {name: [] for name in made}
     for turn in range(turns + 2):  # the first two allocate
         for name in dice.sample(list(made), len(made)):
-            model, step = made[name]
-            losses[name].append(backward(model, size, turn))
+            model, run, step = made[name]
+            losses[name].append(backward(model, run, size, turn))
             finish()
             dist.barrier()
             started = perf_counter()

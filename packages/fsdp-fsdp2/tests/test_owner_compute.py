@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.state.owned import owners_of
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.training.whole_matrices import (
@@ -130,20 +130,18 @@ def of_kind(kind: type[OwnMuon]) -> tuple[Any, Any]:
     return net, kind(groups)
 
 
-def not_run_by_owners() -> tuple[str, bool]:
-    fabric = new_fabric("fsdp2")
-    net, communicates = of_kind(Communicates)
-    told = refusal(OptimizerMismatchError, lambda: fabric.setup(net, communicates))
-    net, looks_at_all = of_kind(LooksAtAll)
-    fabric.setup(net, looks_at_all)
-    return told, owners_of(looks_at_all) is None
+def refused() -> list[str]:
+    fabric, told = new_fabric("fsdp2"), []
+    for kind in (Communicates, LooksAtAll):
+        net, optimizer = of_kind(kind)
+        told.append(refusal(OptimizerMismatchError, partial(fabric.setup, net, optimizer)))
+    return told
 
 
-def test_optimizers_that_owners_cannot_run(ranks: RankPool) -> None:
-    """One is refused; torch computes the other's norms over DTensors."""
-    for communicates, looks_at_all_over_dtensors in ranks.run(2, not_run_by_owners):
+def test_optimizers_that_owners_cannot_run_are_refused(ranks: RankPool) -> None:
+    for communicates, looks_at_all in ranks.run(2, refused):
         assert_says(communicates, "Communicates", "Use another optimizer")
-        assert looks_at_all_over_dtensors
+        assert_says(looks_at_all, "LooksAtAll", "Use another optimizer")
 
 
 def frozen_then_added() -> tuple[list[Tensor], list[int]]:

@@ -15,6 +15,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizer_trial import check_steps
 from fsdp_core.sharding.owner_compute import step_on_owners
 from fsdp_core.state.layout import Layout, Part
+from fsdp_core.state.owned import owners_of
 
 __all__ = ["repoint"]
 
@@ -77,7 +78,8 @@ def repoint(
             group["params"][:] = params  # in place: LBFGS, for one, holds this very list
         optimizer.state.clear()
         optimizer.state.update(state)
-    if check_steps(optimizer, layout, owners=owners is not None) and owners is not None:
+    has_to = check_steps(optimizer, layout, owners=owners is not None)
+    if owners is not None and (has_to or owners_of(optimizer) is not None):
         step_on_owners(optimizer, layout, owners)
     return optimizer
 

@@ -14,7 +14,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.state.chunks import Chunk, ChunkedTensor
 from fsdp_core.state.layout import Layout
 
-__all__ = ["Owners", "forget_owners", "owned_groups", "owned_state", "owners_of", "set_owners"]
+__all__ = ["Owners", "owned_groups", "owned_state", "owners_of", "set_owners"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Owners:
 
     def is_mine(self, parameter: Tensor) -> bool:
         """Whether this rank is a parameter's owner."""
-        return self.by_parameter[cast("nn.Parameter", parameter)] == self.rank
+        return self.by_parameter.get(cast("nn.Parameter", parameter)) == self.rank
 
     def of_group(self, parameters: Iterable[Tensor]) -> int:
         """The rank whose settings of a param group have followed all steps: the first that owns one of its members."""
@@ -44,11 +44,6 @@ _owners: WeakKeyDictionary[torch.optim.Optimizer, Owners] = WeakKeyDictionary()
 def set_owners(optimizer: torch.optim.Optimizer, owners: Owners) -> None:
     """Record that an optimizer's state is held by owners."""
     _owners[optimizer] = owners
-
-
-def forget_owners(optimizer: torch.optim.Optimizer) -> None:
-    """Record that an optimizer's state is held by shards again."""
-    _owners.pop(optimizer, None)
 
 
 def owners_of(optimizer: torch.optim.Optimizer) -> Owners | None:
