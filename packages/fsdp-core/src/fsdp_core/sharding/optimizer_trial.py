@@ -178,10 +178,11 @@ def _is_right_on_owners(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Para
             return False
     try:
         with ObservedCommunication() as communication:
-            alone = {key: _course(optimizer, kinds, _as_it_is, only=key)[key] for key in whole}
+            alone = {key: _course(optimizer, kinds, _as_it_is, key)[key] for key in whole}
+            beside = {key: _course(optimizer, kinds, _as_it_is, key, True)[key] for key in whole}
     except Exception:
         return False
-    return _alike(whole, alone) and not communication.sizes
+    return _alike(whole, alone) and _alike(alone, beside) and not communication.sizes
 
 
 def _keeps_parameters(optimizer: torch.optim.Optimizer) -> bool:
@@ -343,8 +344,13 @@ def _course(
     kinds: Mapping[nn.Parameter, _Kind],
     shown: _Shown,
     only: tuple[int, _Kind] | None = None,
+    beside_others: bool = False,
 ) -> _Course:
-    """Step a copy of the optimizer over the parts of small tensors that ``shown`` returns; with ``only``, over one."""
+    """Step a copy of the optimizer over the parts of small tensors that ``shown`` returns.
+
+    With ``only``, over a single one; or, if it is ``beside_others``, over one more in its group, whose gradient is
+    now much larger and now much smaller: this one's steps must be the same.
+    """
     generator = torch.Generator().manual_seed(0)
     smalls: dict[tuple[int, _Kind], _Small] = {}
     memo: dict[int, Any] = {}
@@ -358,6 +364,10 @@ def _course(
     copied, step = _copied(optimizer, memo)
     for index, group in enumerate(copied.param_groups if only is not None else ()):
         group["params"][:] = [smalls[only].held] if only is not None and index == only[0] else []
+    other: _Small | None = None
+    if only is not None and beside_others:
+        other = _small(only[1], smalls[only].held.device, shown, generator)
+        copied.param_groups[only[0]]["params"].append(other.held)
 
     def evaluate(number: int) -> Tensor:
         if len(seen) <= _COMPARED:
@@ -365,6 +375,10 @@ def _course(
         for small in smalls.values():
             if small.held.requires_grad:
                 small.set_gradient(number)
+        if other is not None and other.held.requires_grad:
+            other.set_gradient(number)
+            assert other.held.grad is not None
+            other.held.grad *= 1e3 if number % 2 else 1e-3
         return torch.ones(())
 
     # ranks that are threads share the stance; ranks that wait for each other in a step are never threads
