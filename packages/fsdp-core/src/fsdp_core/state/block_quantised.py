@@ -78,7 +78,7 @@ def of_blocks(part: Part, held: Tensor, value: Any) -> Any:
     Returns:
         The codes and scales, flat, and what they are; ``value`` itself if its blocks are not those of one process.
     """
-    local = local_tensor(value) if isinstance(value, DTensor) else value
+    local: Any = local_tensor(value) if isinstance(value, DTensor) else value
     run = _run(part, held) if is_of_blocks(local) else None
     if run is None:
         return value
