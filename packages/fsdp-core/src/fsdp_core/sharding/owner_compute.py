@@ -258,7 +258,7 @@ def _exchanged(
     item = dtype.itemsize  # bytes, which every collectives library can send
     counts = [item * sum(tensor.numel() for tensor in to_rank) for to_rank in outgoing]
     received = runtime.all_to_all(sent.view(torch.uint8), counts, [item * size for size in sizes])
-    runs: Sequence[Tensor] = received.view(dtype).split(list(sizes))  # type: ignore[no-untyped-call]
+    runs: Sequence[Tensor] = received.view(dtype).split(list(sizes))
     return runs
 
 

@@ -51,19 +51,20 @@ class OwnMuon(torch.optim.Optimizer):
     def _update(self, group: Mapping[str, Any], parameter: Tensor, state: dict[str, Any]) -> Tensor:
         grad = parameter.grad
         assert grad is not None
-        average = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+        average: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         average.lerp_(grad, 1 - group["momentum"])
         if group["use_muon"]:
             return self._orthogonal(average)
         state["step"] = state.get("step", 0) + 1
         square = state.setdefault("square", torch.zeros_like(parameter))
         square.lerp_(grad.square(), 0.05)
-        return average / (square.sqrt() + 1e-3)
+        scaled: Tensor = average / (square.sqrt() + 1e-3)
+        return scaled
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """Newton-Schulz, of which three iterations are enough to see a difference. See https://kellerjordan.github.io/posts/muon."""
         type(self).matrices += 1
-        x = matrix / (matrix.norm() + 1e-7)
+        x: Tensor = matrix / (matrix.norm() + 1e-7)
         for _ in range(3):
             inner = x @ x.mT
             x = 1.5 * x - 0.5 * inner @ x
@@ -94,7 +95,7 @@ def plain_steps(steps: int, *, width: int = 7) -> Steps:
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         schedule.step()
-    names = {p: name for name, p in net.named_parameters()}
+    names: dict[Any, str] = {p: name for name, p in net.named_parameters()}
     state = {names[p]: dict(values) for p, values in optimizer.state.items()}
     return losses, {name: tensor.clone() for name, tensor in net.state_dict().items()}, state, 0
 
