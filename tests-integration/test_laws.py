@@ -288,6 +288,7 @@ KNOWN_ATTRIBUTES = {
     "sharding/sequence.py": {"_fields"},  # of named tuples, documented
     "fsdp_fsdp2/trainer.py": {"_device_mesh"},  # of LightningModule, whose public property can't be set
     "autoload.py": {"_initializing"},  # of a module that is being imported
+    "state/block_quantised.py": {"_subclass_zeros"},  # of torchao's optimizers: makes the kind of state that one keeps
     "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module
     "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
     "hooks/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging

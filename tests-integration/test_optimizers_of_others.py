@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core import full_state_dict
-from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError, OptimizerMismatchError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.training import new_fabric, whole_batches
 
 PAGE = (Path(__file__).parents[1] / "docs/optimizers.md").read_text(encoding="utf-8")
@@ -95,7 +96,7 @@ def of_timm() -> dict[str, tuple[Make, tuple[bool, bool]]]:
     return found
 
 
-NEITHER, ONLY_FSDP2, BOTH = (False, False), (True, False), (True, True)
+BOTH = (True, True)
 
 #: By what it is called here: how it is made, and under which of the strategies it is right.
 OPTIMIZERS: dict[str, tuple[Make, tuple[bool, bool]]] = {
@@ -113,7 +114,7 @@ OPTIMIZERS: dict[str, tuple[Make, tuple[bool, bool]]] = {
             "SGDScheduleFreeReference": {},
         }.items()
     },
-    "transformers Adafactor": (by_path("transformers.optimization", "Adafactor"), NEITHER),
+    "transformers Adafactor": (by_path("transformers.optimization", "Adafactor"), BOTH),
     "torchao _AdamW": (by_path("torchao.optim", "_AdamW", lr=0.01, bf16_stochastic_round=True), BOTH),
     **{
         f"torchao {name}": (by_path("torchao.optim", name, lr=0.01), BOTH)
@@ -121,8 +122,8 @@ OPTIMIZERS: dict[str, tuple[Make, tuple[bool, bool]]] = {
     },
     **of_timm(),
     "timm lookahead_adamw": (by_name_of_timm("lookahead_adamw"), BOTH),
-    "timm lars with weight decay": (by_name_of_timm("lars", weight_decay=0.01), ONLY_FSDP2),
-    "timm sgdp without momentum": (by_name_of_timm("sgdp", momentum=0.0), (False, True)),
+    "timm lars with weight decay": (by_name_of_timm("lars", weight_decay=0.01), BOTH),
+    "timm sgdp without momentum": (by_name_of_timm("sgdp", momentum=0.0), BOTH),
 }
 
 
@@ -229,3 +230,82 @@ def test_each_optimizer_of_the_table(ranks: RankPool, plain: dict[str, dict[str,
         if differ > (MUON_TOLERANCE if "muon" in name else FP32_TOLERANCE):
             wrong[name] = f"differs by {differ}"
     assert not wrong
+
+
+#: torchao's optimizers, by the kind of state that each keeps; and how wide a layer has shards that they quantise.
+LOW_BIT = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+LOW_BIT_WIDTH = 2048
+
+
+def new_wide() -> nn.Module:
+    with oracle.seeded(3):
+        return nn.Sequential(nn.Linear(FEATURES, LOW_BIT_WIDTH), nn.Tanh(), nn.Linear(LOW_BIT_WIDTH, FEATURES))
+
+
+def low_bit_plain(kind: str, full: str | None = None) -> dict[str, Tensor]:
+    """In one process: four steps; or two, from a full checkpoint."""
+    see_others()
+    net = new_wide()
+    optimizer = by_path("torchao.optim", kind, lr=0.01)(list(net.parameters()))
+    if full is not None:
+        saved = torch.load(full, weights_only=True)
+        net.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    with torch.compiler.set_stance("force_eager"):
+        steps(net, optimizer, oracle.global_batches(4)[2 * (full is not None) :], lambda loss: loss.backward())
+    return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+
+def low_bit_saved(folder: str) -> dict[str, str]:
+    """On a rank of two: two steps of each, saved in both kinds; and what is said where shards are flat."""
+    see_others()
+    told = {}
+    for kind in LOW_BIT:
+        for strategy, form in (("fsdp2", "sharded"), ("fsdp2", "full"), ("fsdp_native", "sharded")):
+            fabric, net = new_fabric(strategy, options={"state_dict_type": form}), new_wide()
+            optimizer = by_path("torchao.optim", kind, lr=0.01)(list(net.parameters()))
+            model, optimizer = fabric.setup(net, optimizer)
+            with torch.compiler.set_stance("force_eager"):
+                steps(model, optimizer, whole_batches(fabric, 2), fabric.backward)
+            state = {"model": model, "optimizer": optimizer}
+            saves = partial(fabric.save, f"{folder}/{strategy} {form} {kind}", state)
+            told[f"{strategy} {form} {kind}"] = refusal(CheckpointValueError, saves)
+    return told
+
+
+def low_bit_resumed(folder: str, world_size: int, form: str) -> dict[str, dict[str, Tensor] | str]:
+    """On a rank: two more steps of each; or the refusal."""
+    see_others()
+    ended: dict[str, dict[str, Tensor] | str] = {}
+    for kind in LOW_BIT:
+        fabric, net = new_fabric("fsdp2", world_size), new_wide()
+        optimizer = by_path("torchao.optim", kind, lr=0.01)(list(net.parameters()))
+        model, optimizer = fabric.setup(net, optimizer)
+        try:
+            fabric.load(f"{folder}/fsdp2 {form} {kind}", {"model": model, "optimizer": optimizer})
+        except CheckpointMismatchError as refused:
+            ended[kind] = str(refused)
+            continue
+        with torch.compiler.set_stance("force_eager"):
+            steps(model, optimizer, whole_batches(fabric, 4)[2:], fabric.backward)
+        ended[kind] = full_state_dict(model)
+    return ended
+
+
+@pytest.mark.timeout(1200)
+def test_low_bit_state_is_saved_and_resumed(ranks: RankPool, tmp_path: Path) -> None:
+    """Blocks that ranks hold whole are those of one process: a resume is exact on two ranks and on one; or refused."""
+    folder, limit = str(tmp_path), 500.0
+    told, _ = ranks.run(2, low_bit_saved, folder, timeout=limit)
+    on_two, _ = ranks.run(2, low_bit_resumed, folder, 2, "full", timeout=limit)
+    (on_one,) = ranks.run(1, low_bit_resumed, folder, 1, "sharded", timeout=limit)
+    on_three, *_ = ranks.run(3, low_bit_resumed, folder, 3, "sharded", timeout=limit)
+    for kind in LOW_BIT:
+        (want,) = ranks.run(1, low_bit_plain, kind, timeout=limit)
+        (opened,) = ranks.run(1, low_bit_plain, kind, f"{folder}/fsdp2 full {kind}", timeout=limit)
+        for got in (on_two[kind], on_one[kind], opened):
+            torch.testing.assert_close(got, want, atol=FP32_TOLERANCE, rtol=0)
+        assert_says(on_three[kind], "'0.weight' was saved in blocks", "number of ranks that divides")
+        assert "nothing was raised" in told[f"fsdp2 sharded {kind}"]
+        assert "nothing was raised" in told[f"fsdp2 full {kind}"]
+        assert_says(told[f"fsdp_native sharded {kind}"], "'exp_avg' of '0.weight'", "strategy='fsdp2'")

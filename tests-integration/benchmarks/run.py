@@ -34,7 +34,7 @@ from ways import WAYS
 import fsdp_core
 
 ROOT = Path(__file__).parents[2]
-WHAT = ("training", "meshes", "checkpoints", "start-up")
+WHAT = ("training", "meshes", "muon", "checkpoints", "start-up")
 PACKAGES = ("fsdp-core", "fsdp-fsdp2", "fsdp-cuda-native", "torch", "lightning")
 
 
@@ -162,6 +162,19 @@ def _counts(collectives: dict[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(collectives.items())) or "none"
 
 
+def muon_rows(of: dict[str, Any]) -> Iterator[Row]:
+    """Muon's steps on the owners of matrices, beside those of ranks that all see every matrix."""
+    for (pair, ratio), bar in zip(of["ratios"].items(), (0.7, None), strict=True):
+        milliseconds = " / ".join(f"{of['milliseconds'][name]:.0f}" for name in pair.split(" ÷ "))
+        yield Row(
+            f"Muon's step on {of['ranks']} ranks: {pair}",
+            f"{ratio['ratio']:.3f}",
+            f"≤ {bar:.2f}" if bar else "",
+            met(ratio["ratio"] <= bar) if bar else "",
+            f"95 % in {ratio['from']:.3f} to {ratio['to']:.3f}; {milliseconds} ms",
+        )
+
+
 def checkpoints(strategy: str, *, quick: bool) -> dict[str, Any]:
     """Save, load, load on three ranks what two have saved, and consolidate."""
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=ROOT / "build"))
@@ -284,12 +297,15 @@ def main() -> None:
         }
     if "meshes" in args.what and "fsdp2" in args.strategy:
         result["meshes"] = meshes(max(1, args.rounds // 2), args.turns)
+    if "muon" in args.what and "fsdp2" in args.strategy and (ACCELERATOR == "cpu" or RANKS >= 4):
+        result["muon"] = run_on_ranks("muon_time.py", "--turns", 4 * args.turns, time_limit=900, ranks=4)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1))
 
     print(f"\n{RANKS} ranks on {ACCELERATOR}, {PROCESS_GROUP}\n")
     rows = [row for of in result["strategies"].values() for row in strategy_rows(of)]
     rows += mesh_rows(result.get("meshes", {}))
+    rows += muon_rows(result["muon"]) if "muon" in result else ()
     for strategy, of in result["checkpoints"].items():
         rows += [row._replace(figure=f"{strategy}: {row.figure}") for row in checkpoint_rows(of)]
     if "start-up" in args.what:

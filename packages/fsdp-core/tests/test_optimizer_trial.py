@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.sharding.optimizer_trial import check_steps
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.state.layout import FlatRange, Layout, Part, stand_in
 
@@ -234,3 +235,35 @@ def test_what_cannot_be_tried_is_warned_of() -> None:
     model = Model((6, 4))
     with pytest.warns(UserWarning, match=r"Strangers could not be tried .*made for another shape.*devices=1"):
         model.repoint(Strangers(model.written, of_one_shape))
+
+
+class ByTheNormOfAll(torch.optim.AdamW):
+    """Clips by the norm of all gradients before it steps, as LAMB does: Adam's update hides a constant factor."""
+
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.zeros(())
+        for grad in grads:
+            grad.div_(total + grad.norm())
+        return super().step(closure)
+
+
+class Rows(torch.optim.SGD):
+    """Scales each gradient by its largest row, of that parameter alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.ndim > 1:
+                    parameter.grad.div_(parameter.grad.norm(dim=1).max())
+        return super().step(closure)
+
+
+def test_owners_run_what_looks_at_one_parameter_alone() -> None:
+    """Of a model whose parameters are all alike, too."""
+    for shapes in (((6, 4),), ((6, 4), (4,))):
+        model = Model(*shapes)
+        assert check_steps(Rows(model.held, lr=0.1), model.layout, owners=True)
+        with pytest.raises(OptimizerMismatchError, match="ByTheNormOfAll looks at more"):
+            check_steps(ByTheNormOfAll(model.held, lr=0.1), model.layout, owners=True)
+        assert not check_steps(torch.optim.AdamW(model.held, lr=0.1), model.layout, owners=True)

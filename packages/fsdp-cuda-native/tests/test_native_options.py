@@ -386,15 +386,15 @@ def by_shape(tmp: str, optimizer: str, world_size: int, options: dict[str, Any])
 
 @pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
 def test_optimizer_that_looks_at_shapes(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
-    """Over shards it is refused; where every rank holds the parameters whole it trains."""
-    for told, losses in ranks.run(2, by_shape, str(tmp_path), optimizer, 2, {}):
-        assert_says(told, optimizer, "shape or a norm", "1-D piece", "strategy='fsdp2'", "an optimizer whose")
-        assert not losses
+    """It trains as in one process: over shards on the owners of parameters, and where every rank holds them whole."""
     plain = ByShape(optimizer)
     new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
-    whole = ranks.run(2, by_shape, str(tmp_path), optimizer, 2, {"sharding_strategy": "NO_SHARD"})
-    for _, losses in [*whole, *ranks.run(1, by_shape, str(tmp_path), optimizer, 1, {})]:
-        assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+    shares: tuple[dict[str, Any], ...] = ({}, {"sharding_strategy": "NO_SHARD"})
+    sharded, whole = (ranks.run(2, by_shape, str(tmp_path), optimizer, 2, options) for options in shares)
+    # Muon computes in bf16, where directions without a gradient get those of rounding errors
+    tolerance = 1e-2 if optimizer == "Muon" else FP32_TOLERANCE
+    for _, losses in [*sharded, *whole, *ranks.run(1, by_shape, str(tmp_path), optimizer, 1, {})]:
+        assert losses == pytest.approx(losses_of(plain), abs=tolerance)
 
 
 def unfit_under_fabric(name: str) -> str:
@@ -404,10 +404,9 @@ def unfit_under_fabric(name: str) -> str:
     return refusal(OptimizerMismatchError, lambda: fabric.setup(net, make(net.parameters())))
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
-def test_optimizer_that_looks_beyond_elements_under_fabric(ranks: RankPool, name: str) -> None:
-    for told in ranks.run(2, unfit_under_fabric, name):
-        assert_says(told, name, "strategy='fsdp2'")
+def test_optimizer_that_looks_at_all_parameters_under_fabric(ranks: RankPool) -> None:
+    for told in ranks.run(2, unfit_under_fabric, "LBFGS"):
+        assert_says(told, "LBFGS", "strategy='fsdp2'")
 
 
 # -- parameters that are kept elsewhere --------------------------------------------------------------------------------

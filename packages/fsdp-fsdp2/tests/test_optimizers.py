@@ -81,7 +81,6 @@ def test_lbfgs_and_its_resume(ranks: RankPool, tmp_path: Path) -> None:
 FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "SGD": ({"lr": 0.1, "fused": True}, "Leave fused=True out"),
     "Adagrad": ({"fused": True}, "Leave fused=True out"),
-    "Adafactor": ({}, "a step of Adafactor fails over DTensors"),
     "Rprop": (
         {},
         "if its update is elementwise, a strategy that shows plain pieces, such as strategy='fsdp_native'",

@@ -18,6 +18,7 @@ __all__ = [
     "DuplicateStrategyError",
     "FSDPError",
     "MissingKeyError",
+    "NonFiniteGradientError",
     "OptimizerMismatchError",
     "ShardingError",
     "StrategyInfoError",
@@ -88,6 +89,10 @@ class ShardingError(FSDPError, ValueError):
 
 class OptimizerMismatchError(FSDPError, ValueError):
     """An optimizer holds parameters that are not the sharded ones."""
+
+
+class NonFiniteGradientError(FSDPError, FloatingPointError):
+    """A gradient holds NaN or infinity before an optimizer step; none was taken. See ``error_if_nonfinite``."""
 
 
 class CheckpointError(FSDPError):

@@ -6,6 +6,7 @@ import atexit
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -189,6 +190,25 @@ class Runtime(ABC):
         Returns:
             A tensor of shape ``(world_size, ...)``.
         """
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send each rank a run of elements of ``tensor``. This default gathers all runs on every rank.
+
+        Args:
+            tensor: A 1-D tensor: the run for rank 0, then that for rank 1, and so on.
+            send: How many elements each rank gets.
+            receive: How many elements each rank sends to this one.
+
+        Returns:
+            A 1-D tensor: the run of rank 0, then that of rank 1, and so on.
+        """
+        counts = torch.tensor([tensor.numel(), *send], device=self.device)
+        table = self.all_gather(counts).tolist()
+        padded = tensor.new_zeros(max(row[0] for row in table))
+        padded[: tensor.numel()] = tensor
+        rows = self.all_gather(padded)
+        starts = [sum(row[1 : 1 + self.rank]) for row in table]
+        return torch.cat([r[at : at + n] for r, at, n in zip(rows, starts, receive, strict=True)])
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Copy the values of rank ``src`` to every rank, in place. This default sends them as an object via the host.
@@ -388,6 +408,13 @@ class ProcessGroupRuntime(Runtime):
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, tensor.detach(), group=group)
         return torch.stack(gathered)
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        if self._alone:
+            return tensor
+        received = tensor.new_empty(sum(receive))
+        dist.all_to_all_single(received, tensor, list(receive), list(send), group=self._group)
+        return received
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         if not self._alone:

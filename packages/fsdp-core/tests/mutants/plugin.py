@@ -43,6 +43,7 @@ FAULTS = (
     "norm_of_other_order",
     "norm_of_all",
     "norm_nonfinite",
+    "nonfinite_local",
     "clip_value_ignored",
     # accumulation
     "micro_batches_twice",

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
+from fsdp_core.errors import NonFiniteGradientError
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
@@ -73,10 +74,20 @@ class TakesLateParameters(LoopbackFabricStrategy):
         pass
 
 
+class LooksAtOwnGradients(LoopbackFabricStrategy):
+    """Stops before a step on those ranks alone whose own gradients are not finite."""
+
+    def _check_gradients(self, optimizer: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not all(bool(p.grad.isfinite().all()) for p in held if p.grad is not None):
+            raise NonFiniteGradientError("before step 2 of this run, 1 parameter of SGD.\nset_detect_anomaly")
+
+
 #: Where the fault is not the backend's.
 FABRICS: dict[str, type[LoopbackFabricStrategy]] = {
     "ranks_not_compared": ComparesNothing,
     "late_parameters_taken": TakesLateParameters,
+    "nonfinite_local": LooksAtOwnGradients,
 }
 TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "random_numbers_not_restored": ForgetsRandomNumbers,

@@ -53,11 +53,20 @@ def check_unit(
         use_orig_params: Whether optimizers hold the original parameters.
 
     Raises:
-        ShardingError: They differ in dtype; or, without ``use_orig_params``, only some of them are trainable.
+        ShardingError: They are integers, or differ in dtype; or, without ``use_orig_params``, only some of them are
+            trainable.
     """
     out = {id(p) for p in whole}
     inside = {id(p) for m in own for p in m.parameters(recurse=False)} - out
     named = [(name, p) for name, p in unit.named_parameters() if id(p) in inside]
+    integers = [(name, p.dtype) for name, p in named if not (p.is_floating_point() or p.is_complex())]
+    if integers:
+        name, dtype = integers[0]
+        raise ShardingError(
+            f"{name!r} of {type(unit).__name__} is in {dtype}, and FSDP1 flattens no integers.\n"
+            "Use strategy='fsdp2', which shards frozen integer parameters as they are; or keep it whole on every rank, "
+            "with ignored_states=[parameter] or as a buffer."
+        )
     by_dtype = {p.dtype: name for name, p in named}
     if len(by_dtype) > 1:
         told = ", ".join(f"{name!r} in {dtype}" for dtype, name in by_dtype.items())

@@ -60,7 +60,7 @@ from fsdp_fsdp2.tensor_parallel import (
     tensor_parallelize,
     tie_again,
 )
-from fsdp_fsdp2.torch_private import offloaded_parameters, parameters_of, take_filled
+from fsdp_fsdp2.torch_private import is_cast_though_stored, offloaded_parameters, parameters_of, take_filled
 from fsdp_fsdp2.user_sharding import (
     check_meshes,
     check_not_run,
@@ -83,6 +83,8 @@ class FSDP2Backend(Backend):
 
     :class:`~fsdp_fsdp2.constructor.FSDP2Options` documents the keyword arguments.
     """
+
+    owner_compute = True
 
     def __init__(
         self,
@@ -320,6 +322,7 @@ class FSDP2Backend(Backend):
                 give_back()
                 continue  # the user has applied it
             whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
+            whole |= {p for m in own for p in m.parameters(recurse=False) if is_cast_though_stored(p, compute)}
             _check_dtypes(unit, {p for m in own for p in m.parameters(recurse=False)} - whole)
             fully_shard(
                 unit,

@@ -15,6 +15,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
@@ -32,6 +33,7 @@ __all__ = [
     "gathered_shards",
     "has_hooks",
     "has_run",
+    "is_cast_though_stored",
     "is_interrupted",
     "joined_axes",
     "offloaded_parameters",
@@ -45,6 +47,18 @@ __all__ = [
     "unreduced_gradients",
     "without_hooks",
 ]
+
+
+def is_cast_though_stored(parameter: nn.Parameter, compute: torch.dtype | None) -> bool:
+    """Whether ``fully_shard`` would gather integers in the dtype that units compute in, as it did before torch 2.13.
+
+    Args:
+        parameter: A parameter.
+        compute: The dtype that units compute in, if it is another than that of their shards.
+    """
+    looks = "is_floating_point" in FSDPParam.init_dtype_attrs.__code__.co_names
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return compute is not None and not is_number and not looks
 
 
 class Gathering:

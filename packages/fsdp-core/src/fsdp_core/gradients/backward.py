@@ -53,6 +53,8 @@ class EndOfBackward:
 
     def follow(self, parameter: nn.Parameter) -> None:
         """Let backward passes count that compute a gradient of a further parameter."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return  # integers never get gradients
         required = parameter.requires_grad
         parameter.requires_grad_(True)  # a hook can't be placed otherwise, and it may be unfrozen later
         parameter.register_post_accumulate_grad_hook(self._queue_while_alive)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Never
 
@@ -27,6 +28,7 @@ from fsdp_core.lightning.checkpoints.fabric_checkpoints import (
     restore_unsharded,
     save_checkpoint,
 )
+from fsdp_core.lightning.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
 from fsdp_core.lightning.hooks.redirection import normal_tensors
@@ -61,6 +63,9 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: ``"sharded"`` for folders into which every rank writes its shards, ``"full"`` for one file.
         timeout: How long a collective may wait for the other ranks.
         async_save: Whether a save returns once the state is copied, and the checkpoint is written in the background.
+        error_if_nonfinite: Whether to raise :class:`~fsdp_core.NonFiniteGradientError` on all ranks, with the names of
+            parameters, before a step whose gradients hold NaN or infinity. With fp16, the gradient scaler skips such
+            steps, and nothing is raised.
 
     Raises:
         UnsupportedCapabilityError: An option does not work with shards, is not declared by the strategy, or does
@@ -85,11 +90,15 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        error_if_nonfinite: bool = False,
         **unknown: Never,
     ) -> None:
-        self._store_options(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
+        self._store_options(
+            backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown, error_if_nonfinite
+        )
         self.roots: list[Sharded] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._num_nodes = 1
         super().__init__(
             accelerator=accelerator,
@@ -229,12 +238,30 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         if self.async_saves is not None:
             self.async_saves.step()
         self._follow_added_parameters(optimizer, self.roots)
+        closure = kwargs.pop("closure", None)
+        if closure is None:
+            self._check_gradients(optimizer)
+        else:
+            kwargs["closure"] = partial(self._evaluate, closure, optimizer)
         output = super().optimizer_step(optimizer, **kwargs)
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         self._backward_sync_control.accumulating.clear()
         self._unreduced.clear()
         for root in self.roots:
             root.reshard()
         return output
+
+    def _evaluate(self, closure: Callable[[], Any], optimizer: Any) -> Any:
+        result = closure()
+        self._check_gradients(optimizer)
+        return result
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        """Raise if ``error_if_nonfinite`` was given and a gradient is not finite, unless a gradient scaler decides."""
+        scaler = getattr(self.precision, "scaler", None)
+        if self.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
+            step = f"step {self._steps.get(optimizer, 0) + 1} of this run"
+            refuse_nonfinite(optimizer, self.roots, self.runtime, step)
 
     @property
     def accumulating(self) -> Collection[Sharded]:
@@ -251,6 +278,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     ) -> Tensor:
         self.require(Capability.CLIP_BY_NORM, f"clip_gradients(max_norm={max_norm})")
         self.precision.unscale_gradients(optimizer)
+        self._check_gradients(optimizer)  # clipping would spread what is not finite to all of them
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return self._root_around(module).clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
 

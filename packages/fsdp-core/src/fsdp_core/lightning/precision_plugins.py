@@ -64,6 +64,11 @@ class _TrainerStrategy(_Strategy, Protocol):
     @property
     def sharded(self) -> Sharded: ...
 
+    def check_gradients(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    @property
+    def is_stepping_by_hand(self) -> bool: ...
+
 
 def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
     """Return the requested precision of one of Lightning's plugins, and the user's own gradient scaler.
@@ -257,9 +262,15 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
         self._after_closure(model, optimizer)
         return self._step_scaled(optimizer, **kwargs)
 
+    def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self._strategy.check_gradients(optimizer)  # after the user's hooks; clipping would spread what is not finite
+        super()._clip_gradients(model, optimizer, *args, **kwargs)
+
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         self._strategy.require(Capability.CLIP_BY_NORM, f"clip_gradients by norm, {clip_val}")
         self._unscale(optimizer)
+        if self._strategy.is_stepping_by_hand:
+            self._strategy.check_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._strategy.sharded.clip_norm(parameters, float(clip_val))
 

@@ -30,6 +30,7 @@ from fsdp_core.lightning.devices import (
     reduce_op_name,
     set_rank_zero,
 )
+from fsdp_core.lightning.finite_gradients import check_error_if_nonfinite
 from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
 from fsdp_core.lightning.private import reset_seed
 from fsdp_core.lightning.signatures import described_constructor
@@ -69,6 +70,7 @@ class RanksOfStrategy:
         timeout: How long a collective may wait for the other ranks.
         async_saves: Writes checkpoints in the background; ``None`` if a save returns once everything is written.
         sequential_save: Whether the ranks of a host write their shards of a checkpoint one after another.
+        error_if_nonfinite: Whether to raise before a step whose gradients are not finite.
         make_before: Where users can create parameters before sharding, as a sentence.
         log: Lightning's logger for rank 0, whose level users set.
     """
@@ -90,6 +92,7 @@ class RanksOfStrategy:
     timeout: timedelta | None
     async_saves: AsyncSaves | None
     sequential_save: bool = False
+    error_if_nonfinite: bool = False
     _unreduced: WeakSet[Sharded]  # roots with unreduced backward passes since the last step
 
     # of Lightning's ParallelStrategy
@@ -122,11 +125,14 @@ class RanksOfStrategy:
         timeout: timedelta | None,
         async_save: bool,
         unknown: Mapping[str, object],
+        error_if_nonfinite: bool = False,
     ) -> None:
         """Store the constructor's arguments, before Lightning's constructor uses them."""
         refuse_unknown_options(strategy_name, type(self), unknown, self.others_options, always=self.happens_anyway)
         check_state_dict_type(state_dict_type)
         check_waiting(timeout, async_save)
+        check_error_if_nonfinite(error_if_nonfinite)
+        self.error_if_nonfinite = error_if_nonfinite
         self.backend = backend
         self.runtime = runtime or ProcessGroupRuntime()
         self.strategy_name = strategy_name
@@ -215,6 +221,7 @@ class RanksOfStrategy:
             "state_dict_type": self.state_dict_type,
             "async_save": self.async_saves is not None,
             "sequential_save": self.sequential_save,
+            "error_if_nonfinite": self.error_if_nonfinite,
             **{name: terms[name] for name in terms if name != "precision"},
         }
         facts = {

@@ -36,6 +36,7 @@ from fsdp_core.lightning.checkpoints.late_param_groups import LateParamGroups
 from fsdp_core.lightning.checkpoints.model_checkpoint import treat_pending_saves_as_done
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
+from fsdp_core.lightning.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
 from fsdp_core.lightning.hooks.metrics import gather_metrics_over_data
@@ -87,6 +88,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: ``"sharded"`` for folders into which every rank writes its shards, ``"full"`` for one file.
         timeout: How long a collective may wait for the other ranks.
         async_save: Whether a save returns once the state is copied, and the checkpoint is written in the background.
+        error_if_nonfinite: Whether to raise :class:`~fsdp_core.NonFiniteGradientError` on all ranks, with the names of
+            parameters, before a step whose gradients hold NaN or infinity. With fp16, the gradient scaler skips such
+            steps, and nothing is raised.
 
     Raises:
         UnsupportedCapabilityError: An option does not work with shards, is not declared by the strategy, or does
@@ -111,9 +115,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        error_if_nonfinite: bool = False,
         **unknown: Never,
     ) -> None:
-        self._store_options(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
+        self._store_options(
+            backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown, error_if_nonfinite
+        )
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
@@ -357,7 +364,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._check_loss()
-        if self._inside_root_forward:
+        if self.is_stepping_by_hand:
             self._unguard()
             self._check_writes()
             self.sharded.suspend_forward(closure_loss)
@@ -366,7 +373,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._exact_resume.on_backward(self.optimizers)
         if self._blocking:  # not earlier: Lightning zeroes gradients inside the context
             self._unreduced.add(self.sharded)
-        if self._inside_root_forward:
+        if self.is_stepping_by_hand:
             self.sharded.resume_forward()
             self._guard()
 
@@ -402,7 +409,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.late_param_groups.check_complete(optimizer)
         if self.fit_saves is not None:
             closure = copied_after(closure, self.fit_saves, optimizer)
-        if not self._inside_root_forward:
+        if not self.is_stepping_by_hand:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._exact_resume.on_step(optimizer)
             self._unreduced.clear()
@@ -428,8 +435,16 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 self._writes.renew()
             self._guard()
 
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """Raise if ``error_if_nonfinite`` was given and a gradient is not finite, unless a gradient scaler decides."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if self.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
+            assert self.lightning_module is not None
+            step = f"step {self.lightning_module.trainer.global_step + 1}"
+            refuse_nonfinite(optimizer, [self.sharded], self.runtime, step)
+
     @property
-    def _inside_root_forward(self) -> bool:
+    def is_stepping_by_hand(self) -> bool:
         """Whether the training step itself is running a backward pass or an optimizer step (manual optimization)."""
         assert self.lightning_module is not None
         return self._in_step and not self.lightning_module.automatic_optimization

@@ -28,6 +28,11 @@ COMMON_OPTIONS = (
         default=False,
         help="Write checkpoints in the background: a save returns when this rank's part is copied to host memory.",
     ),
+    Option(
+        name="error_if_nonfinite",
+        default=False,
+        help="Raise on all ranks, before the optimizer steps, if a gradient holds NaN or infinity.",
+    ),
     Option(name="accelerator", default=None, help="A Lightning Accelerator; None: Lightning chooses."),
     Option(name="parallel_devices", default=None, help="The devices of this host; None: Lightning chooses."),
     Option(name="cluster_environment", default=None, help="A Lightning ClusterEnvironment; None: Lightning chooses."),

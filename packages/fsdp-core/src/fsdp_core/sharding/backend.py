@@ -77,6 +77,9 @@ class Backend(ABC):
 
     #: The device types this backend can run on.
     accelerators: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    #: Whether an optimizer that looks at whole parameters, such as Muon, may step over each of them on one rank (see
+    #: :func:`~fsdp_core.sharding.owner_compute.step_on_owners`): what an optimizer holds has its gradient in ``grad``.
+    owner_compute: ClassVar[bool] = False
 
     #: With context parallelism, the sequence dimension of each entry of a batch to split; see :class:`SequenceSplit`.
     context_parallel_dims: Mapping[str, int] | None = None
@@ -235,7 +238,7 @@ class Backend(ABC):
             return None
 
         for optimizer in optimizers:
-            repoint(optimizer, sharded, layout)
+            repoint(optimizer, sharded, layout, self.runtime if self.owner_compute else None)
 
     def full_tensor(self, value: Any) -> Any:
         """Gather a state tensor on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""

@@ -7,8 +7,8 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.sharding.observed_communication import ObservedCommunication
 from fsdp_core.state.layout import Layout
 
 __all__ = ["check_steps"]
@@ -71,7 +72,7 @@ class _Kind:
     placements: tuple[Any, ...] = ()
 
 
-def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+def check_steps(optimizer: torch.optim.Optimizer, layout: Layout, *, owners: bool = False) -> bool:
     """Refuse an optimizer whose steps over shards are not its steps over whole parameters. All ranks must call it.
 
     A copy of it steps over small tensors, both whole and as this strategy would shard them. An optimizer that can't be
@@ -80,6 +81,11 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     Args:
         optimizer: An optimizer that holds the sharded parameters. It is not changed.
         layout: The parts of the user's parameters that each of them holds.
+        owners: Whether the backend can let an optimizer step over whole parameters, each on one rank.
+
+    Returns:
+        Whether the optimizer has to be run like that: its update looks at more of a parameter than single elements,
+        and over shards it would be wrong, or every rank would compute over every matrix; and it looks at no other one.
 
     Raises:
         OptimizerMismatchError: Its step fails over shards, or has a different result.
@@ -90,10 +96,10 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     kinds = {p: _kind(p, layout) for group in optimizer.param_groups for p in group["params"] if p in layout}
     is_flat = any(kind.is_flat for kind in kinds.values())
     if not is_flat and all(kind.mesh is None for kind in kinds.values()):
-        return
+        return False
     settings = _settings(optimizer, kinds)
-    if settings is not None and settings in _right:
-        return
+    if settings is not None and (owners, settings) in _right:
+        return _right[owners, settings]
     try:
         whole = _course(optimizer, kinds, _as_it_is)
     except Exception as raised:
@@ -102,33 +108,43 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
             "shards are right. Compare some losses with those of devices=1.",
             stacklevel=2,
         )
-        return
+        return False
+    odd: _OtherShape | None = None
     failure: Exception | None = None
+    alike, gathers = False, False
+    try:
+        if is_flat:
+            alike = _is_right_in_runs(optimizer, kinds, whole)
+        else:
+            with ObservedCommunication() as communication:
+                alike = _alike(_of_this_rank(whole), _course(optimizer, kinds, _as_dtensor))
+            # norms and the like are scalars, or have an element for each row or column
+            gathers = max(communication.sizes, default=0) > max(sum(kind.shape) for kind in kinds.values())
+    except _OtherShape as found:  # on every rank
+        odd = found
+    except Exception as raised:
+        failure = raised
+    if not is_flat:
+        mesh = next(kind.mesh for kind in kinds.values() if kind.mesh is not None)
+        alike, gathers = _on_all_ranks(alike, mesh), not _on_all_ranks(not gathers, mesh)
+    if alike and not gathers:
+        _right[owners, settings] = False
+        return False
+    if owners and all(len(layout[p]) == 1 for p in kinds) and _is_right_on_owners(optimizer, kinds, whole):
+        _right[owners, settings] = True
+        return True
+    if alike:
+        _right[owners, settings] = False
+        return False
+    if odd is not None:
+        raise _not_saved(name, odd) from None
     if is_flat:
-        try:
-            first, last = (_course(optimizer, kinds, run) for run in (_first_run, _last_run))
-            if _alike(whole, _joined(first, last)):
-                _right.add(settings)
-                return
-        except _OtherShape as odd:
-            raise _not_saved(name, odd) from None
-        except Exception as raised:
-            failure = raised
         raise OptimizerMismatchError(
             f"{name} looks at more of a parameter than single elements, such as its shape or a norm, and this strategy "
             f"shows each rank a 1-D piece: it would silently train something else{_told(failure)}.\n"
             "Use an optimizer whose update is elementwise, such as AdamW; or a strategy that shows whole shapes, "
             "such as strategy='fsdp2': the table of optimizers in the documentation says for which that is enough."
         )
-    try:
-        alike = _alike(_of_this_rank(whole), _course(optimizer, kinds, _as_dtensor))
-    except _OtherShape as odd:  # on every rank
-        raise _not_saved(name, odd) from None
-    except Exception as raised:
-        alike, failure = False, raised
-    if _on_all_ranks(alike, next(kind.mesh for kind in kinds.values() if kind.mesh is not None)):
-        _right.add(settings)
-        return
     fused = [word for word in ("fused", "foreach") if any(group.get(word) for group in optimizer.param_groups)]
     instead = f"Leave {fused[0]}=True out, or use" if fused else "Use"
     what = "fails over" if failure is not None else "silently trains something else over"
@@ -139,6 +155,54 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     )
 
 
+def _is_right_in_runs(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind], whole: _Course) -> bool:
+    """Whether steps over runs of elements are those over whole tensors."""
+    first, last = (_course(optimizer, kinds, run) for run in (_first_run, _last_run))
+    return _alike(whole, _joined(first, last))
+
+
+def _is_right_on_owners(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind], whole: _Course) -> bool:
+    """Whether an optimizer can step over each parameter apart from the others, and only then is right.
+
+    One whose update is elementwise needs no whole parameters. One that communicates in its step expects all parameters
+    on each rank. One that keeps its parameters besides its groups would go on with the shards.
+    """
+    if _keeps_parameters(optimizer) or callable(getattr(optimizer, "eval", None)):
+        return False
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return False  # it may compute losses at several points, for which all shards would have to follow
+    in_runs = {p: replace(kind, is_flat=bool(kind.shape), mesh=None, placements=()) for p, kind in kinds.items()}
+    with suppress(Exception):
+        if _is_right_in_runs(optimizer, in_runs, _course(optimizer, in_runs, _as_it_is)):
+            return False
+    try:
+        with ObservedCommunication() as communication:
+            alone = {key: _course(optimizer, kinds, _as_it_is, key)[key] for key in whole}
+            beside = {key: _course(optimizer, kinds, _as_it_is, key, True)[key] for key in whole}
+    except Exception:
+        return False
+    return _alike(whole, alone) and _alike(alone, beside) and not communication.sizes
+
+
+def _keeps_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    groups = {id(optimizer.param_groups), *(id(group) for group in optimizer.param_groups)}
+
+    def finds(value: Any) -> bool:
+        if isinstance(value, torch.optim.Optimizer):
+            return value is not optimizer and any(finds(inner) for inner in vars(value).values())
+        if id(value) in groups:
+            return False
+        if isinstance(value, dict):
+            return any(finds(inner) for pair in value.items() for inner in pair)
+        if isinstance(value, list | tuple | set | frozenset):
+            return any(map(finds, value))
+        return id(value) in held
+
+    return any(finds(value) for name, value in vars(optimizer).items() if name not in ("param_groups", "state"))
+
+
 def _not_saved(name: str, odd: _OtherShape) -> OptimizerMismatchError:
     return OptimizerMismatchError(
         f"{name} keeps {odd}, of which this strategy could not tell what each rank holds: a checkpoint would hold that "
@@ -146,8 +210,9 @@ def _not_saved(name: str, odd: _OtherShape) -> OptimizerMismatchError:
     )
 
 
-#: The settings that passed in this process: the same on every rank, since all ranks run the same trials in order.
-_right: set[object] = set()
+#: By whether parameters may have owners, and settings that passed in this process, whether they have to. The same on
+#: every rank, since all ranks run the same trials in order.
+_right: dict[tuple[bool, object], bool] = {}
 
 
 def _settings(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind]) -> object:
@@ -274,8 +339,18 @@ class _Small:
             self.held.grad = grad
 
 
-def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind], shown: _Shown) -> _Course:
-    """Step a copy of the optimizer over the parts of small tensors that ``shown`` returns."""
+def _course(
+    optimizer: torch.optim.Optimizer,
+    kinds: Mapping[nn.Parameter, _Kind],
+    shown: _Shown,
+    only: tuple[int, _Kind] | None = None,
+    beside_others: bool = False,
+) -> _Course:
+    """Step a copy of the optimizer over the parts of small tensors that ``shown`` returns.
+
+    With ``only``, over a single one; or, if it is ``beside_others``, over one more in its group, whose gradient is
+    now much larger and now much smaller: this one's steps must be the same.
+    """
     generator = torch.Generator().manual_seed(0)
     smalls: dict[tuple[int, _Kind], _Small] = {}
     memo: dict[int, Any] = {}
@@ -287,6 +362,12 @@ def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind
             memo[id(parameter)] = smalls[index, kind].held
     seen: list[list[Tensor]] = []
     copied, step = _copied(optimizer, memo)
+    for index, group in enumerate(copied.param_groups if only is not None else ()):
+        group["params"][:] = [smalls[only].held] if only is not None and index == only[0] else []
+    other: _Small | None = None
+    if only is not None and beside_others:
+        other = _small(only[1], smalls[only].held.device, shown, generator)
+        copied.param_groups[only[0]]["params"].append(other.held)
 
     def evaluate(number: int) -> Tensor:
         if len(seen) <= _COMPARED:
@@ -294,6 +375,10 @@ def _course(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind
         for small in smalls.values():
             if small.held.requires_grad:
                 small.set_gradient(number)
+        if other is not None and other.held.requires_grad:
+            other.set_gradient(number)
+            assert other.held.grad is not None
+            other.held.grad *= 1e3 if number % 2 else 1e-3
         return torch.ones(())
 
     # ranks that are threads share the stance; ranks that wait for each other in a step are never threads

@@ -11,14 +11,20 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizer_trial import check_steps
+from fsdp_core.sharding.owner_compute import step_on_owners
 from fsdp_core.state.layout import Layout, Part
+from fsdp_core.state.owned import owners_of
 
 __all__ = ["repoint"]
 
 
 def repoint(
-    optimizer: torch.optim.Optimizer, sharded: Callable[[nn.Parameter], nn.Parameter | None], layout: Layout
+    optimizer: torch.optim.Optimizer,
+    sharded: Callable[[nn.Parameter], nn.Parameter | None],
+    layout: Layout,
+    owners: Runtime | None = None,
 ) -> torch.optim.Optimizer:
     """Replace an optimizer's unsharded parameters by the sharded ones, in place.
 
@@ -29,6 +35,7 @@ def repoint(
         optimizer: The optimizer; it must not have stepped yet if it has to be changed.
         sharded: Returns the sharded parameter of a parameter, which may be itself; ``None`` for a foreign one.
         layout: The parts of the user's parameters that each sharded parameter holds.
+        owners: The ranks that may each step over some of the parameters, whole; ``None`` if none may.
 
     Raises:
         OptimizerMismatchError: A parameter is foreign, or the optimizer has stepped over unsharded parameters, or
@@ -71,7 +78,9 @@ def repoint(
             group["params"][:] = params  # in place: LBFGS, for one, holds this very list
         optimizer.state.clear()
         optimizer.state.update(state)
-    check_steps(optimizer, layout)
+    has_to = check_steps(optimizer, layout, owners=owners is not None)
+    if owners is not None and (has_to or owners_of(optimizer) is not None):
+        step_on_owners(optimizer, layout, owners)
     return optimizer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,7 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
 
     Raises:
         ShardingError: It has no parameters, a submodule is sharded already, it writes to parameters in its forward
-            pass, or a parameter has a gradient hook, is quantised or is of an unsupported tensor class.
+            pass, or a parameter has a gradient hook, is quantised or packed, or is of an unsupported tensor class.
 
     Example:
         >>> check_shardable(nn.Linear(2, 1), lambda module: None)
@@ -59,6 +60,12 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
         if tensor.is_quantized or not (type(tensor) in _PLAIN or is_part(tensor)):
             _refuse_class(fqn, tensor)
     for fqn, parameter in module.named_parameters():
+        kept = _kept_beside(parameter)
+        if kept is not None:
+            raise ShardingError(
+                f"{fqn!r}, in {parameter.dtype}, has an attribute {kept!r}, as packed weights have one that says how "
+                f"to read their bytes: the shards that replace it would not have it.\n{_INSTEAD_OF_PACKED}"
+            )
         if hooks_on(parameter):
             raise ShardingError(
                 f"parameter {fqn!r} has a gradient hook, which would never run: sharding replaces the parameter.\n"
@@ -74,7 +81,28 @@ def _refuse_class(fqn: str, tensor: Tensor) -> None:
     kind = "quantised" if tensor.is_quantized else f"of the class {type(tensor).__name__}"
     raise ShardingError(
         f"{fqn!r} is {kind}, which sharding would cut, or send to other ranks, as if it were a plain tensor.\n"
-        "Shard the model as it was before it was quantised or converted, in bf16 where it is large "
-        "(precision='bf16-true'), and convert what was trained, from fsdp_core.full_state_dict(module) or a "
-        "checkpoint; or train on one device (devices=1, strategy='auto'), where nothing is sharded."
+        f"{_INSTEAD_OF_PACKED}"
     )
+
+
+def _kept_beside(parameter: nn.Parameter) -> str | None:
+    """An attribute without which a parameter's bytes can't be read, such as the ``quant_state`` of bitsandbytes.
+
+    Of floating-point parameters, attributes are hints to optimizers and the like, unless packed bytes are stored as if
+    they were floats.
+    """
+    names = [name for name in vars(parameter) if not name.startswith("_")]
+    if "quant_state" in names:
+        return "quant_state"
+    is_number = parameter.dtype in _NUMBERS
+    return None if is_number or not names else names[0]
+
+
+#: What parameters compute in. All else is stored: integers, and floats of 8 bits or fewer.
+_NUMBERS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+_INSTEAD_OF_PACKED = (
+    "Shard the model as it was before it was quantised or converted, in bf16 where it is large "
+    "(precision='bf16-true'), and convert what was trained, from fsdp_core.full_state_dict(module) or a "
+    "checkpoint; or train on one device (devices=1, strategy='auto'), where nothing is sharded."
+)

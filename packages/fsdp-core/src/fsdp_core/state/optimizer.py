@@ -15,9 +15,20 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
+from fsdp_core.state.block_quantised import (
+    check_blocks,
+    check_fits_blocks,
+    is_of_blocks,
+    is_saved_in_blocks,
+    of_blocks,
+    quantises,
+    restored_blocks,
+    saved_whole,
+)
 from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.filling import fill
 from fsdp_core.state.layout import Layout, Part
+from fsdp_core.state.owned import owned_groups, owned_state, owners_of
 from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["load_optimizer_state", "optimizer_state", "state_by_name"]
@@ -42,12 +53,27 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
     Raises:
         OptimizerMismatchError: The optimizer holds a parameter without a name.
     """
+    owners = owners_of(optimizer)
+    if owners is not None:
+        settings = owned_groups(optimizer, owners, runtime)
+        return {
+            "state": owned_state(optimizer, layout, owners, runtime),
+            "param_groups": [
+                {**of_group, "params": _names(layout, group["params"])}
+                for of_group, group in zip(settings, optimizer.param_groups, strict=True)
+            ],
+        }
+    in_blocks = quantises(optimizer)
     state = {
-        part.name: {key: _described(part, p, value) for key, value in values.items()}
+        part.name: {
+            key: _described(part, p, of_blocks(part, p, value) if in_blocks else value) for key, value in values.items()
+        }
         for p, values in optimizer.state.items()
         for part in _parts(layout, p)
         if not part.is_empty
     }
+    if in_blocks:
+        state = check_blocks(state, {part.name: part.shape for parts in layout.values() for part in parts}, runtime)
     if any(part.range is not None for held in layout.values() for part in held):
         state = _completed(state, {part.name: part for held in layout.values() for part in held}, runtime)
     return {
@@ -85,7 +111,10 @@ def load_optimizer_state(
             which would lose its own settings.
     """
     saved = state_by_name(optimizer, layout, saved)
-    saved = {**saved, "param_groups": [_plain(group) for group in saved["param_groups"]]}
+    saved = {
+        "state": {name: {k: saved_whole(v) for k, v in values.items()} for name, values in saved["state"].items()},
+        "param_groups": [_plain(group) for group in saved["param_groups"]],
+    }
     held = {name for group in optimizer.param_groups for name in _names(layout, group["params"])}
     dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in held]
     if dropped:
@@ -111,20 +140,32 @@ def load_optimizer_state(
             )
         settings.append(found[0] if found else {})
     _check_divided(optimizer, layout, saved["param_groups"])
-    _check_state(optimizer, layout, saved["state"])
+    owners = owners_of(optimizer)
+    _check_state(optimizer, layout, saved["state"], is_whole=owners is not None)
     if check_only:
         return
     for group, restored in zip(optimizer.param_groups, settings, strict=True):
         group.update(restored)
     optimizer.state.clear()
     restore = restore or _restored
+    if owners is not None:
+        for group in optimizer.param_groups:
+            for parameter in filter(owners.is_mine, group["params"]):
+                (part,) = _parts(layout, parameter)
+                values, like = saved["state"].get(part.name), nn.Parameter(local_tensor(parameter).detach(), False)
+                whole = (Part(name=part.name, shape=part.shape),)
+                if values:
+                    optimizer.state[parameter] = {k: _restored_whole(like, whole, group, k, values[k]) for k in values}
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parts = [part for part in _parts(layout, parameter) if not part.is_empty]
             values = saved["state"].get(parts[0].name) if parts else None
             if values:
                 optimizer.state[parameter] = {
-                    key: restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
+                    key: restored_blocks(optimizer, parts[0], parameter, values[key])
+                    if is_saved_in_blocks(values[key])
+                    else restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
                     for key in values
                 }
 
@@ -164,7 +205,7 @@ def _lost(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
 
 def _described(part: Part, held: Tensor, value: Any) -> Any:
     """Describe a value of the optimizer's state as part of the user's parameter's state."""
-    if part.range is None or not isinstance(value, Tensor):
+    if part.range is None or not isinstance(value, Tensor) or is_of_blocks(value):
         return value
     if value.shape == held.shape:
         return part.of(value)
@@ -260,12 +301,25 @@ def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mappi
     }
 
 
-def _check_state(optimizer: torch.optim.Optimizer, layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> None:
+def _restored_whole(like: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, value: Any) -> Any:
+    """Restore a value of the state of a parameter that this rank owns, which may be nested, whole."""
+    if isinstance(value, list | tuple):
+        return type(value)(_restored_whole(like, parts, group, key, member) for member in value)
+    if isinstance(value, dict):
+        return {name: _restored_whole(like, parts, group, str(name), member) for name, member in value.items()}
+    return _restored(like, parts, group, key, [value])
+
+
+def _check_state(
+    optimizer: torch.optim.Optimizer, layout: Layout, state: Mapping[str, Mapping[str, Any]], *, is_whole: bool = False
+) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parts = _parts(layout, parameter)
             for part in parts:
                 for key, value in state.get(part.name, {}).items():
+                    if is_saved_in_blocks(value):
+                        check_fits_blocks(optimizer, part, parameter, key, value)
                     if isinstance(value, ChunkedTensor | DTensor):
                         raise CheckpointMismatchError(
                             f"{key} of {part.name!r} is one rank's shard, not a full tensor.\n"
@@ -276,6 +330,8 @@ def _check_state(optimizer: torch.optim.Optimizer, layout: Layout, state: Mappin
                     fits = len(shape) != len(part.shape) or all(
                         s in (1, p) for s, p in zip(shape, part.shape, strict=True)
                     )
+                    # an optimizer that looks at whole matrices may keep squares of their sides, as Shampoo does
+                    fits = fits or (is_whole and len(set(shape)) == 1 and shape[0] in part.shape)
                     if not fits:
                         raise CheckpointMismatchError(
                             f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "

@@ -40,6 +40,8 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
         timeout: How long a rank waits for the others; half an hour when ``None``.
         async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
             background.
+        error_if_nonfinite: Whether to raise on all ranks, with the names of parameters, before a step whose gradients
+            hold NaN or infinity.
         reshard_after_forward: Whether units free their parameters between forward and backward pass.
         flatten_parameters: Whether a unit's parameters are flattened into one, for fewer collectives.
         execute_sharding_on_init: Whether a unit is sharded immediately, and its full parameters freed.
@@ -79,6 +81,7 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
         *,
         timeout: timedelta | None = None,
         async_save: bool = False,
+        error_if_nonfinite: bool = False,
         reshard_after_forward: bool = True,
         flatten_parameters: bool = False,
         execute_sharding_on_init: bool = True,
@@ -128,5 +131,6 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
             state_dict_type=state_dict_type,
             timeout=timeout,
             async_save=async_save,
+            error_if_nonfinite=error_if_nonfinite,
             **unknown,
         )

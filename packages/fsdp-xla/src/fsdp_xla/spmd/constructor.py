@@ -34,7 +34,7 @@ class XLASPMDOptions(OnXLADevices, StrategyOptions):
             ``module -> bool`` or one of torch's policies, ``"auto"`` for the blocks
             repeated in ``ModuleList`` s, or ``None`` for the root alone.
         activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
-            classes or a function ``module -> bool``.
+            classes, a function ``module -> bool``, or ``"every_2"`` for every second repeated block, and so on.
         tensor_parallel_size: The number of devices that share one part of the batch and shard weights by
             ``tensor_plan``. It must divide the number of devices.
         tensor_plan: By pattern of parameter names (``*`` matches anything), the dimension to shard over these devices,
@@ -42,6 +42,8 @@ class XLASPMDOptions(OnXLADevices, StrategyOptions):
         state_dict_type: ``"sharded"`` for checkpoint folders of shards, ``"full"`` for one file.
         async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
             background.
+        error_if_nonfinite: Whether to raise on all ranks, with the names of parameters, before a step whose gradients
+            hold NaN or infinity.
     """
 
     backend: XLASPMDBackend
@@ -63,6 +65,7 @@ class XLASPMDOptions(OnXLADevices, StrategyOptions):
         tensor_plan: Mapping[str, int] | None = None,
         state_dict_type: Literal["sharded", "full"] = "sharded",
         async_save: bool = False,
+        error_if_nonfinite: bool = False,
         **unknown: Never,
     ) -> None:
         backend = XLASPMDBackend(
@@ -81,6 +84,7 @@ class XLASPMDOptions(OnXLADevices, StrategyOptions):
             runtime=XLASPMDRuntime(tensor_parallel_size),
             state_dict_type=state_dict_type,
             async_save=async_save,
+            error_if_nonfinite=error_if_nonfinite,
             **unknown,
         )
 

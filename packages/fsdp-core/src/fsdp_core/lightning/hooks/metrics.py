@@ -19,7 +19,9 @@ Gather = Callable[..., list[Tensor]]
 
 
 class _OverData:
-    """Gathers a metric's state from the ranks that see different samples; once pickled, from all ranks, as torchmetrics does.
+    """Gathers a metric's state from the ranks that see different samples.
+
+    Once pickled, from all ranks, as torchmetrics does.
 
     Args:
         data: These ranks.

@@ -27,11 +27,13 @@ from fsdp_core.testing.suite.refusals.bad_checkpoints import BadCheckpointsSuite
 from fsdp_core.testing.suite.refusals.bad_modules import BadModulesSuite
 from fsdp_core.testing.suite.refusals.bad_options import BadOptionsSuite
 from fsdp_core.testing.suite.training.exceptions import ExceptionsSuite
+from fsdp_core.testing.suite.training.finite_gradients import FiniteGradientsSuite
 from fsdp_core.testing.suite.training.launching import LaunchingSuite
 from fsdp_core.testing.suite.training.lightning_regressions import BrokenElsewhereSuite
 from fsdp_core.testing.suite.training.loops import LoopsSuite
 from fsdp_core.testing.suite.training.optimizers import OptimizersSuite
 from fsdp_core.testing.suite.training.resource_leaks import LeftoversSuite
+from fsdp_core.testing.suite.training.whole_matrices import WholeMatricesSuite
 
 __all__ = ["PresetSuite", "StrategySuite"]
 
@@ -50,6 +52,8 @@ class StrategySuite(
     PassesSuite,
     PrecisionSuite,
     OptimizersSuite,
+    WholeMatricesSuite,
+    FiniteGradientsSuite,
     LoopsSuite,
     ExceptionsSuite,
     OutsideStepsSuite,

@@ -21,6 +21,7 @@ from fsdp_core.checkpoint.storage.folder import open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
+from fsdp_core.state.block_quantised import is_saved_in_blocks, whole_again
 
 __all__ = ["gathered", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
 
@@ -33,6 +34,8 @@ def gathered(value: Any, backend: Backend) -> Any:
     """
     if isinstance(value, dict):
         done = {k: gathered(value[k], backend) for k in sorted(value, key=str)}  # in one order on all ranks
+        if is_saved_in_blocks(value) and backend.runtime.rank == 0:
+            return whole_again(done)
         return {k: done[k] for k in value}
     if isinstance(value, list):
         return [gathered(v, backend) for v in value]

@@ -19,11 +19,11 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
-from fsdp_core.testing.state import sharded_by
+from fsdp_core.testing.state import full_state, sharded_by
 from fsdp_core.testing.suite.clauses import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.numerics.parity import options_id
 from fsdp_core.testing.suite.refusals.bad_options import set_up
-from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 
 __all__ = ["BadModulesSuite", "refused_setup"]
 
@@ -78,6 +78,58 @@ def _two_dtypes(strategy: str) -> tuple[str, bool]:
     return refusal(ShardingError, set_up_and_look), kept == written
 
 
+class OverIntegers(nn.Module):
+    """Low-rank layers beside a frozen weight that is stored as bytes, as adapters are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.arange(oracle.FEATURES * 7, dtype=torch.uint8).view(7, oracle.FEATURES)
+        self.base = nn.Parameter(values * 5 + 40, requires_grad=False)
+        self.down, self.up = nn.Linear(oracle.FEATURES, 2, bias=False), nn.Linear(2, 7, bias=False)
+        self.out = nn.Linear(7, oracle.FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.base.dtype == torch.uint8
+        weight = (self.base.to(x.dtype) - 128) / 128
+        output: Tensor = self.out(x @ weight.T + self.up(self.down(x)))
+        return output
+
+
+def over_integers() -> nn.Module:
+    """Two of these layers, always the same."""
+    with oracle.seeded(3):
+        return nn.Sequential(OverIntegers(), OverIntegers())
+
+
+def steps_over_integers(
+    model: nn.Module, optimizer: Any, batches: Any, backward: Callable[[Tensor], Any]
+) -> list[float]:
+    """The losses of some steps."""
+    losses = []
+    for x, y in batches:
+        loss = nn.functional.mse_loss(model(x), y)
+        losses.append(loss.item())
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def trained_over_integers(strategy: str, precision: str | None = None) -> tuple[str, list[float], dict[str, Tensor]]:
+    """The refusal; or the losses of three steps on whole batches, and the state from then on."""
+    fabric = new_fabric(strategy, precision=precision)
+    net = over_integers()
+    found: list[float] = []
+
+    def train() -> None:
+        trained = [p for p in net.parameters() if p.requires_grad]
+        model, optimizer = fabric.setup(net, torch.optim.SGD(trained, lr=0.1))
+        found.extend(steps_over_integers(model, optimizer, whole_batches(fabric, 3), fabric.backward))
+
+    told = refusal(ShardingError, train)
+    return told, found, full_state(fabric.strategy) if found else {}
+
+
 def _written_in_forward(fabric: Fabric, path: str) -> None:
     net: Any = oracle.new_net()
     net.table = nn.Embedding(4, 2, max_norm=1.0)
@@ -91,6 +143,15 @@ class Packed(Tensor):
 def _quantised(fabric: Fabric, path: str) -> None:
     net: Any = oracle.new_net()
     net.blocks[0].up.weight = nn.Parameter(torch.ones(7, 6).as_subclass(Packed), requires_grad=False)
+    fabric.setup(net)
+
+
+def _packed(fabric: Fabric, path: str) -> None:
+    """As bitsandbytes packs 4-bit weights, without its class."""
+    net: Any = oracle.new_net()
+    weight = nn.Parameter(torch.zeros(21, 1, dtype=torch.uint8), requires_grad=False)
+    net.blocks[0].packed = weight
+    setattr(weight, "quant_state", {"shape": (7, 6)})  # noqa: B010  # no attribute that torch knows
     fabric.setup(net)
 
 
@@ -146,6 +207,7 @@ REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
     "gradient hook": (_hooked, ["'blocks.0.up.weight'", "hook"]),
     "weights that a forward pass writes": (_written_in_forward, ["'table'", "Leave max_norm out"]),
     "quantised weight": (_quantised, ["'blocks.0.up.weight' is of the class Packed", "precision='bf16-true'"]),
+    "packed weight": (_packed, ["'blocks.0.packed', in torch.uint8, has an attribute 'quant_state'", "before it was"]),
     "part of a model first": (_part_first, ["'blocks.0'", "Set up the whole model"]),
     "a buffer that nothing fills": (_unfilled, ["'table'", "reset_parameters()"]),
     "initialised in vain": (
@@ -259,6 +321,21 @@ class BadModulesSuite(Clauses):
         """The model, or the operation on it, must be refused on every rank, with an error that says what to do."""
         for told in ranks.run(2, refused_setup, self.strategy, case, str(tmp_path / "checkpoint")):
             assert_says(told, *REFUSED[case][1])
+
+    @on_ranks("processes")  # XLA would compile its steps, and refuses other dtypes than fp32
+    def test_frozen_integers_keep_their_values(self, ranks: Ranks) -> None:
+        """Frozen parameters of integers must keep their bytes and dtype, and others be trained, or be refused."""
+        net = over_integers()
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        want = steps_over_integers(net, optimizer, oracle.global_batches(3), Tensor.backward)
+        for told, losses, state in ranks.run(2, trained_over_integers, self.strategy):
+            if was_refused(told):
+                assert_says(told, "'0.base'", "torch.uint8", "Use strategy=")
+                continue
+            assert losses == pytest.approx(want, abs=oracle.FP32_TOLERANCE), told
+            for name, tensor in net.state_dict().items():
+                exact = 0.0 if tensor.dtype == torch.uint8 else oracle.FP32_TOLERANCE
+                torch.testing.assert_close(state[name], tensor, atol=exact, rtol=exact)
 
     @on_ranks("processes", "threads")
     def test_ranks_with_different_models(self, ranks: Ranks) -> None:

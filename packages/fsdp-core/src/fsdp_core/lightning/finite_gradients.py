@@ -1,0 +1,72 @@
+"""The option ``error_if_nonfinite``: stops before a step whose gradients are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_core.errors import NonFiniteGradientError, UnsupportedCapabilityError
+from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.gradients.finite import all_finite
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.state.chunks import ChunkedTensor
+
+__all__ = ["check_error_if_nonfinite", "refuse_nonfinite"]
+
+_NAMED = 10
+
+
+def check_error_if_nonfinite(value: object) -> None:
+    """Refuse an ``error_if_nonfinite`` that is not a ``bool``.
+
+    Raises:
+        UnsupportedCapabilityError: It is none.
+    """
+    if not isinstance(value, bool):
+        raise UnsupportedCapabilityError(
+            f"error_if_nonfinite={value!r} is neither True nor False.\n"
+            "Write True to stop before a step whose gradients hold NaN or infinity, or leave it out."
+        )
+
+
+def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Runtime, step: str) -> None:
+    """Raise on all ranks if a gradient is not finite on one of them. All ranks must call it.
+
+    Args:
+        optimizer: The optimizer that is about to step.
+        roots: The sharded roots whose parameters it may hold.
+        runtime: The ranks.
+        step: Which step, in words, such as ``"step 3"``.
+
+    Raises:
+        NonFiniteGradientError: A gradient holds NaN or infinity.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if all_finite((p.grad for p in held if p.grad is not None), runtime):
+        return
+    for root in roots:
+        root.reshard()  # a step by hand shows gathered parameters, and the optimizer holds shards
+    optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
+    parts = {p: of_root for root in roots for p, of_root in root.layout().items()}
+    in_order = [part.name for p in held for part in parts.get(p, ())]
+    own = {
+        part.name for p in held if p.grad is not None for part in parts.get(p, ()) if not _are_finite(part.of(p.grad))
+    }
+    broken = set().union(*runtime.gather_objects(own))
+    names = [name for name in dict.fromkeys(in_order) if name in broken]
+    told = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    count = f"{len(names)} parameter{'s' if len(names) != 1 else ''} of {type(optimizer).__name__}"
+    raise NonFiniteGradientError(
+        f"before {step}, the gradients of {count} hold NaN or infinity: {told}.\n"
+        "No rank has taken the step: weights and optimizer state are those of the step before, and can be saved. Look "
+        "for the cause with torch.autograd.set_detect_anomaly(True), lower the learning rate, or skip the batch; leave "
+        "error_if_nonfinite out to go on regardless."
+    )
+
+
+def _are_finite(part: Tensor | ChunkedTensor) -> bool:
+    tensors: Iterable[object] = [c.data for c in part.chunks] if isinstance(part, ChunkedTensor) else [part]
+    return all(bool(local_tensor(one).isfinite().all()) for one in tensors if isinstance(one, Tensor))

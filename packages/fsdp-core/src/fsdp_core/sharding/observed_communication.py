@@ -1,0 +1,35 @@
+"""Which collectives some code runs, and how large they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.torch_private import TorchDispatchMode, tree_flatten
+
+__all__ = ["ObservedCommunication"]
+
+
+class ObservedCommunication(TorchDispatchMode):
+    """A context that records the collectives in it, those that DTensors run included.
+
+    Attributes:
+        sizes: The number of elements that this rank passes to each collective.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # what it does with local tensors comes here as well
+        if "c10d" in function.namespace and not function.name().endswith("wait_tensor"):
+            leaves = tree_flatten((args, kwargs or {}))[0]
+            self.sizes.append(max((one.numel() for one in leaves if isinstance(one, Tensor)), default=0))
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,307 @@
+"""Owner-compute: an optimizer that needs whole parameters steps over each on one rank, and shards get the result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
+from types import MethodType
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.runtime import Runtime
+from fsdp_core.state.chunks import ChunkedTensor, chunked
+from fsdp_core.state.coverage import Box
+from fsdp_core.state.full_tensor import each_whole
+from fsdp_core.state.layout import Layout, Part
+from fsdp_core.state.owned import Owners, set_owners
+
+__all__ = ["assign_owners", "step_on_owners"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Member:
+    """A parameter of the optimizer.
+
+    Attributes:
+        held: What this rank has of it; the optimizer holds it between steps.
+        part: The user's parameter.
+        owner: The rank that updates it.
+        boxes: By rank, the boxes that it holds.
+        replicas: By rank, which copy of the parameter these are of.
+        whole: On its owner, what the optimizer steps over; its memory is given back after the step.
+    """
+
+    held: nn.Parameter
+    part: Part
+    owner: int
+    boxes: list[list[Box]]
+    replicas: list[int]
+    whole: nn.Parameter | None = None
+
+    def boxes_to_send(self, rank: int) -> list[Box]:
+        """What a rank sends of it: the first copy alone."""
+        return self.boxes[rank] if self.replicas[rank] == 0 else []
+
+    def chunks(self, tensor: Tensor, rank: int) -> list[Tensor]:
+        """This rank's boxes of a tensor that is laid out as ``held``, sharing memory with it."""
+        found: ChunkedTensor = chunked(self.part.of(tensor), rank=rank)
+        return [cast("Tensor", chunk.data) for chunk in found.chunks]
+
+
+@dataclass(kw_only=True)
+class _Plan:
+    """How one optimizer is run.
+
+    Attributes:
+        runtime: The ranks.
+        members: Its parameters, in the order of its param groups.
+        step: Its own step, as a function of the optimizer: a plan must not keep the optimizer alive.
+    """
+
+    runtime: Runtime
+    step: Callable[..., Any]
+    members: list[_Member] = field(default_factory=list)
+
+
+_plans: WeakKeyDictionary[torch.optim.Optimizer, _Plan] = WeakKeyDictionary()
+
+
+def assign_owners(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:
+    """Spread parameters over ranks by size: the largest first, each to the rank that has least so far.
+
+    Args:
+        sizes: The number of elements of each parameter.
+        ranks: The number of ranks.
+        loads: The number of elements that each rank owns already; none by default.
+
+    Returns:
+        The owner of each parameter.
+
+    Example:
+        >>> assign_owners([4, 9, 4, 1], ranks=2)
+        [1, 0, 1, 1]
+    """
+    load, owners = list(loads) or [0] * ranks, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += sizes[index]
+    return owners
+
+
+def step_on_owners(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Runtime) -> None:
+    """Make ``optimizer.step()`` update each parameter whole, on its owner. All ranks must call it.
+
+    The ranks send what they hold of weights and gradients to the owners, in one exchange; each owner lets the optimizer
+    step over its own; a second exchange returns the weights. Between steps the optimizer holds the sharded parameters,
+    so that clipping, schedulers and ``zero_grad()`` work as for any other, and its state is whole, on the owners alone.
+    Calling it again adds parameters that the optimizer was given since then.
+
+    Args:
+        optimizer: An optimizer whose update of a parameter depends on that parameter alone. It holds the sharded ones.
+        layout: The parts of the user's parameters that they hold; one each.
+        runtime: The ranks.
+    """
+    known = _plans.get(optimizer)
+    plan = known or _Plan(runtime=runtime, step=cast("Any", optimizer.step).__func__)
+    before = {id(member.held): member for member in plan.members}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    new = [p for p in held if id(p) not in before]
+    loads = [0] * runtime.world_size
+    for member in plan.members:
+        loads[member.owner] += prod(member.part.shape)
+    owners = assign_owners([prod(layout[p][0].shape) for p in new], runtime.world_size, loads)
+    found = [chunked(layout[p][0].of(p), rank=runtime.rank) for p in new]
+    told = runtime.gather_objects(
+        [(one.replica, [(one_.offsets, tuple(one_.data.shape)) for one_ in one.chunks]) for one in found]
+    )
+    for index, (parameter, owner) in enumerate(zip(new, owners, strict=True)):
+        before[id(parameter)] = _Member(
+            held=parameter,
+            part=layout[parameter][0],
+            owner=owner,
+            boxes=[of_rank[index][1] for of_rank in told],
+            replicas=[of_rank[index][0] for of_rank in told],
+        )
+    plan.members = [before[id(p)] for p in held]
+    set_owners(optimizer, Owners(rank=runtime.rank, by_parameter={m.held: m.owner for m in plan.members}))
+    _take_first_state(optimizer, [before[id(p)] for p in new], runtime)
+    _plans[optimizer] = plan
+    if known is None:
+        cast("Any", optimizer).step = MethodType(_step, optimizer)
+        if runtime.rank == 0:
+            _log.info(
+                "%s looks at whole parameters: each of them is updated on one of the %d ranks (owner-compute).",
+                type(optimizer).__name__,
+                runtime.world_size,
+            )
+
+
+def _take_first_state(optimizer: torch.optim.Optimizer, members: Sequence[_Member], runtime: Runtime) -> None:
+    """Give the state that the optimizer's constructor has made for shards to the owners, whole."""
+    for member in members:
+        state = optimizer.state.pop(member.held, None) if member.held in optimizer.state else None
+        if not state:
+            continue
+        shaped = {
+            key: member.part.of(value)
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.ndim and value.shape == member.held.shape
+        }
+        wholes = dict(each_whole(shaped, runtime))
+        if member.owner == runtime.rank:
+            optimizer.state[member.held] = {key: wholes.get(key, value) for key, value in state.items()}
+
+
+def _step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    """Replaces an optimizer's ``step``."""
+    plan = _plans.get(self)
+    if plan is None:  # of a copy
+        return type(self).step(self, closure, **options)
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    with torch.no_grad():
+        members = _with_gradients(plan)
+        _gather(plan, members)
+        with _over_wholes(self, plan, members):
+            plan.step(self, **options)
+        _scatter(plan, members)
+    return loss
+
+
+def _with_gradients(plan: _Plan) -> list[_Member]:
+    """The parameters that have gradients, on any rank: one that holds nothing of a parameter can't know."""
+    members, runtime = plan.members, plan.runtime
+    if not members:
+        return []
+    has = torch.tensor([float(member.held.grad is not None) for member in members], device=runtime.device)
+    flags = runtime.all_reduce(has, "max").tolist()
+    return [member for member, flag in zip(members, flags, strict=True) if flag]
+
+
+def _gather(plan: _Plan, members: Sequence[_Member]) -> None:
+    """Put whole weights and gradients together on their owners."""
+    runtime = plan.runtime
+    rank, ranks = runtime.rank, range(runtime.world_size)
+    for kind, alike in _by_kind(members).items():
+        outgoing: list[list[Tensor]] = [[] for _ in ranks]
+        for member in alike:
+            if member.boxes_to_send(rank):
+                grad = member.held.grad
+                if grad is None or grad.dtype != member.held.dtype:
+                    raise ShardingError(
+                        f"rank {rank} has {'no gradient' if grad is None else f'a gradient in {grad.dtype}'} of its "
+                        f"part of {member.part.name!r}, which is in {member.held.dtype}.\n"
+                        "Let the gradient be in the parameter's dtype; or use an optimizer whose update is "
+                        "elementwise, such as AdamW."
+                    )
+                outgoing[member.owner] += [*member.chunks(member.held, rank), *member.chunks(grad, rank)]
+        mine = [member for member in alike if member.owner == rank]
+        sizes = [2 * sum(prod(box) for m in mine for _, box in m.boxes_to_send(sender)) for sender in ranks]
+        incoming = _exchanged(runtime, outgoing, sizes, kind)
+        for member in mine:
+            weight, grad = (torch.empty(member.part.shape, dtype=kind[1], device=kind[0]) for _ in range(2))
+            if member.whole is None:
+                member.whole = nn.Parameter(weight, requires_grad=member.held.requires_grad)
+            member.whole.data, member.whole.grad = weight, grad
+        for sender, run in enumerate(incoming):
+            pieces = _Pieces(run)
+            for member in mine:
+                assert member.whole is not None and member.whole.grad is not None
+                boxes = member.boxes_to_send(sender)
+                for whole in (member.whole.data, member.whole.grad):
+                    for box in boxes:
+                        whole[_place(box)] = pieces.take(box[1])
+
+
+def _scatter(plan: _Plan, members: Sequence[_Member]) -> None:
+    """Return the weights to all shards, and give the memory of whole ones back."""
+    runtime = plan.runtime
+    rank, ranks = runtime.rank, range(runtime.world_size)
+    for kind, alike in _by_kind(members).items():
+        mine = [member for member in alike if member.owner == rank]
+        outgoing = [[cast("Tensor", m.whole).data[_place(b)] for m in mine for b in m.boxes[to]] for to in ranks]
+        sizes = [sum(prod(box) for m in alike if m.owner == owner for _, box in m.boxes[rank]) for owner in ranks]
+        incoming = [_Pieces(run) for run in _exchanged(runtime, outgoing, sizes, kind)]
+        del outgoing
+        for member in mine:
+            _give_back(member)
+        for member in alike:
+            for box, chunk in zip(member.boxes[rank], member.chunks(member.held, rank), strict=True):
+                chunk.copy_(incoming[member.owner].take(box[1]))
+
+
+def _give_back(member: _Member) -> None:
+    if member.whole is not None:
+        member.whole.data, member.whole.grad = member.whole.data.new_empty(0), None
+
+
+def _exchanged(
+    runtime: Runtime, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[int], kind: tuple[torch.device, torch.dtype]
+) -> Sequence[Tensor]:
+    """Send tensors to each rank, and return what each has sent: ``sizes`` elements, flat."""
+    device, dtype = kind
+    flat = [tensor.reshape(-1) for tensor in chain.from_iterable(outgoing)]
+    sent = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+    item = dtype.itemsize  # bytes, which every collectives library can send
+    counts = [item * sum(tensor.numel() for tensor in to_rank) for to_rank in outgoing]
+    received = runtime.all_to_all(sent.view(torch.uint8), counts, [item * size for size in sizes])
+    runs: Sequence[Tensor] = received.view(dtype).split(list(sizes))
+    return runs
+
+
+class _Pieces:
+    """What one rank has sent, taken off in its order."""
+
+    def __init__(self, run: Tensor) -> None:
+        self._run, self._at = run, 0
+
+    def take(self, lengths: tuple[int, ...]) -> Tensor:
+        begin, self._at = self._at, self._at + prod(lengths)
+        return self._run[begin : self._at].view(lengths)
+
+
+def _place(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + length) for offset, length in zip(*box, strict=True))
+
+
+def _by_kind(members: Sequence[_Member]) -> Mapping[tuple[torch.device, torch.dtype], list[_Member]]:
+    """In the same order on every rank."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[_Member]] = {}
+    for member in members:
+        kinds.setdefault((local_tensor(member.held).device, member.held.dtype), []).append(member)
+    return kinds
+
+
+@contextmanager
+def _over_wholes(optimizer: torch.optim.Optimizer, plan: _Plan, members: Sequence[_Member]) -> Iterator[None]:
+    """A context in which the optimizer holds the whole parameters that this rank owns, with their state."""
+    mine = {id(m.held): m for m in members if m.owner == plan.runtime.rank}
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    state = optimizer.state
+    try:
+        for group in optimizer.param_groups:
+            group["params"][:] = [mine[id(p)].whole for p in group["params"] if id(p) in mine]
+        for member in mine.values():
+            assert member.whole is not None
+            if member.held in state:
+                state[member.whole] = state.pop(member.held)
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"][:] = params
+        for member in mine.values():
+            if member.whole is not None and member.whole in state:
+                state[member.held] = state.pop(member.whole)

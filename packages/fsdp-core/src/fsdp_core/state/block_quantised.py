@@ -1,0 +1,248 @@
+"""Optimizer state that torchao keeps in 8 or 4 bits: blocks of elements with a scale each, saved as what they are.
+
+torchao quantises runs of ``block_size`` elements, in C order, of what a rank holds of a parameter. If every rank's part
+begins and ends between two blocks of the whole parameter, the blocks are those of one process, and any other division
+between blocks holds them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
+from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.runtime import Runtime
+from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
+from fsdp_core.state.dtypes import dtype_name
+from fsdp_core.state.filling import fill
+from fsdp_core.state.layout import Part
+
+__all__ = [
+    "check_blocks",
+    "check_fits_blocks",
+    "is_of_blocks",
+    "is_saved_in_blocks",
+    "of_blocks",
+    "quantises",
+    "restored_blocks",
+    "saved_whole",
+    "whole_again",
+]
+
+#: The key that tells a saved state of this kind from others; its value is the class of the tensors.
+_KIND = "torchao"
+
+
+def quantises(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer keeps state in blocks; the same on every rank, whatever the sizes of the shards."""
+    return type(optimizer).__module__.startswith("torchao.") and hasattr(optimizer, "_subclass_zeros")
+
+
+def is_of_blocks(value: Any) -> bool:
+    """Whether a value is a tensor of torchao's that holds codes and scales."""
+    return all(hasattr(value, name) for name in ("codes", "scale", "block_size"))
+
+
+def is_saved_in_blocks(value: Any) -> bool:
+    """Whether a value is what :func:`of_blocks` or :func:`saved_whole` returns."""
+    return isinstance(value, dict) and _KIND in value
+
+
+def _run(part: Part, held: Tensor) -> tuple[int, int, int] | None:
+    """Where a rank's part begins in the whole parameter, how long it is, and which copy; ``None`` if it is no run."""
+    if part.range is not None:
+        return None  # flat parameters are cut without regard to a parameter's blocks
+    found = chunked(held)
+    if not found.chunks:
+        return 0, 0, found.replica
+    (chunk,) = found.chunks
+    is_run = tuple(chunk.data.shape[1:]) == tuple(part.shape[1:])
+    row = prod(part.shape[1:])
+    return (chunk.offsets[0] * row, prod(chunk.data.shape), found.replica) if is_run and part.shape else None
+
+
+def of_blocks(part: Part, held: Tensor, value: Any) -> Any:
+    """Describe a rank's part of quantised state, sharing memory with it; a value of another kind is returned unchanged.
+
+    Args:
+        part: The user's parameter.
+        held: What the optimizer holds of it.
+        value: A value of its state.
+
+    Returns:
+        The codes and scales, flat, and what they are; ``value`` itself if its blocks are not those of one process.
+    """
+    local: Any = local_tensor(value) if isinstance(value, DTensor) else value
+    run = _run(part, held) if is_of_blocks(local) else None
+    if run is None:
+        return value
+    (start, length, replica), block, total = run, int(local.block_size), prod(part.shape)
+    if start % block or length % block or total % block:
+        return value
+    each = length // local.codes.numel()  # elements in a byte
+    sizes = {"codes": (local.codes, each), "scale": (local.scale, block)}
+    tensors = {
+        name: ChunkedTensor(
+            shape=(total // size,),
+            dtype=data.dtype,
+            chunks=(Chunk(offsets=(start // size,), data=data.detach().reshape(-1)),),
+            replica=replica,
+        )
+        for name, (data, size) in sizes.items()
+    }
+    return {**_told(local, part.shape), **tensors}
+
+
+def _told(value: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    signed = bool(getattr(value, "signed", True))
+    told = {
+        "block_size": int(value.block_size),
+        "signed": signed,
+        "shape": list(shape),
+        "dtype": dtype_name(value.dtype),
+    }
+    return {_KIND: type(value).__name__, **told}
+
+
+def check_blocks(
+    state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], runtime: Runtime
+) -> dict[str, dict[str, Any]]:
+    """Make all ranks describe quantised state alike, and refuse what can't be saved. All ranks must call it.
+
+    Args:
+        state: By parameter name and key, values from :func:`of_blocks`.
+        shapes: The parameters' shapes, by name.
+        runtime: The ranks.
+
+    Returns:
+        The state, with descriptions without chunks where a rank holds nothing of a parameter.
+
+    Raises:
+        CheckpointValueError: Blocks on some rank are not those of one process, or a rank has plain values.
+    """
+    own: dict[tuple[str, str], Any] = {}
+    for name, values in state.items():
+        for key, value in values.items():
+            if is_saved_in_blocks(value):
+                told = {k: (v.shape, v.dtype) if isinstance(v, ChunkedTensor) else v for k, v in value.items()}
+                own[name, key] = told
+            elif isinstance(value, Tensor) and value.ndim:
+                local = local_tensor(value)
+                own[name, key] = None if not local.numel() else "in other blocks" if is_of_blocks(local) else "plain"
+    done = {name: dict(values) for name, values in state.items()}
+    by_rank = runtime.gather_objects(own)
+    for name, key in dict.fromkeys(one for of_rank in by_rank for one in of_rank):  # the same on every rank
+        kinds = [of_rank.get((name, key)) for of_rank in by_rank]
+        blocks = next((kind for kind in kinds if isinstance(kind, dict)), None)
+        if "in other blocks" in kinds or (blocks is not None and "plain" in kinds):
+            raise CheckpointValueError(
+                f"{key!r} of {name!r} can't be saved: torchao quantises what each rank holds of it, "
+                f"{shapes[name]} of which rank {next(r for r, k in enumerate(kinds) if isinstance(k, str))} "
+                "holds a part that does not begin and end between two blocks of the whole.\n"
+                "Use strategy='fsdp2' with a number of ranks that divides its rows into multiples of block_size "
+                "elements; or an optimizer whose state is plain, such as AdamW."
+            )
+        if blocks is not None and own.get((name, key)) is None:
+            done.setdefault(name, {})[key] = {
+                k: ChunkedTensor(shape=v[0], dtype=v[1], chunks=(), replica=0) if isinstance(v, tuple) else v
+                for k, v in blocks.items()
+            }
+    return done
+
+
+def check_fits_blocks(
+    optimizer: torch.optim.Optimizer, part: Part, held: nn.Parameter, key: str, saved: Mapping[str, Any]
+) -> None:
+    """Refuse saved quantised state that this rank can't hold, before anything is restored.
+
+    Args:
+        optimizer: The optimizer.
+        part: The user's parameter.
+        held: What the optimizer holds of it.
+        key: The key of the state, for the error.
+        saved: As from :func:`of_blocks`, its tensors whole or saved.
+
+    Raises:
+        CheckpointMismatchError: The optimizer keeps no such state, or this rank's part is not of whole blocks.
+    """
+    run, block = _run(part, held), int(saved["block_size"])
+    kind = "plain tensors"
+    if quantises(optimizer):
+        maker: Any = optimizer
+        kind = type(maker._subclass_zeros(torch.zeros(block), bool(saved["signed"]), block)).__name__
+    if kind != saved[_KIND]:
+        raise CheckpointMismatchError(
+            f"{key!r} of {part.name!r} was saved by an optimizer of torchao's, in {saved[_KIND]}, and "
+            f"{type(optimizer).__name__} keeps {kind}.\n"
+            "Use the optimizer that it was saved with, or load only the weights."
+        )
+    if tuple(saved["shape"]) != tuple(part.shape):
+        raise CheckpointMismatchError(
+            f"the checkpoint holds {key} of {part.name!r} at shape {tuple(saved['shape'])}, but the parameter has "
+            f"{part.shape}.\nLoad the checkpoint into the model that it was saved from."
+        )
+    if run is None or run[0] % block or run[1] % block:
+        raise CheckpointMismatchError(
+            f"{key!r} of {part.name!r} was saved in blocks of {block} elements, and this rank's part begins or ends "
+            "within one.\nLoad it under strategy='fsdp2' on a number of ranks that divides its rows into multiples of "
+            f"{block} elements, such as 1 or that which saved it; or load only the weights."
+        )
+
+
+def restored_blocks(optimizer: torch.optim.Optimizer, part: Part, held: nn.Parameter, saved: Mapping[str, Any]) -> Any:
+    """Restore a rank's part of quantised state that :func:`check_fits_blocks` has let pass.
+
+    Args:
+        optimizer: The optimizer.
+        part: The user's parameter.
+        held: What the optimizer holds of it.
+        saved: As from :func:`of_blocks`, its tensors whole or saved.
+    """
+    maker: Any = optimizer
+    run, block = _run(part, held), int(saved["block_size"])
+    assert run is not None
+    local = local_tensor(held).detach()
+    made: Any = torch.zeros_like(local)
+    if run[1]:
+        made = maker._subclass_zeros(local, bool(saved["signed"]), block)
+        each = run[1] // made.codes.numel()
+        for name, data, size in (("codes", made.codes, each), ("scale", made.scale, block)):
+            whole, flat = saved[name], data.view(-1)
+            chunk = Chunk(offsets=(run[0] // size,), data=flat)
+            fill(ChunkedTensor(shape=tuple(whole.shape), dtype=flat.dtype, chunks=(chunk,)), whole)
+    if not isinstance(held, DTensor):
+        return made
+    return DTensor.from_local(
+        made, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+    )
+
+
+def saved_whole(value: Any) -> Any:
+    """Describe whole quantised state, as a plain optimizer has it, as :func:`of_blocks` does; others are unchanged."""
+    if not is_of_blocks(value) or isinstance(value, DTensor):
+        return value
+    return {**_told(value, tuple(value.shape)), "codes": value.codes.reshape(-1), "scale": value.scale}
+
+
+def whole_again(value: Mapping[str, Any]) -> Any:
+    """Make whole quantised state of its gathered parts, for a file that a plain optimizer loads.
+
+    Args:
+        value: From :func:`of_blocks`, its tensors gathered.
+    """
+    from importlib import import_module
+
+    bits = {"OptimState8bit": "8bit", "OptimState4bit": "4bit", "OptimStateFp8": "fp8"}[value[_KIND]]
+    kind: Any = getattr(import_module(f"torchao.optim.subclass_{bits}"), value[_KIND])
+    settings = {} if bits == "fp8" else {"signed": value["signed"]}
+    dtype: torch.dtype = getattr(torch, value["dtype"])
+    made = kind.zeros(tuple(value["shape"]), block_size=value["block_size"], dtype=dtype, **settings)
+    made.codes.view(-1).copy_(value["codes"].view(made.codes.dtype))
+    made.scale.copy_(value["scale"])
+    return made

@@ -1,0 +1,153 @@
+"""The option ``error_if_nonfinite``: all ranks stop before a step whose gradients are not finite on one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from fsdp_core import load_state_dict
+from fsdp_core.errors import NonFiniteGradientError, UnsupportedCapabilityError
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import full_state, poison_gradient, sharded_by, trained_by
+from fsdp_core.testing.suite.clauses import Clauses, requires
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
+
+__all__ = ["FiniteGradientsSuite"]
+
+STOPS = {"error_if_nonfinite": True}
+
+
+class Breaks(Lit):
+    """One element of one gradient is NaN, on one rank, from the second micro-batch on."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        broken = batch_idx >= 1 and here().rank == self.trainer.world_size - 1
+        factor = torch.tensor(torch.nan if broken else 0.0, device=loss.device)
+        return loss + factor * self.net.inp.weight[0, 0]
+
+
+class BreaksByHand(Breaks):
+    """The same in manual optimization, with clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+def _fitted(strategy: str, tmp: str, module_class: type[Breaks], **trainer: Any) -> tuple[str, int, dict[str, Tensor]]:
+    """What is raised, the steps that were taken, and the weights from then on."""
+    module = module_class()
+    run = new_trainer(tmp, strategy, 2, STOPS, **trainer)
+    told = refusal(NonFiniteGradientError, lambda: run.fit(module, loader(4, 2)))
+    return told, run.global_step, full_state(run.strategy)
+
+
+def _saved_on_exception(strategy: str, tmp: str) -> tuple[str, int, dict[str, Tensor]]:
+    callbacks: list[pl.Callback] = [OnExceptionCheckpoint(tmp, filename="stopped")]
+    return _fitted(strategy, tmp, Breaks, gradient_clip_val=1.0, callbacks=callbacks, enable_checkpointing=True)
+
+
+def _stepped(strategy: str, clip: bool) -> tuple[list[str], list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """Under Fabric: what is raised in the second step, the parameter's name, and the weights before and after."""
+    fabric = new_fabric(strategy, options=STOPS)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    used: Any = fabric.strategy
+    told, names, states = [], [], []
+    for number, (x, y) in enumerate(whole_batches(fabric, 3)):
+        fabric.backward(mse_loss(model(x), y))
+        if number == 1:
+            is_last = here().rank == here().shares(2) - 1
+            poison_gradient(trained_by(optimizer), float("inf"), here_too=is_last)
+            layout = sharded_by(used).layout()
+            broken = [p for p in layout if p.grad is not None and not torch.isfinite(here().local(p.grad)).all()]
+            names = [layout[p][0].name for p in broken]
+
+        def step() -> None:
+            if clip:
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+
+        if number == 1:
+            states.append(full_state(used))
+            told.append(refusal(NonFiniteGradientError, step))
+            states.append(full_state(used))
+        else:
+            step()
+        optimizer.zero_grad()
+    return told, names, states[0], states[1]
+
+
+class FiniteGradientsSuite(Clauses):
+    """With ``error_if_nonfinite=True``, no rank takes a step whose gradients are not finite on one of them."""
+
+    @requires("error_if_nonfinite")
+    @pytest.mark.parametrize("clip", [False, pytest.param(True, marks=requires(Capability.CLIP_BY_NORM))])
+    def test_all_ranks_stop_before_a_step_that_is_not_finite(self, ranks: Ranks, clip: bool) -> None:
+        """Under Fabric all ranks must raise, name the parameter, leave the weights, and be able to go on."""
+        got = ranks.run(2, _stepped, self.strategy, clip)
+        (name,) = {name for _, names, _, _ in got for name in names}
+        for (told,), _, before, after in got:
+            assert_says(told, "before step 2 of this run", "1 parameter of SGD", repr(name), "set_detect_anomaly")
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+    @requires("error_if_nonfinite")
+    @pytest.mark.parametrize(
+        ("module_class", "trainer", "steps"),
+        [
+            pytest.param(Breaks, {"accumulate_grad_batches": 2}, 0, marks=requires(Capability.GRADIENT_ACCUMULATION)),
+            pytest.param(BreaksByHand, {}, 1, marks=requires(Capability.CLIP_BY_NORM)),
+        ],
+        ids=["accumulated", "by hand"],
+    )
+    def test_fit_stops_before_a_step_that_is_not_finite(
+        self, ranks: Ranks, tmp_path: Path, module_class: type[Breaks], trainer: dict[str, Any], steps: int
+    ) -> None:
+        """Under the Trainer all ranks must raise before the step, and name the one parameter and the step."""
+        for told, taken, _ in ranks.run(2, _fitted_with, self.strategy, str(tmp_path), module_class, trainer):
+            assert_says(told, f"before step {steps + 1},", "1 parameter of SGD", "'net.inp.weight'", "learning rate")
+            assert taken == steps
+
+    @requires("error_if_nonfinite", Capability.SHARDED_CHECKPOINT, Capability.CLIP_BY_NORM)
+    def test_checkpoint_of_the_exception_is_that_of_the_step_before(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A checkpoint that Lightning saves on the exception must hold the weights of the last good step."""
+        want_losses, want = oracle.train_plain(1, oracle.sgd, clip_norm=1.0)
+        assert len(want_losses) == 1
+        for told, taken, state in ranks.run(2, _saved_on_exception, self.strategy, str(tmp_path)):
+            assert_says(told, "before step 2,", "1 parameter of SGD", "'net.inp.weight'", "can be saved")
+            assert taken == 1
+            saved = load_state_dict(next(tmp_path.glob("stopped*")))
+            for name, tensor in want.items():
+                torch.testing.assert_close(state[f"net.{name}"], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
+                assert torch.equal(saved[f"net.{name}"], state[f"net.{name}"].cpu()), name
+
+    @requires("error_if_nonfinite")
+    def test_error_if_nonfinite_is_a_bool(self) -> None:
+        """Anything but a bool must be refused."""
+        told = refusal(UnsupportedCapabilityError, lambda: new_fabric(self.strategy, options={"error_if_nonfinite": 1}))
+        assert_says(told, "error_if_nonfinite=1", "Write True")
+
+
+def _fitted_with(
+    strategy: str, tmp: str, module_class: type[Breaks], trainer: dict[str, Any]
+) -> tuple[str, int, dict[str, Tensor]]:
+    return _fitted(strategy, tmp, module_class, **trainer)

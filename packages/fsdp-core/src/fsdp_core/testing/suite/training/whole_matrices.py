@@ -1,0 +1,190 @@
+"""Optimizers that look at whole matrices, as Muon does: equal to one process, their state saved and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import StepLR
+
+from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import BATCH, FP32_TOLERANCE
+from fsdp_core.testing.refusals import assert_says
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.suite.clauses import Clauses, on_ranks
+from fsdp_core.testing.training import means, new_fabric
+
+__all__ = ["OwnMuon", "Steps", "WholeMatricesSuite", "make_muon", "plain_steps", "steps_on"]
+
+#: Losses, weights, the optimizer's state by parameter name, and how many matrices this rank has orthogonalised.
+Steps = tuple[list[float], dict[str, Tensor], dict[str, dict[str, Any]], int]
+
+
+class OwnMuon(torch.optim.Optimizer):
+    """A user's Muon, in fp32: matrices get their orthogonalised momentum, all else AdamW's update."""
+
+    matrices: ClassVar[int] = 0
+
+    def __init__(self, groups: Any, lr: float = 0.02, momentum: float = 0.9, weight_decay: float = 0.1) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "use_muon": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(self._update(group, parameter, self.state[parameter]), alpha=-group["lr"])
+        return loss
+
+    def _update(self, group: Mapping[str, Any], parameter: Tensor, state: dict[str, Any]) -> Tensor:
+        grad = parameter.grad
+        assert grad is not None
+        average: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+        average.lerp_(grad, 1 - group["momentum"])
+        if group["use_muon"]:
+            return self._orthogonal(average)
+        state["step"] = state.get("step", 0) + 1
+        square = state.setdefault("square", torch.zeros_like(parameter))
+        square.lerp_(grad.square(), 0.05)
+        scaled: Tensor = average / (square.sqrt() + 1e-3)
+        return scaled
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        """Newton-Schulz, of which three iterations are enough to see a difference. See https://kellerjordan.github.io/posts/muon."""
+        type(self).matrices += 1
+        x: Tensor = matrix / (matrix.norm() + 1e-7)
+        for _ in range(3):
+            inner = x @ x.mT
+            x = 1.5 * x - 0.5 * inner @ x
+        return x
+
+
+def make_muon(net: nn.Module) -> OwnMuon:
+    """The optimizer, with matrices in two groups of other learning rates, and a group of all else."""
+    trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    up = [p for name, p in trained if p.ndim == 2 and "up" in name]
+    others = [p for name, p in trained if p.ndim == 2 and "up" not in name]
+    rest = [p for _, p in trained if p.ndim < 2]
+    return OwnMuon(
+        [{"params": up, "lr": 0.05}, {"params": others}, {"params": rest, "use_muon": False, "weight_decay": 0.0}]
+    )
+
+
+def plain_steps(steps: int, *, width: int = 7) -> Steps:
+    """Train in this process."""
+    net = oracle.new_net(width=width)
+    optimizer = make_muon(net)
+    schedule, losses = StepLR(optimizer, 2, 0.5), []
+    for x, y in oracle.global_batches(steps):
+        loss = mse_loss(net(x), y)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+    names: dict[Any, str] = {p: name for name, p in net.named_parameters()}
+    state = {names[p]: dict(values) for p, values in optimizer.state.items()}
+    return losses, {name: tensor.clone() for name, tensor in net.state_dict().items()}, state, 0
+
+
+def steps_on(
+    strategy: str,
+    world_size: int,
+    first: int,
+    last: int,
+    options: Mapping[str, Any] | None = None,
+    width: int = 7,
+    load: str | None = None,
+    save: str | None = None,
+) -> Steps | str:
+    """Train on a rank under Fabric, from a checkpoint and to one.
+
+    Args:
+        strategy: The strategy's name.
+        world_size: The number of ranks.
+        first: The first step, from 0.
+        last: The step before which to stop.
+        options: The strategy's options.
+        width: The blocks' inner width.
+        load: The checkpoint to begin with.
+        save: Where to save one at the end.
+
+    Returns:
+        What was trained; or the refusal.
+    """
+    OwnMuon.matrices = 0
+    fabric = new_fabric(strategy, world_size, options)
+    used: Any = fabric.strategy
+    net = oracle.new_net(width=width)
+    try:
+        model, optimizer = fabric.setup(net, make_muon(net))
+    except OptimizerMismatchError as refused:
+        return str(refused)
+    OwnMuon.matrices = 0  # without those of the trial
+    plain: Any = optimizer.optimizer
+    schedule, losses = StepLR(plain, 2, 0.5), []
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if load is not None:
+        fabric.load(load, state)
+    runtime = used.runtime
+    shares, mine = runtime.data_parallel_world_size, runtime.data_parallel_rank
+    size = BATCH // shares
+    for x, y in oracle.global_batches(last)[first:]:
+        x, y = (fabric.to_device(one[mine * size : (mine + 1) * size]) for one in (x, y))
+
+        def evaluate(x: Tensor = x, y: Tensor = y) -> Tensor:
+            loss = mse_loss(model(x), y)
+            losses.append(loss.detach())
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            return loss
+
+        optimizer.step(evaluate)
+        schedule.step()
+    if save is not None:
+        fabric.save(save, state)
+    return means(losses), full_state(used), full_optimizer_state(used, optimizer), OwnMuon.matrices
+
+
+def assert_same_steps(got: Any, want: Steps, first: int = 0, tolerance: float = FP32_TOLERANCE) -> None:
+    """Assert that losses, weights and the optimizer's state are those of one process."""
+    assert not isinstance(got, str), got
+    assert got[0] == pytest.approx(want[0][first:], abs=tolerance)
+    torch.testing.assert_close(got[1], want[1], atol=tolerance, rtol=tolerance)
+    assert got[2].keys() == want[2].keys()
+    for name, values in want[2].items():
+        assert got[2][name].keys() == values.keys(), name
+        for key, value in values.items():
+            torch.testing.assert_close(got[2][name][key], value, atol=tolerance, rtol=tolerance, msg=f"{name} {key}")
+
+
+class WholeMatricesSuite(Clauses):
+    """An optimizer that looks at whole matrices is right, or refused."""
+
+    @on_ranks("processes")  # XLA would compile a program for each matrix
+    def test_optimizer_of_whole_matrices_and_its_resume(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A user's Muon must train as in one process, also when resumed on another number of ranks, or be refused."""
+        folder = str(tmp_path / "checkpoint")
+        before = ranks.run(2, steps_on, self.strategy, 2, 0, 2, None, 7, None, folder)
+        if any(isinstance(of_rank, str) for of_rank in before):
+            for of_rank in before:
+                assert_says(of_rank, "OwnMuon", "Use")
+            return
+        for of_rank in before:
+            assert_same_steps(of_rank, plain_steps(2))
+        for of_rank in ranks.run(3, steps_on, self.strategy, 3, 2, 4, None, 7, folder):
+            assert_same_steps(of_rank, plain_steps(4), first=2)
