@@ -5,7 +5,7 @@ Lightning, or other versions than ``constraints.txt`` pins, says so in its own p
 
     [tool.fsdp.tests]
     requires = ["moto[server]"]               # besides what every package's tests get
-    requires-apart = ["transformers"]         # likewise, in a folder that FSDP_TESTS_APART names, out of others' way
+    requires-apart = ["transformers"]         # likewise, in a folder that FSDP_TESTS_APART names, apart from the others
     constraints = "constraints.txt"           # pins of its own, relative to the package; it then shares no environment
     slow = ["tests/test_x.py::test_y"]        # what `nox -s conformance` runs, and `nox -s tests` does not
 """
@@ -38,7 +38,7 @@ nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["lint", "typecheck", "tests", "integration", "docs"]
 
 # Containers often forbid Python to keep what it has compiled. Torch and Lightning are 2,000 modules, which each of the
-# thousands of processes that the tests start would compile anew: 5 of the 8 seconds that importing them then takes.
+# thousands of processes that the tests start would compile again: 5 of the 8 seconds that importing them then takes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent
@@ -91,7 +91,7 @@ class Package:
 
     @property
     def other_dependencies(self) -> tuple[str, ...]:
-        """What it requires of others than this project."""
+        """What it requires besides this project's packages."""
         return tuple(need for need in self.dependencies if name_of(need) not in PACKAGES)
 
     @property
@@ -170,7 +170,7 @@ def uv_install(session: nox.Session, python: str, *what: str, pins: Path | None 
 def kept_environment(
     session: nox.Session, name: str, sources: list[Path], fill: Callable[[str], None], *, with_pip: bool = True
 ) -> str:
-    """The interpreter of ``.nox/NAME``, which is made anew when one of the sources, or this file, has changed.
+    """The interpreter of ``.nox/NAME``, which is made again when one of the sources, or this file, has changed.
 
     Not filled again: what is not needed any more would stay, and Lightning imports what it finds.
 
@@ -422,7 +422,7 @@ def newest_python(session: nox.Session) -> str:
 
 
 def needs() -> list[str]:
-    """What the packages that share the pins require of others."""
+    """What the packages that share the pins require besides each other."""
     return sorted({need for package in SHARING for need in package.other_dependencies})
 
 
@@ -446,7 +446,7 @@ def torch_release(session: nox.Session, first: Callable[[list[Version]], Version
     """The oldest or newest torch that the packages allow, as a CPU build if there is one where pip looks.
 
     PyPI's builds for Linux need gigabytes of CUDA to be imported at all. So where there are CPU builds, the newest is
-    the newest of these, and it is said what that leaves out.
+    the newest of these, and a message says what that leaves out.
     """
     pip = (third_party(session), "-m", "pip", "index", "versions", "--json", "torch")
     told = json.loads(str(session.run(*pip, silent=True, external=True, stderr=subprocess.DEVNULL)))

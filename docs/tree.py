@@ -1,4 +1,4 @@
-"""The tree in architecture.md, from the folders: ``python docs/tree.py`` writes it anew."""
+"""The tree in architecture.md, from the folders: ``python docs/tree.py`` updates it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- tree: python docs/tree.py -->\n```text\n", "```\n<!-- end of tree -->\n"
 WIDTH, INDENT = 110, 6
 
-#: What is no package of Python's.
+#: What is not a Python package.
 BESIDE = {
     "tests-integration/": "the laws, the documentation, checkpoints between packages, benchmarks/, and "
     "example-backend/, a stranger's package",

@@ -99,6 +99,25 @@ def test_core_imports_no_plugin(path: Path) -> None:
     assert not within(imported(path), *map(import_name, PLUGINS))
 
 
+#: Where core names strategies of this project: to say which package to install, which names are Lightning's too, and
+#: with which strategy an optimizer works.
+NAMES_STRATEGIES = ("plugins/registry.py", "plugins/lightning_names.py", "sharding/optimizer_trial.py")
+OUR_STRATEGY = re.compile(r"(?<![-\w])(fsdp2|fsdp_native|ddp_fully_sharded|xla_fsdp)(_\w+)?\b")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in sorted(CORE.rglob("*.py")) if "testing" not in p.parts and not shown(p).endswith(NAMES_STRATEGIES)],
+    ids=shown,
+)
+def test_no_message_of_core_names_a_plugins_strategy(path: Path) -> None:
+    """A message says what a strategy needs, or what is installed."""
+    expressions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Expr)]
+    docstrings = {id(node.value) for node in expressions}
+    words = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    assert [one.value for one in words if isinstance(one.value, str) and OUR_STRATEGY.search(one.value)] == []
+
+
 @pytest.mark.parametrize("name", PLUGINS)
 def test_plugins_import_core_and_not_each_other(name: str) -> None:
     others = [import_name(other) for other in PLUGINS if other != name]
@@ -257,11 +276,14 @@ KNOWN_ATTRIBUTES = {
     "checkpoint/async_save.py": {"_register_atexit"},  # of threading: before the interpreter waits for threads
     "checkpoint/storage/folder.py": {"_cache"},  # of fsspec's file systems, which a fork must not share
     "fsdp_fsdp2/tensor_parallel.py": {"_tp_plan"},  # of transformers' models: the plan that they bring
+    "fsdp_fsdp2/transformers_models.py": {"_attn_implementation"},  # of transformers' configurations: which attention
+    "sharding/sequence.py": {"_fields"},  # of named tuples, documented
     "fsdp_fsdp2/trainer.py": {"_device_mesh"},  # of LightningModule, whose public property can't be set
     "autoload.py": {"_initializing"},  # of a module that is being imported
     "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module
     "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
     "hooks/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging
+    "checkpoints/late_param_groups.py": {"_restarting"},  # of Lightning's BaseFinetuning: to restore groups again
     "checkpoints/patched_io.py": {"_fs"},  # of Lightning's ModelCheckpoint
     "lightning/trainer.py": {"_layer_sync", "_reset_optimizers_and_schedulers"},  # what a strategy inherits
     "classic/trainer.py": {"_layer_sync"},

@@ -1,7 +1,7 @@
 """Train sharded on two processes, resume on one, and draw what happened: ``demo.png``, and as SVG, light and dark.
 
 Three runs of ``train_bytes.py``: a sharded one on two CPU processes that ends with a checkpoint, one that resumes it on
-a single process and goes on, and an unsharded one (``strategy="auto"``) to compare with. Fails if a run does, if the
+a single process and continues, and an unsharded one (``strategy="auto"``) to compare with. Fails if a run does, if the
 loss did not fall, if it jumped at the resume, or if a sharded process holds more than its share.
 
 ``--pictures FOLDER`` puts the SVG files elsewhere; those of the README are from ``--quick --pictures docs/pictures``.

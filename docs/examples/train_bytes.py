@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="bytes per window")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
     parser.add_argument("--checkpoint", type=Path, help="where to save after the last step")
-    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--resume", type=Path, help="a checkpoint to resume from")
     parser.add_argument("--log-json", type=Path, help="write loss, bytes/s and memory here")
     parser.add_argument("--sample", type=int, default=200, help="bytes of text to generate at the end")
     args = parser.parse_args()

@@ -14,12 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from contenders import STRATEGIES
+from contenders import STRATEGIES, Module
 from device import ACCELERATOR, finish
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import be_a_rank
 from step_time import compare
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -169,6 +171,62 @@ def save_and_load(strategy: str, size: Size, folder: Path, turns: int) -> dict[s
     }
 
 
+class Held:
+    """Seconds for which the saves of one Trainer hold its training thread."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.seconds: list[float] = []
+        strategy.save_checkpoint = self._timed(strategy.save_checkpoint, begins=True)
+        if strategy.async_saves is not None:
+            strategy.async_saves.finish_copying = self._timed(strategy.async_saves.finish_copying, begins=False)
+
+    def _timed(self, call: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            if begins:
+                dist.barrier()  # the ranks' own differences are none of the save's
+            began = time.perf_counter()
+            result = call(*args, **options)
+            took = time.perf_counter() - began
+            if begins:
+                self.seconds.append(took)
+            elif self.seconds:
+                self.seconds[-1] += took
+            return result
+
+        return timed
+
+
+def held(strategy: str, size: Size, folder: Path, turns: int) -> dict[str, Any]:
+    """How long saves hold a Trainer's training thread: until they return, and then before the next optimizer step."""
+    by_kind: dict[str, list[float]] = {}
+    for kind, asynchronous in (("save", False), ("training held by an async save", True)):
+        made = fsdp_core.resolve(strategy, "trainer")(async_save=asynchronous)
+        watched = Held(made)
+        place = fresh(folder / kind.replace(" ", "-"))
+        checkpoints = ModelCheckpoint(place, every_n_train_steps=2, save_top_k=1, monitor=None)
+        data = (batch(size, step, dist.get_rank()) for step in range(2 * turns + 4))
+        pl.Trainer(
+            strategy=made,
+            accelerator=ACCELERATOR,
+            devices=dist.get_world_size(),
+            max_epochs=1,
+            callbacks=[checkpoints],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        ).fit(Module(size), data)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, watched.seconds[1 : turns + 1])  # the first allocates what the others use again
+        by_kind[kind] = [max(turn) for turn in zip(*found, strict=True)]
+    names = list(by_kind)[::-1]
+    return {
+        "seconds": by_kind,
+        "medians": {name: median(each) for name, each in by_kind.items()},
+        "ratios": {" ÷ ".join(names): compare(by_kind, *names)},
+    }
+
+
 def reshard(strategy: str, size: Size, folder: Path, turns: int) -> dict[str, Any]:
     """Load what another number of ranks has saved in turn with what this number has."""
     mine, measured, dice = Trained(strategy, size), Measured(), random.Random(0)
@@ -198,9 +256,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--reshard", action="store_true")
+    parser.add_argument("--held", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    measure = reshard if args.reshard else save_and_load
+    measure = held if args.held else reshard if args.reshard else save_and_load
     be_a_rank(
         lambda: measure(args.strategy, SMALL if args.small else LARGE, args.folder, args.turns),
         args.out,

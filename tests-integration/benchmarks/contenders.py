@@ -120,8 +120,25 @@ class _AfterStep(pl.Callback):
             trainer.should_stop = True
 
 
-def by_trainer(strategy: str | Strategy, module: Module, size: Size, after_step: Step) -> None:
-    """Train with Lightning, without all that the loop by hand does not have: no bar, no logger, no checkpoints."""
+def by_trainer(
+    strategy: str | Strategy,
+    module: Module,
+    size: Size,
+    after_step: Step,
+    *,
+    data: Iterator[Tensor] | None = None,
+    **trainer: Any,
+) -> None:
+    """Train with Lightning, without all that the loop by hand does not have: no bar, no logger, no checkpoints.
+
+    Args:
+        strategy: A strategy, or its name.
+        module: What to train.
+        size: How large it is.
+        after_step: Called after each batch.
+        data: This rank's batches, if they are not :func:`batches`.
+        trainer: Further arguments of the Trainer.
+    """
     pl.Trainer(
         strategy=strategy,
         accelerator=ACCELERATOR,
@@ -133,7 +150,8 @@ def by_trainer(strategy: str | Strategy, module: Module, size: Size, after_step:
         enable_model_summary=False,
         enable_checkpointing=False,
         use_distributed_sampler=False,
-    ).fit(module, batches(size))
+        **trainer,
+    ).fit(module, batches(size) if data is None else data)
 
 
 def by_name(strategy: str, size: Size, after_step: Step) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["HELD", "IN_TRANSIT", "HeldMemory"]
+__all__ = ["GATHERED", "HELD", "IN_TRANSIT", "REDUCED", "HeldMemory"]
 
 HELD = ("sharded parameters", "gathered parameters", "unreduced gradients", "sharded gradients", "optimizer state")
 IN_TRANSIT = ("all-gather buffers", "reduce-scatter buffers")

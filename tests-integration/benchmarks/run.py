@@ -29,11 +29,12 @@ from device import ACCELERATOR, PROCESS_GROUP, RANKS
 from ranks import run_on_ranks
 from startup import fsdp_list, import_torch
 from step_time import joined
+from ways import WAYS
 
 import fsdp_core
 
 ROOT = Path(__file__).parents[2]
-WHAT = ("training", "checkpoints", "start-up")
+WHAT = ("training", "meshes", "checkpoints", "start-up")
 PACKAGES = ("fsdp-core", "fsdp-fsdp2", "fsdp-cuda-native", "torch", "lightning")
 
 
@@ -111,12 +112,63 @@ def strategy_rows(of: dict[str, Any]) -> Iterator[Row]:
             )
 
 
+def meshes(rounds: int, turns: int) -> dict[str, Any]:
+    """Each way to train under ``fsdp2`` beside the loop by hand: time, memory and collectives of a step."""
+    return {
+        name: {
+            "counts": run_on_ranks("mesh_counts.py", "--way", name, time_limit=600, ranks=way.ranks),
+            "time": step_time("fsdp2", rounds, "--way", name, "--turns", turns, ranks=way.ranks),
+        }
+        for name, way in WAYS.items()
+    }
+
+
+#: What Lightning's loop adds to a step under every strategy: per batch, whether SIGTERM was received on rank 0; per
+#: step, whether a rank wants to stop.
+LIGHTNINGS = ("broadcast", "all-reduce")
+
+
+def mesh_rows(of: dict[str, Any]) -> Iterator[Row]:
+    """The ways of :mod:`ways`."""
+    for name, way in of.items():
+        pair, wall = next(iter(way["time"]["ratios"].items()))
+        itself = list(way["time"]["ratios"].values())[-1]
+        milliseconds = " / ".join(f"{way['time']['milliseconds'][one]:.0f}" for one in pair.split(" ÷ "))
+        processor_time = way["time"]["ratios of processor time"][pair]["ratio"]
+        detail = (
+            f"95 % in {wall['from']:.3f} to {wall['to']:.3f}; {milliseconds} ms; processor time {processor_time:.3f}; "
+            f"by hand beside itself {itself['ratio']:.3f}"
+        )
+        ratio = wall["ratio"]
+        yield Row(f"time per step, {name}: {pair}", f"{ratio:.3f}", "≤ 1.03", met(ratio <= 1.03), detail)
+    for name, way in of.items():
+        mine, by_hand = (way["counts"]["contenders"][one]["collectives"] for one in ("fsdp2", "by hand"))
+        own = {
+            kind: count - (WAYS[name].accumulate if kind == "broadcast" else 1) * (kind in LIGHTNINGS)
+            for kind, count in mine.items()
+        }
+        own = {kind: count for kind, count in own.items() if count}
+        fewer = all(own.get(kind, 0) <= by_hand.get(kind, 0) for kind in {*own, *by_hand})
+        yield Row(f"collectives of a step, {name}", _counts(own), "by hand", met(fewer), f"by hand {_counts(by_hand)}")
+    for name, way in of.items():
+        held = way["counts"]["contenders"]
+        ratio = held["fsdp2"]["ratio"]
+        detail = f"{held['fsdp2']['held'] / 2**20:.1f} MiB; by hand {held['by hand']['ratio']:.3f}"
+        figure = f"parameters, gradients, optimizer ÷ on paper, {name}"
+        yield Row(figure, f"{ratio:.3f}", "≤ 1.08", met(ratio <= 1.08), detail)
+
+
+def _counts(collectives: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(collectives.items())) or "none"
+
+
 def checkpoints(strategy: str, *, quick: bool) -> dict[str, Any]:
     """Save, load, load on three ranks what two have saved, and consolidate."""
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=ROOT / "build"))
     words = ("--strategy", strategy, "--folder", folder, "--turns", 3 if quick else 9, *(["--small"] if quick else []))
     try:
         result = {"on two ranks": run_on_ranks("checkpoint_time.py", *words, time_limit=1200, ranks=2)}
+        result["held"] = run_on_ranks("checkpoint_time.py", *words, "--held", time_limit=1200, ranks=2)
         if ACCELERATOR == "cpu" or RANKS > 2:
             more = run_on_ranks("checkpoint_time.py", *words, "--reshard", time_limit=1200, ranks=3)
             result["on three ranks"] = more
@@ -149,8 +201,9 @@ def checkpoint_rows(of: dict[str, Any]) -> Iterator[Row]:
     """Saving and loading, beside torch's own."""
     two, whole = of["on two ranks"], of["consolidate"]
     three = of.get("on three ranks", {"ratios": {}, "medians": {}})
-    bars = dict(zip((*two["ratios"], *three["ratios"]), (1.10, 1.10, 0.15, 1.50), strict=False))
-    for part in (two, three):
+    pairs = (*two["ratios"], *of["held"]["ratios"], *three["ratios"])
+    bars = dict(zip(pairs, (1.10, 1.10, 0.15, 0.05, 1.50), strict=False))
+    for part in (two, of["held"], three):
         for pair, ratio in part["ratios"].items():
             seconds = " / ".join(f"{part['medians'][name]:.2f}" for name in pair.split(" ÷ "))
             detail = f"95 % in {ratio['from']:.3f} to {ratio['to']:.3f}; {seconds} s"
@@ -229,11 +282,14 @@ def main() -> None:
             },
             "fixed costs": step_time(strategy, max(1, args.rounds // 2), "--turns", 4 * args.turns, "--small", ranks=1),
         }
+    if "meshes" in args.what and "fsdp2" in args.strategy:
+        result["meshes"] = meshes(max(1, args.rounds // 2), args.turns)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1))
 
     print(f"\n{RANKS} ranks on {ACCELERATOR}, {PROCESS_GROUP}\n")
     rows = [row for of in result["strategies"].values() for row in strategy_rows(of)]
+    rows += mesh_rows(result.get("meshes", {}))
     for strategy, of in result["checkpoints"].items():
         rows += [row._replace(figure=f"{strategy}: {row.figure}") for row in checkpoint_rows(of)]
     if "start-up" in args.what:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import STRATEGIES, contenders
+from contenders import STRATEGIES, Train, contenders
 from ranks import be_a_rank
 from transformer import Size
 from turns import Turn, take_turns
+from ways import WAYS, contenders_of
 
 __all__ = ["compare", "joined", "mirrored"]
 
@@ -60,19 +61,19 @@ def by_contender(loops: list[Turn], times: list[list[float]]) -> dict[str, list[
     return {name: [geometric_mean(turn) for turn in zip(*both, strict=True)] for name, both in twins.items()}
 
 
-def measure(strategy: str, size: Size, turns: int, seed: int) -> dict[str, Any]:
+def measure(trains: dict[str, Train], size: Size, turns: int, seed: int) -> dict[str, Any]:
     """Let the contenders take turns, in one process per rank.
 
     The loop by hand is two of them: the ratio of a thing to itself shows what the method can tell apart.
 
     Args:
-        strategy: One of this project's.
+        trains: The contenders by name: one of this project's strategies, Lightning's own if it is compared, and the
+            loop by hand.
         size: What to train.
         turns: How many steps of each are timed.
         seed: Decides in which order they are built.
     """
-    trains = contenders(strategy)
-    mine, lightnings, loop = trains
+    mine, *lightnings, loop = trains
     again = f"{loop}, again"
     trains[again] = trains[loop]
     order = random.Random(seed).sample(list(trains), len(trains))
@@ -89,7 +90,7 @@ def measure(strategy: str, size: Size, turns: int, seed: int) -> dict[str, Any]:
     if apart > 1e-4:
         raise RuntimeError(f"the contenders don't train the same: their losses differ by {apart:.1e}")
     wall, cpu = by_contender(loops, seconds), by_contender(loops, cpu_seconds)
-    pairs = [(mine, loop), (mine, lightnings), (again, loop)]
+    pairs = [(mine, loop), *((mine, one) for one in lightnings), (again, loop)]
     return {
         "size": asdict(size),
         "turns": turns,
@@ -132,12 +133,14 @@ def main() -> None:
     """Be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", choices=STRATEGIES, required=True)
+    parser.add_argument("--way", choices=WAYS, help="how fsdp2 trains, besides its defaults; without Lightning's own")
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--small", action="store_true", help="next to nothing to compute: what a step costs anyway")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    be_a_rank(lambda: measure(args.strategy, SMALL if args.small else Size(), args.turns, args.seed), args.out)
+    trains = contenders(args.strategy) if args.way is None else contenders_of(WAYS[args.way])
+    be_a_rank(lambda: measure(trains, SMALL if args.small else Size(), args.turns, args.seed), args.out)
 
 
 if __name__ == "__main__":

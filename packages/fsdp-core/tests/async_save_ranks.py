@@ -224,10 +224,10 @@ def a_rank_dies(path: Path) -> None:
     """Rank 1 dies while it writes; rank 0 notes what it is told."""
     runtime = started()
     saves = AsyncSaves(runtime)
-    with disk(opened=runtime.rank == 0):
+    with disk(opened=runtime.rank == 0) as used:
         saves.save(path, **as_given(state_of(sharded("flat"))))
         if runtime.rank == 1:
-            time.sleep(0.5)
+            assert used.reached.wait(20)
             os._exit(3)
         try:
             saves.wait()

@@ -67,6 +67,27 @@ class TestStaging:
         first, second, rows = [place.data_ptr() for place in places if isinstance(place, torch.Tensor)]
         assert first == second != rows
 
+    def test_deferred_copies_are_made_when_they_are_finished(self) -> None:
+        weight, buffer = torch.ones(2), torch.ones(3)
+        staging = Staging()
+        plan = Plan(tensors={"weight": weight, "buffer": buffer})
+        copies = staging.copy(plan, rank=0, deferred=lambda tensor: tensor is weight).tensors
+        copies["weight"].fill_(5.0)  # the memory of what is not copied yet
+        staging.finish()
+        weight.zero_()
+        buffer.zero_()
+        staging.wait()
+        assert (copies["weight"].tolist(), copies["buffer"].tolist()) == ([1.0, 1.0], [1.0, 1.0, 1.0])
+
+    def test_a_write_before_a_deferred_copy_is_told(self) -> None:
+        weight = torch.ones(2)
+        state = {"model": {"weight": weight}}
+        staging = Staging()
+        staging.copy(plan_save(state, {"model": "model"}, {}, rank=0), rank=0, deferred=lambda tensor: True)
+        weight[:1].zero_()  # through a view
+        with pytest.raises(CheckpointError, match="'model/weight' was written to while it was being"):
+            staging.wait()
+
     def test_memory_is_used_again(self) -> None:
         staging = Staging()
 
@@ -286,7 +307,7 @@ path, how = Path(sys.argv[1]), sys.argv[2]
 runtime = ProcessGroupRuntime()
 runtime.start(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), address="127.0.0.1", port=sys.argv[3])
 saves = AsyncSaves(runtime)
-entered = disk(seconds=30 if how == "interrupted" else 0.5, room=1000 if how == "full" else None)
+entered = disk(seconds=300 if how == "interrupted" else 0.5, room=1000 if how == "full" else None)
 entered.__enter__()
 saves.save(path, {"model": {"w": torch.ones(100, 100)}}, strategy="test", kinds={"model": "model"})
 # as remote filesystems do to look up a host; Python closes all executors while it ends
@@ -350,9 +371,7 @@ class TestEndOfTheInterpreter:
         assert "the script ends" in process.stdout.readline()
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        _, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 15
+        _, err = process.communicate(timeout=60)  # the disk takes 300 s
         assert process.returncode == 130, err
         assert "interrupted before a checkpoint was complete" in err
 

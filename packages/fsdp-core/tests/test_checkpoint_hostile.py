@@ -250,14 +250,14 @@ def test_chunks_that_interleave_are_compared_in_linear_time(dimensions: int) -> 
     # Each column is cut at another row, so that at every row all columns begin or end somewhere else.
     boxes = [((0, i, *none), (i, 1, *rest)) for i in range(1, count)]
     boxes += [((i, i, *none), (count - i, 1, *rest)) for i in range(count)]
-    began = time.monotonic()
+    began = time.process_time()
     assert find_fault(shape, boxes) is None
     assert find_fault(shape, boxes[1:]) is not None
     offsets, lengths = boxes[-1]
     fault = find_fault(shape, [*boxes[:-1], ((0, *offsets[1:]), lengths)])  # as large, elsewhere
     assert fault is not None
     assert "leave a hole or overlap" in fault or "cover" in fault
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
 
 
 NAMES = ["", "/", "a/b", "..", "../../x", "$saved", "$tensor", "__metadata__", "a%2Fb", "a b", "ключ", "\n", "\x00",

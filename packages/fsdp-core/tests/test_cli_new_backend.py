@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shutil
 import sys
 import tomllib
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, TypeGuard
 
 import pytest
@@ -57,16 +57,18 @@ def written(site: Site) -> Path:
 
 def test_it_takes_less_than_half_a_second(site: Site) -> None:
     def seconds(*command: str) -> float:
-        began = perf_counter()
+        """Of the processor, which other processes on the machine don't count towards."""
+        began = os.times()
         site.run(sys.executable, *command)
-        return perf_counter() - began
+        ended = os.times()
+        return ended.children_user + ended.children_system - began.children_user - began.children_system
 
     main = "from fsdp_core.cli import main; main()"
     tries = [
         seconds("-c", main, "new-backend", "my_shards", "--path", f"there-{n}") - seconds("-c", "pass")
         for n in range(5)
     ]
-    assert min(tries) < 0.5  # other work on the machine only adds
+    assert min(tries) < 0.5
 
 
 def test_it_writes_a_package(site: Site) -> None:

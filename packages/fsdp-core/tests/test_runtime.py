@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_core import ProcessGroupRuntime, ShardingError
 from fsdp_core.testing import RankPool
-from fsdp_core.torch_private import meeting_place
+from fsdp_core.torch_private import default_store
 
 
 def started() -> ProcessGroupRuntime:
@@ -45,7 +45,7 @@ def keys_after(meetings: int) -> int:
     for _ in range(meetings):
         runtime.meet("something")
     dist.barrier()
-    store = meeting_place()
+    store = default_store()
     assert store is not None
     kept = int(store.num_keys())
     dist.barrier()

@@ -87,6 +87,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["cpu_offload=CPUOffloadPolicy(", "cpu_offload=True", "fsdp.CPUOffload", "'fsdp2'"],
     ),
     ({"tensor_parallel_size": 2}, ["'tensor_parallel_size'", "no tensor parallelism"]),
+    ({"context_parallel_size": 2}, ["'context_parallel_size'", "no context parallelism", "strategy='fsdp2'"]),
     ({"flatten_parameters": False}, ["'flatten_parameters'", "'ddp_fully_sharded'"]),
     # two spellings
     (

@@ -53,7 +53,7 @@ def misused(tmp: str, front_end: FrontEnd, case: str) -> tuple[str, bool]:
 
 
 @BOTH
-@pytest.mark.parametrize("option", ["backend", "strategy_name"])
+@pytest.mark.parametrize("option", ["backend", "strategy_name", "runtime"])
 def test_argument_that_the_package_passes_itself(front_end: FrontEnd, option: str) -> None:
     words = [f"no option {option!r}", *(["Did you mean 'process_group_backend'?"] * (option == "backend"))]
     assert_refused_at_once(fsdp_core.resolve("fsdp2", front_end), {option: "nccl"}, [*words, "fsdp describe fsdp2"])

@@ -86,7 +86,7 @@ def another_waits() -> None:
     """Return when a rank waits for this one."""
     from fsdp_xla.torch_xla_private import devices as xla
 
-    barrier, end = xla.meetings.here.barrier, time.monotonic() + SECONDS
+    barrier, end = xla.this_thread.communicator.barrier, time.monotonic() + SECONDS
     while not barrier._waiting:
         assert time.monotonic() < end, "no rank has come to wait for this one"
         time.sleep(0.001)
@@ -168,7 +168,7 @@ def test_control_c_ends_a_fit_at_the_next_step_and_callbacks_can_save(afresh: La
 
 def control_c_twice() -> str:
     """The ranks' steps meet nobody, so that the first has nothing to stop."""
-    with told_of_calls("interrupt") as first, told_of_calls("break_up") as second:
+    with told_of_calls("interrupt") as first, told_of_calls("abort") as second:
 
         def wait(fabric: L.Fabric) -> None:
             if fabric.global_rank == 0:

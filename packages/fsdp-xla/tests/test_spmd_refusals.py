@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer, seed_everything
 from torch import nn
 from torch.distributed.fsdp.wrap import wrap as torch_wrap
 
@@ -14,7 +20,6 @@ from fsdp_core.testing.oracle import Block, new_net, sgd
 from fsdp_core.testing.training import Lit, loader
 from launching import LaunchingSPMD
 from spmd_runs import NAME, fit, new_fabric, new_trainer
-from xla_process import start
 
 
 def refused(make: Any, tmp: str, asked: dict[str, Any]) -> tuple[str, str]:
@@ -143,30 +148,71 @@ def test_it_is_refused(
         assert word in message
 
 
-@pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("spmd_starts")
-    cases = {"started_without_spmd": 4, "after_a_backward_pass": 4, "devices_left_open": None, "seeded_again": 4}
-    begun = {case: start("spmd_starts.py", folder / case, case, devices=n) for case, n in cases.items()}
-    return {case: process.finish() for case, process in begun.items()}
+# -- processes that are not as they should be --------------------------------------------------------------------------
 
 
-def test_xla_used_without_spmd_is_refused(starts: dict[str, Any]) -> None:
-    error, message = starts["started_without_spmd"]
-    assert error == "StrategyUnavailableError", message
-    assert "torch_xla.runtime.use_spmd()" in message
+def start(devices: int = 4) -> dict[str, Any]:
+    fabric: Any = Fabric(strategy="xla_fsdp_spmd", devices=devices)
+    fabric.launch()
+    mesh = fabric.strategy.runtime.device_mesh
+    return {"mesh": dict(mesh.shape()), "world": fabric.world_size, "variable": os.environ["CPU_NUM_DEVICES"]}
 
 
-def test_a_process_whose_autograd_knows_no_xla_is_refused(starts: dict[str, Any]) -> None:
-    error, message = starts["after_a_backward_pass"]
-    assert error == "StrategyUnavailableError", message
-    assert "torch_xla.runtime.use_spmd(); torch_xla.sync()" in message
+def start_after_use_without_spmd(_: str) -> None:
+    import_module("torch_xla")
+    torch.zeros(2).to("xla")
+    start()
 
 
-def test_devices_say_how_many_the_cpu_has(starts: dict[str, Any]) -> None:
-    assert starts["devices_left_open"] == {"mesh": {"fsdp": 3}, "world": 1, "variable": "3"}
+def start_after_a_backward_pass(_: str) -> None:
+    torch.zeros(2, requires_grad=True).sum().backward()
+    start()
 
 
-def test_a_seed_counts_for_the_devices_each_time_it_is_set(starts: dict[str, Any]) -> None:
-    first, again, other, third = starts["seeded_again"]
+def start_with_devices_left_open() -> Any:
+    del os.environ["CPU_NUM_DEVICES"]
+    return start(3)
+
+
+def seed_again() -> list[list[float]]:
+    """What dropout keeps on the devices, after seeds from before SPMD was started, and after others."""
+
+    def kept(seed: int) -> list[float]:
+        seed_everything(seed, verbose=False)
+        start()
+        dropped: list[float] = torch.nn.functional.dropout(torch.ones(64, device="xla")).tolist()
+        return dropped
+
+    return [kept(seed) for seed in (3, 3, 4, 3)]
+
+
+@pytest.fixture
+def fresh_spmd() -> Iterator[LaunchingSPMD]:
+    """A process in which XLA has not been started."""
+    with LaunchingSPMD() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (start_after_use_without_spmd, "torch_xla.runtime.use_spmd()"),
+        (start_after_a_backward_pass, "torch_xla.runtime.use_spmd(); torch_xla.sync()"),
+    ],
+    ids=["XLA used without SPMD", "autograd that knows no XLA"],
+)
+def test_a_process_that_is_past_it_is_refused(
+    fresh_spmd: LaunchingSPMD, tmp_path: Path, make: Any, remedy: str
+) -> None:
+    raised, message = fresh_spmd.call(4, refused, make, str(tmp_path), {})
+    assert raised == "StrategyUnavailableError", message
+    assert remedy in message
+
+
+def test_devices_say_how_many_the_cpu_has(fresh_spmd: LaunchingSPMD) -> None:
+    assert fresh_spmd.call(4, start_with_devices_left_open) == {"mesh": {"fsdp": 3}, "world": 1, "variable": "3"}
+
+
+def test_a_seed_counts_for_the_devices_each_time_it_is_set(fresh_spmd: LaunchingSPMD) -> None:
+    first, again, other, third = fresh_spmd.call(4, seed_again)
     assert first == again == third != other

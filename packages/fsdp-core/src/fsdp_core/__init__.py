@@ -2,7 +2,8 @@
 
 Importing this package is cheap: each public name below is imported on first use, and only
 :class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :class:`Sharded`,
-:func:`full_state_dict`, :func:`gathered`, :func:`load_state_dict` and :func:`wrap` import torch.
+:func:`full_state_dict`, :func:`gather_sequence`, :func:`gathered`, :func:`load_state_dict`, :func:`sequence_positions`,
+:func:`shift_labels`, :func:`token_mean` and :func:`wrap` import torch.
 
 Example:
     >>> import fsdp_core
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from fsdp_core.plugins.strategy_info import Capability, Option, StrategyInfo
     from fsdp_core.runtime import ProcessGroupRuntime, ReduceOp, Runtime
     from fsdp_core.sharding.backend import Backend
+    from fsdp_core.sharding.sequence import gather_sequence, sequence_positions, shift_labels, token_mean
     from fsdp_core.sharding.sharded import Sharded
     from fsdp_core.state.random_state import RandomState
 
@@ -85,11 +87,15 @@ __all__ = [
     "__version__",
     "describe",
     "full_state_dict",
+    "gather_sequence",
     "gathered",
     "hookimpl",
     "load_state_dict",
     "resolve",
+    "sequence_positions",
+    "shift_labels",
     "strategies",
+    "token_mean",
     "wrap",
 ]
 
@@ -107,11 +113,15 @@ _HOMES = {
     "StrategyInfo": "plugins.strategy_info",
     "describe": "plugins.registry",
     "full_state_dict": "lightning.hooks.exporting",
+    "gather_sequence": "sharding.sequence",
     "gathered": "lightning.hooks.gathered",
     "hookimpl": "plugins.hookspecs",
     "load_state_dict": "checkpoint",
     "resolve": "plugins.registry",
+    "sequence_positions": "sharding.sequence",
+    "shift_labels": "sharding.sequence",
     "strategies": "plugins.registry",
+    "token_mean": "sharding.sequence",
     "wrap": "initialization.wrap",
 }
 

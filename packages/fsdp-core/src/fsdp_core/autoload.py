@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["STRATEGY_MODULES", "install", "warn", "warn_of_fault"]
+__all__ = ["STRATEGY_MODULES", "install"]
 
 STRATEGY_MODULES = (
     "lightning.fabric.strategies",
@@ -46,6 +46,8 @@ def install() -> None:
             if module is not None and not getattr(module.__spec__, "_initializing", False):
                 _enter_names(name, module)
     except Exception as error:
+        from fsdp_core.errors import warn
+
         warn(f"fsdp-core could not watch for Lightning: {type(error).__name__}: {error}")
 
 
@@ -119,24 +121,8 @@ def _enter_names(name: str, module: ModuleType) -> None:
         install_grad_norm()
         enter(module)
     except Exception as error:
+        from fsdp_core.errors import warn_of_fault
+
         warn_of_fault(name, error)
     finally:
         _being_entered.discard(name)
-
-
-def warn_of_fault(name: str, error: Exception) -> None:
-    """Warn that the registry of one of Lightning's strategy modules lacks our names."""
-    warn(
-        f"fsdp-core could not enter its strategy names in {name}: {type(error).__name__}: {error}\n"
-        "Lightning works without them. `fsdp doctor` shows what is wrong."
-    )
-
-
-def warn(message: str) -> None:
-    """Warn, but never raise: under ``python -W error`` an exception would fail the user's own import."""
-    import warnings
-
-    try:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:
-        print(f"warning: {message}", file=sys.stderr)

@@ -1,6 +1,11 @@
-"""The exceptions of this project. Each message says what was requested, why it fails, and what to type next."""
+"""The exceptions of this project, and its warnings about faults of its own while Lightning is imported.
+
+Each message says what was requested, why it fails, and what to type next.
+"""
 
 from __future__ import annotations
+
+import sys
 
 __all__ = [
     "BrokenStrategyError",
@@ -88,7 +93,7 @@ class OptimizerMismatchError(FSDPError, ValueError):
 class CheckpointError(FSDPError):
     """The base class of errors about checkpoints.
 
-    Messages may contain names from files that somebody else created, so control characters, which could move a
+    Messages may contain names from files that others created, so control characters, which could move a
     terminal's cursor or change its colours, are escaped.
     """
 
@@ -115,3 +120,21 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class CheckpointValueError(CheckpointError, TypeError):
     """The state to save contains a value that is neither plain data nor a tensor that the format can store."""
+
+
+def warn_of_fault(name: str, error: Exception) -> None:
+    """Warn that the registry of one of Lightning's strategy modules lacks our names."""
+    warn(
+        f"fsdp-core could not enter its strategy names in {name}: {type(error).__name__}: {error}\n"
+        "Lightning works without them. `fsdp doctor` shows what is wrong."
+    )
+
+
+def warn(message: str) -> None:
+    """Warn, but never raise: under ``python -W error`` an exception would fail the user's own import."""
+    import warnings
+
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:
+        print(f"warning: {message}", file=sys.stderr)

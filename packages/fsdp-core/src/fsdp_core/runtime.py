@@ -17,7 +17,7 @@ from torch.distributed import DistError
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
-from fsdp_core.torch_private import forget_meshes, meeting_place, note_meshes
+from fsdp_core.torch_private import default_store, forget_meshes, note_meshes
 
 __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
@@ -93,7 +93,7 @@ class Runtime(ABC):
         raise UnsupportedCapabilityError(
             f"{type(self).__name__} has no groups of a part of its ranks, and the mesh {self.mesh.described()} needs "
             "them.\n"
-            "Leave the sizes of the mesh out, or use strategy='fsdp2'."
+            "Leave the sizes of the mesh out, or use a strategy whose ranks are processes of torch.distributed."
         )
 
     @property
@@ -286,7 +286,7 @@ class ProcessGroupRuntime(Runtime):
     def along(self, *axes: MeshAxis) -> Runtime:
         if self.mesh.size(axes) == self.world_size:
             return self
-        key = self.mesh, axes
+        key = self.mesh, tuple(axis for axis in axes if self.mesh.size((axis,)) > 1)
         if key not in self._along:
             self._along[key] = _Peers(self, axes, self._timeout)
         return self._along[key]
@@ -400,7 +400,7 @@ class ProcessGroupRuntime(Runtime):
         return box
 
     def meet(self, doing: str) -> None:
-        store = meeting_place()
+        store = default_store()
         if store is None or self.world_size == 1:
             return
         wait = self.patience if self._timeout is None else min(self._timeout, self.patience)

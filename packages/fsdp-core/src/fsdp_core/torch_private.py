@@ -36,7 +36,8 @@ __all__ = [
     "Place",
     "StridedShard",
     "TorchDispatchMode",
-    "batches_given",
+    "batches_yielded",
+    "default_store",
     "foreach_mul_",
     "foreach_norm",
     "forget_meshes",
@@ -47,7 +48,6 @@ __all__ = [
     "is_flattened",
     "iterates_as_torch",
     "make_scaler_sharded",
-    "meeting_place",
     "not_managed",
     "note_meshes",
     "place_of",
@@ -55,6 +55,7 @@ __all__ = [
     "queue_backward_callback",
     "refuse_unreduced_values",
     "skipped_initialiser",
+    "times_written",
     "tree_flatten",
     "tree_map",
     "users_of_storage",
@@ -213,7 +214,7 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def meeting_place() -> Any:
+def default_store() -> Any:
     """The store of the default process group; ``None`` without a process group.
 
     There is no public way to get it. Unlike a collective, it can be used while other ranks wait in a collective.
@@ -296,17 +297,17 @@ def watch_iterators(loader: DataLoader[Any], told: Callable[[Any], None]) -> Non
     """Call ``told`` with each iterator that a dataloader creates. A plain ``DataLoader`` keeps no reference to them."""
     place = weakref.ref(loader)
 
-    def make_and_tell() -> Any:
+    def create_and_report() -> Any:
         own: Any = place()
         iterator = type(own)._get_iterator(own)
         told(iterator)
         return iterator
 
     instance: Any = loader
-    instance._get_iterator = make_and_tell
+    instance._get_iterator = create_and_report
 
 
-def batches_given(iterator: Any) -> int:
+def batches_yielded(iterator: Any) -> int:
     """The number of batches that a dataloader's iterator has yielded, without those that its workers have prefetched.
 
     No public API counts them in the main process.
@@ -339,3 +340,11 @@ def skipped_initialiser(asked: Callable[..., Any]) -> tuple[Callable[..., Any], 
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return frame.f_globals[code.co_name], {name: frame.f_locals[name] for name in names}
+
+
+def times_written(tensor: Tensor) -> int:
+    """How often a tensor, or one that shares its memory, was written in place; 0 for inference tensors.
+
+    Autograd counts it to detect writes to what a backward pass needs. No public name exists.
+    """
+    return 0 if tensor.is_inference() else tensor._version

@@ -606,6 +606,15 @@ class DropsFrozen(LoopbackSharded):
             del optimizer.state[parameter]
 
 
+@backend("late_groups_left_alone")
+class OptimizersAlone(LoopbackSharded):
+    """Restores what an optimizer holds when a checkpoint is loaded, and nothing that it is given later."""
+
+    def load_optimizer_state(self, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            super().load_optimizer_state(optimizer, state, check_only=check_only)
+
+
 class LoadedBeside(FlatShard):
     """Computes with what was loaded, beside what is trained."""
 

@@ -10,16 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_core.plugins import refuse_unknown_options
 
 __all__ = [
+    "ALWAYS",
     "FSDP_OPTIONS",
     "HYBRID",
+    "OTHER_OPTIONS",
     "check_mixed_precision",
     "check_options",
     "classes_to_checkpoint",
     "named_member",
-    "refuse_others_options",
     "wants_offload",
 ]
 
@@ -43,6 +43,7 @@ ALWAYS: Mapping[str, Collection[object]] = {
     "sync_module_states": (True,),
     "flatten_parameters": (True,),
     "data_parallel_size": ("auto",),
+    "context_parallel_size": (1,),
     "tensor_parallel_size": (1,),
 }
 
@@ -55,6 +56,7 @@ OTHER_OPTIONS: Mapping[str, str] = {
     "precision_plugin": "Under Fabric it is called precision.",
     "precision": "Write precision= to the Trainer; a plugin is called precision_plugin here.",
     "data_parallel_size": "Leave it out: all ranks shard; tensor parallelism is not part of 'fsdp_native'.",
+    "context_parallel_size": "'fsdp_native' has no context parallelism: write strategy='fsdp2'.",
     "tensor_parallel_size": "'fsdp_native' has no tensor parallelism.",
     "save_distributed_checkpoint": "Write state_dict_type='sharded', or 'full'.",
     "flatten_parameters": "Leave it out: parameters are always flattened. It belongs to 'ddp_fully_sharded'.",
@@ -179,17 +181,3 @@ def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_e
             "sync_each_batch=True can't be combined with cpu_offload: FSDP1 would replace the gradients of earlier "
             "micro-batches instead of adding to them.\nLeave out one of the two, or use strategy='fsdp2'."
         )
-
-
-def refuse_others_options(strategy: str, made: type, unknown: Mapping[str, object]) -> None:
-    """Refuse options that neither the strategy nor FSDP1 has.
-
-    Args:
-        strategy: The name that users type.
-        made: The strategy's class.
-        unknown: Other keyword arguments that its constructor received.
-
-    Raises:
-        UnsupportedCapabilityError: There is one; the message names what to write instead.
-    """
-    refuse_unknown_options(strategy, made, unknown, OTHER_OPTIONS, always=ALWAYS)

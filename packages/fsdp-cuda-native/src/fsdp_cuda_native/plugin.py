@@ -8,34 +8,28 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fsdp_core import Capability, Option, StrategyInfo, hookimpl
-from fsdp_core.plugins import options_in
+from fsdp_core.plugins import COMMON_OPTIONS, options_in
 
 __all__ = ["fsdp_strategies", "why_not_here"]
-
-_TRAINER = "fsdp_cuda_native.trainer:DDPFullyShardedNativeStrategy"
-_FABRIC = "fsdp_cuda_native.fabric:NativeFSDPStrategy"
-_FAIRSCALE = (
-    "fsdp_cuda_native.fairscale:DDPFullyShardedStrategy",
-    "fsdp_cuda_native.fairscale:FabricFullyShardedStrategy",
-)
 
 _FSDP1 = StrategyInfo(
     name="fsdp_native",
     summary="Fully sharded data parallel with torch's FullyShardedDataParallel (FSDP1).",
-    trainer=_TRAINER,
-    fabric=_FABRIC,
+    trainer="fsdp_cuda_native.trainer:DDPFullyShardedNativeStrategy",
+    fabric="fsdp_cuda_native.fabric:NativeFSDPStrategy",
     accelerators=("cuda", "cpu"),
     capabilities=frozenset(Capability),
-    options=options_in(_TRAINER, _FABRIC),
+    options=(*options_in("fsdp_cuda_native.constructor:NativeOptions"), *COMMON_OPTIONS),
     requires=("torch>=2.9", "lightning>=2.6.6"),
     probe="fsdp_cuda_native.plugin:why_not_here",
 )
 
 
 def _fairscales_options() -> tuple[Option, ...]:
-    """Fairscale's own options, and those of ``fsdp_native`` as documented there."""
-    same = [one for one in _FSDP1.options if one.name != "sharding_strategy"]
-    return tuple({one.name: one for one in (*options_in(*_FAIRSCALE), *same)}.values())
+    """Fairscale's own options, and those of ``fsdp_native`` that mean the same."""
+    own = options_in("fsdp_cuda_native.fairscale:FairscaleOptions")
+    names = {one.name for one in own}
+    return (*own, *(one for one in _FSDP1.options if one.name not in names))
 
 
 @hookimpl
@@ -53,8 +47,8 @@ def fsdp_strategies() -> list[StrategyInfo]:
             _FSDP1,
             name="ddp_fully_sharded",
             summary="fsdp_native under the name and with the options that fairscale's users know.",
-            trainer=_FAIRSCALE[0],
-            fabric=_FAIRSCALE[1],
+            trainer="fsdp_cuda_native.fairscale:DDPFullyShardedStrategy",
+            fabric="fsdp_cuda_native.fairscale:FabricFullyShardedStrategy",
             options=_fairscales_options(),
         ),
     ]

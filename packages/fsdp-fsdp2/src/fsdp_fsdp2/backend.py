@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
 
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
-    DATA_AXES,
     ActivationCheckpointingPolicy,
     Mesh,
     ShardPrecision,
@@ -34,7 +33,8 @@ from fsdp_core.sharding import (
     stays_whole,
 )
 from fsdp_core.state import give_back
-from fsdp_fsdp2.meshes import device_mesh
+from fsdp_fsdp2.context_parallel import ContextParallel, check_splittable, checked_dims
+from fsdp_fsdp2.meshes import device_mesh, sharding_mesh
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.tensor_parallel import (
     TensorParallelPlan,
@@ -69,6 +69,8 @@ class FSDP2Backend(Backend):
         sync_each_batch: bool = False,
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicate_size: int | Literal["auto"] = "auto",
+        context_parallel_size: int | Literal["auto"] = "auto",
+        context_parallel_dims: Mapping[str, int] | None = None,
         tensor_parallel_size: int | Literal["auto"] = "auto",
         tp_plan: TensorParallelPlan | None = None,
     ) -> None:
@@ -84,10 +86,13 @@ class FSDP2Backend(Backend):
         self.sizes = {
             "data_parallel_size": data_parallel_size,
             "data_parallel_replicate_size": data_parallel_replicate_size,
+            "context_parallel_size": context_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
         }
+        self.context_parallel_dims = checked_dims(context_parallel_dims)
         self.tp_plan = tp_plan
         self._device_mesh: DeviceMesh | None = None
+        self._sharding_mesh: DeviceMesh | None = None
 
     def mesh(self, world_size: int) -> Mesh:
         mesh = Mesh.of(world_size, **self.sizes)
@@ -104,10 +109,10 @@ class FSDP2Backend(Backend):
 
     @property
     def _fsdp_mesh(self) -> DeviceMesh:
-        """The axes that ``fully_shard`` shards and replicates over."""
-        if self.runtime.mesh.data_parallel_replicate > 1:
-            return self.device_mesh[DATA_AXES]
-        return self.device_mesh["data_parallel"]
+        """The axes that ``fully_shard`` shards and replicates over; the context-parallel one shards as well."""
+        if self._sharding_mesh is None:
+            self._sharding_mesh = sharding_mesh(self.device_mesh, self.runtime.mesh)
+        return self._sharding_mesh
 
     def terms(self) -> dict[str, Any]:
         return {
@@ -144,6 +149,8 @@ class FSDP2Backend(Backend):
 
     def shard_module(self, module: nn.Module) -> FSDP2Sharded:
         self._check(module)
+        if self.sequence is not None:
+            check_splittable(module)
         units = self.units(module)
         size = self.runtime.mesh.tensor_parallel
         styles = {} if self.tp_plan is None or size == 1 else styles_of(module, self.tp_plan, size)
@@ -178,7 +185,9 @@ class FSDP2Backend(Backend):
             kept_whole += whole
             give_back()
         in_order = [p for p in module.parameters() if any(p is w for w in kept_whole)]
-        return FSDP2Sharded(module, units, in_order, casts=compute is not None, runtime=self.runtime)
+        sharded_module = FSDP2Sharded(module, units, in_order, casts=compute is not None, runtime=self.runtime)
+        sharded_module.context = None if self.sequence is None else ContextParallel(module)
+        return sharded_module
 
     def _reshards(self, unit: nn.Module, root: nn.Module, units: Sequence[nn.Module]) -> bool | int | None:
         if self.reshard_after_forward is False:
@@ -205,7 +214,7 @@ class FSDP2Backend(Backend):
                     "Give them to the strategy and write wrap(module), or use strategy='fsdp_native'."
                 )
         size = self.reshard_after_forward
-        ranks = self.runtime.mesh.data_parallel
+        ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
         if type(size) is int and (size < 1 or ranks % size):
             raise UnsupportedCapabilityError(
                 f"reshard_after_forward={size} does not divide the {ranks} ranks into groups.\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fsdp_core import ProcessGroupRuntime
@@ -38,6 +39,12 @@ class FSDP2Options(StrategyOptions):
             ``"auto"`` for those that the other sizes leave.
         data_parallel_replicate_size: The number of replicas of these shards, for hybrid sharding: gradients are
             reduce-scattered within a replica and all-reduced across replicas. ``"auto"``: 1.
+        context_parallel_size: The number of ranks that divide each batch along its sequence. Attention by
+            :func:`~torch.nn.functional.scaled_dot_product_attention` sees the keys and values of all of them. They
+            also shard what data-parallel ranks shard. ``"auto"``: 1.
+        context_parallel_dims: By name of a batch's entry, its sequence dimension, such as ``{"input_ids": 1}``; entries
+            of a tuple are named ``"0"``, ``"1"``, and so on. Other entries stay whole. ``None``: every tensor with two
+            dimensions or more is split along dimension 1, if these sizes agree.
         tensor_parallel_size: The number of ranks that divide layers among them, for the same batch. ``"auto"``: 1.
         tp_plan: How layers are divided: by pattern of submodule names, in which ``*`` stands for one name between dots,
             a style of :mod:`torch.distributed.tensor.parallel`; or ``"auto"`` for the plan that the model brings, as
@@ -66,6 +73,8 @@ class FSDP2Options(StrategyOptions):
         sync_each_batch: bool = False,
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicate_size: int | Literal["auto"] = "auto",
+        context_parallel_size: int | Literal["auto"] = "auto",
+        context_parallel_dims: Mapping[str, int] | None = None,
         tensor_parallel_size: int | Literal["auto"] = "auto",
         tp_plan: TensorParallelPlan | None = None,
         process_group_backend: str | None = None,
@@ -80,6 +89,8 @@ class FSDP2Options(StrategyOptions):
             sync_each_batch=sync_each_batch,
             data_parallel_size=data_parallel_size,
             data_parallel_replicate_size=data_parallel_replicate_size,
+            context_parallel_size=context_parallel_size,
+            context_parallel_dims=context_parallel_dims,
             tensor_parallel_size=tensor_parallel_size,
             tp_plan=tp_plan,
         )

@@ -8,9 +8,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core import Runtime
-from fsdp_core.sharding import MESH_AXES, MeshAxis
+from fsdp_core.sharding import MESH_AXES, Mesh, MeshAxis
+from fsdp_fsdp2.torch_private import joined_axes, side_by_side
 
-__all__ = ["AxesMesh", "device_mesh"]
+__all__ = ["AxesMesh", "device_mesh", "sharding_mesh"]
 
 
 class AxesMesh(DeviceMesh):
@@ -32,6 +33,23 @@ class AxesMesh(DeviceMesh):
             )
         rows = torch.arange(torch.distributed.get_world_size()).view(-1, *[1] * len(asked))
         return DeviceMesh(self.device_type, rows, mesh_dim_names=("ranks", *asked))[names]
+
+
+def sharding_mesh(mesh: DeviceMesh, axes: Mesh) -> DeviceMesh:
+    """The ranks that ``fully_shard`` shards over, context-parallel ones included, after those it replicates over.
+
+    All ranks must call it: it creates process groups.
+
+    Args:
+        mesh: The whole mesh.
+        axes: Its sizes.
+    """
+    shards = mesh["data_parallel"]
+    if axes.context_parallel > 1:
+        shards = joined_axes(mesh["data_parallel", "context_parallel"], "data_and_context_parallel")
+    if axes.data_parallel_replicate == 1:
+        return shards
+    return side_by_side(mesh["data_parallel_replicate"], shards, mesh)
 
 
 def device_mesh(runtime: Runtime) -> AxesMesh:

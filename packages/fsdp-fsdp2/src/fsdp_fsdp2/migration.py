@@ -12,7 +12,6 @@ ALWAYS: Mapping[str, Collection[object]] = {
     "use_orig_params": (True,),
     "sync_module_states": (True,),
     "limit_all_gathers": (True,),
-    "context_parallel_size": (1,),
     "sequence_parallel": (False,),
 }
 
@@ -27,7 +26,6 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     "backward_prefetch": "Leave it out: fully_shard chooses.",
     "activation_checkpointing": "Write activation_checkpointing_policy={MyBlock}.",
     # ModelParallelStrategy's and NeMo's
-    "context_parallel_size": "'fsdp2' has no context parallelism: leave it out.",
     "parallelize_fn": "Units come from auto_wrap_policy or fsdp_core.wrap().",
     "tp_shard_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
     "custom_tp_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
@@ -37,7 +35,7 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     "divides the data between ranks itself.",
     "use_hf_tp_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
     "device_mesh": "Write the sizes of its axes: data_parallel_replicate_size, data_parallel_size, "
-    "tensor_parallel_size.",
+    "context_parallel_size, tensor_parallel_size.",
     "save_distributed_checkpoint": "Write state_dict_type='sharded', which is the default, or 'full'.",
     "offload_policy": "Write cpu_offload=CPUOffloadPolicy(...), or True.",
     "ckpt_save_optimizer": "Write save_weights_only=True to ModelCheckpoint.",

@@ -38,6 +38,7 @@ from fsdp_fsdp2.torch_private import (
 
 if TYPE_CHECKING:
     from fsdp_fsdp2.backend import FSDP2Backend
+    from fsdp_fsdp2.context_parallel import ContextParallel
 
 __all__ = ["FSDP2Sharded"]
 
@@ -60,6 +61,7 @@ class FSDP2Sharded(Sharded):
         gathering: Reshards units that are gathered.
         unused: Reduces gradients of parameters that this rank's backward pass does not reach.
         assigned: Detects assignments to the ``.data`` of sharded parameters.
+        context: What makes attention see the whole sequence; ``None`` without context parallelism.
         interrupted: Whether an exception has ended a step under a torch that can't recover a module from it.
     """
 
@@ -84,6 +86,7 @@ class FSDP2Sharded(Sharded):
         self.assigned = AssignedData(self.units)
         self.shards = dict(module.named_parameters())
         self.interrupted = False
+        self.context: ContextParallel | None = None
         module.register_forward_pre_hook(_check_assigned, prepend=True)
         if casts:
             module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)

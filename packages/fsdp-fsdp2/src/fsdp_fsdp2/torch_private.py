@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -27,7 +28,10 @@ __all__ = [
     "gathered_parameters",
     "gathered_shards",
     "is_interrupted",
+    "joined_axes",
+    "recomputes",
     "set_unreduced_gradients",
+    "side_by_side",
     "take_unfrozen",
     "unreduced_gradients",
     "without_hooks",
@@ -474,3 +478,25 @@ def _groups(unit: FSDPModule) -> list[Any]:
 
 def _parameters(unit: FSDPModule) -> Iterator[Any]:
     return (parameter for group in _groups(unit) for parameter in group.fsdp_params)
+
+
+def joined_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The axes of a slice of a mesh as one axis of this name.
+
+    ``fully_shard`` shards over one axis, and context-parallel ranks share in that. A second mesh of other axes would
+    not do: torch combines a DTensor's meshes, as with tensor parallelism, only if they are slices of one.
+    """
+    return mesh._flatten(name)
+
+
+def side_by_side(outer: DeviceMesh, inner: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
+    """Two slices of one mesh as a mesh of two axes. Before torch 2.10, joined axes can be sliced by name instead."""
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([outer, inner])
+    both: DeviceMesh = root[(*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))]
+    return both
+
+
+def recomputes() -> bool:
+    """Whether a backward pass is running in this thread, in which activation checkpointing may recompute a module."""
+    return torch._C._current_graph_task_id() != -1

@@ -41,6 +41,7 @@ ALWAYS: Mapping[str, Collection[object]] = {
     "use_orig_params": (True,),
     "sync_module_states": (True,),
     "data_parallel_size": ("auto",),
+    "context_parallel_size": (1,),
     "tensor_parallel_size": (1,),
 }
 
@@ -48,6 +49,7 @@ ALWAYS: Mapping[str, Collection[object]] = {
 ALWAYS_IN_SPMD: Mapping[str, Collection[object]] = {
     "use_orig_params": (True,),
     "sync_module_states": (True,),
+    "context_parallel_size": (1,),
     "data_parallel_size": ("auto",),
     "sharding_strategy": ("FULL_SHARD",),
     "flatten_parameters": (False,),
@@ -78,6 +80,7 @@ INSTEAD = {
     "precision_plugin": "It is called precision here, for Trainer and Fabric alike.",
     "cluster_environment": "Leave it out: XLA numbers the ranks.",
     "data_parallel_size": "Leave it out: all ranks shard.",
+    "context_parallel_size": "XLA strategies have no context parallelism: on GPUs, write strategy='fsdp2'.",
     "tensor_parallel_size": "XlaFullyShardedDataParallel has no tensor parallelism.",
 }
 
@@ -85,7 +88,7 @@ INSTEAD = {
 INSTEAD_IN_SPMD = {
     **{name: INSTEAD[name] for name in ("cpu_offload", "mixed_precision", "mp_policy", "sync_module_states")},
     **{name: INSTEAD[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
-    **{name: INSTEAD[name] for name in ("param_init_fn", "process_group_backend")},
+    **{name: INSTEAD[name] for name in ("param_init_fn", "process_group_backend", "context_parallel_size")},
     "sharding_strategy": "Leave it out: parameters are always sharded, and XLA chooses when they are gathered.",
     "reshard_after_forward": "Leave it out: XLA chooses when parameters are gathered and freed.",
     "use_orig_params": "Leave it out: parameters always keep their names and shapes.",

@@ -7,18 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_core import Capability, StrategyInfo, hookimpl
-from fsdp_core.plugins import options_in
+from fsdp_core.plugins import COMMON_OPTIONS, options_in
 
 __all__ = ["fsdp_strategies", "why_not_here"]
-
-_CLASSES = ("fsdp_xla.classic.trainer:XLAFSDPStrategy", "fsdp_xla.classic.fabric:XLAFSDPStrategy")
-_SPMD_CLASSES = ("fsdp_xla.spmd.trainer:XLASPMDStrategy", "fsdp_xla.spmd.fabric:XLASPMDStrategy")
 
 _CLASSIC = StrategyInfo(
     name="xla_fsdp",
     summary="Fully sharded data parallel with torch_xla's XlaFullyShardedDataParallel, one rank per XLA device.",
-    trainer=_CLASSES[0],
-    fabric=_CLASSES[1],
+    trainer="fsdp_xla.classic.trainer:XLAFSDPStrategy",
+    fabric="fsdp_xla.classic.fabric:XLAFSDPStrategy",
     accelerators=("tpu", "cpu"),
     capabilities=frozenset(
         {
@@ -35,7 +32,7 @@ _CLASSIC = StrategyInfo(
             Capability.WRAP_POLICY,
         }
     ),
-    options=options_in(*_CLASSES),
+    options=options_in("fsdp_xla.classic.constructor:XLAFSDPOptions"),
     requires=("torch==2.9.*", "torch_xla==2.9.*", "lightning>=2.6.6"),
     probe="fsdp_xla.plugin:why_not_here",
 )
@@ -44,10 +41,13 @@ _SPMD = replace(
     _CLASSIC,
     name="xla_fsdp_spmd",
     summary="Fully sharded data parallel with torch_xla's SPMD: one process drives all XLA devices of the host.",
-    trainer=_SPMD_CLASSES[0],
-    fabric=_SPMD_CLASSES[1],
+    trainer="fsdp_xla.spmd.trainer:XLASPMDStrategy",
+    fabric="fsdp_xla.spmd.fabric:XLASPMDStrategy",
     capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD},
-    options=options_in(*_SPMD_CLASSES),
+    options=(
+        *options_in("fsdp_xla.spmd.constructor:XLASPMDOptions"),
+        *(option for option in COMMON_OPTIONS if option.name == "precision_plugin"),  # the Trainer's name for precision
+    ),
 )
 
 

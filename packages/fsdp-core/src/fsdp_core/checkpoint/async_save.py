@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from torch import Tensor
+
 from fsdp_core.checkpoint.collective import together
 from fsdp_core.checkpoint.saving import prepare_save
 from fsdp_core.checkpoint.staging import Staging
@@ -28,7 +30,7 @@ _HEAD_START = 0.05
 _INTERRUPTED = 130  # the shell's exit status of a process ended by SIGINT
 
 #: Failures that no rank has raised yet; reported when the interpreter exits.
-_untold: list[CheckpointError] = []
+_unraised: list[CheckpointError] = []
 #: The pending jobs of all instances.
 _unfinished: set[Future[None]] = set()
 
@@ -63,12 +65,21 @@ class AsyncSaves:
         """Return an instance without pending jobs: ranks that are threads start from copies of what was built."""
         return AsyncSaves(copy.deepcopy(self._runtime, memo))
 
-    def save(self, path: StrPath, state: Mapping[str, Any], **options: Any) -> None:
+    def save(
+        self,
+        path: StrPath,
+        state: Mapping[str, Any],
+        *,
+        deferred: Callable[[Tensor], bool] | None = None,
+        **options: Any,
+    ) -> None:
         """Copy a state, and write the copy in the background. Waits for pending jobs first.
 
         Args:
             path: As in :func:`~fsdp_core.checkpoint.save`.
-            state: The state to save; it may be changed as soon as this returns.
+            state: The state to save; it may be changed as soon as this returns, except for deferred tensors.
+            deferred: Which tensors in host memory are copied in the background, too. They must not be changed before
+                :meth:`finish_copying` has returned.
             **options: The other arguments of :func:`~fsdp_core.checkpoint.save`, except ``runtime``.
 
         Raises:
@@ -79,7 +90,7 @@ class AsyncSaves:
             path,
             state,
             runtime=self._runtime,
-            stage=lambda plan: self._staging.copy(plan, self._runtime.rank),
+            stage=lambda plan: self._staging.copy(plan, self._runtime.rank, deferred=deferred),
             **options,
         )
 
@@ -88,6 +99,10 @@ class AsyncSaves:
             prepared.write(channel)
 
         self.run(f"saving {os.fspath(path)}", write)
+
+    def finish_copying(self) -> None:
+        """Wait until the deferred tensors of the last save are copied. To be called before they are changed."""
+        self._staging.finish()
 
     def run(self, doing: str, job: Callable[[Runtime], None]) -> None:
         """Run a job in the thread, after all pending jobs.
@@ -132,7 +147,7 @@ class AsyncSaves:
         with self._changed:
             failure, self._failure, self._raise_at = self._failure, None, None
         if failure is not None:
-            _untold.remove(failure)
+            _unraised.remove(failure)
             raise failure
 
     def close(self) -> None:
@@ -172,7 +187,7 @@ class AsyncSaves:
         except Exception as gone:  # a rank has exited, so the others can't agree
             failure.add_note(f"The ranks could not agree on when to raise this: {gone}")
         with self._changed:
-            _untold.append(failure)
+            _unraised.append(failure)
             self._failure, self._raise_at, self._choosing = failure, steps + 1, False
             self._changed.notify_all()
 
@@ -191,7 +206,7 @@ if hasattr(threading, "_register_atexit"):
 def _forget() -> None:
     """Drop the parent's jobs in a forked process."""
     _unfinished.clear()
-    _untold.clear()
+    _unraised.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -205,9 +220,9 @@ def _leave_unfinished() -> None:
 
 
 @atexit.register
-def _tell_untold() -> None:
-    if _untold:
-        _end("\n".join(f"{type(failure).__name__}: {failure}" for failure in _untold), 1)
+def _report_unraised() -> None:
+    if _unraised:
+        _end("\n".join(f"{type(failure).__name__}: {failure}" for failure in _unraised), 1)
 
 
 def _end(message: str, status: int) -> None:

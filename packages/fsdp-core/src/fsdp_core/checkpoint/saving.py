@@ -167,7 +167,7 @@ class PreparedSave:
         data: bytes | None = None
         previous: bytes | None = None
         try:
-            # Before anything is written there, so that leftover files can be recognized as nobody's.
+            # Before anything is written there, so that leftover files can be attributed to this save.
             together(runtime, f"writing {place.final}", lambda: place.begin() if runtime.rank == 0 else None)
             turns = max(runtime.gather_objects(runtime.local_rank)) + 1 if one_after_another else 1
             by_rank: dict[int, Index] = {}

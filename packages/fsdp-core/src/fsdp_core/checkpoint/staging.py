@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint.planning import Plan
+from fsdp_core.errors import CheckpointError
+from fsdp_core.torch_private import times_written
 
 __all__ = ["Staging"]
 
@@ -41,8 +44,11 @@ class Staging:
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._places: list[Tensor] = []  # the memory of this layout
         self._copied: list[torch.cuda.Event] = []
+        self._copying = threading.Lock()  # guards the attributes below
+        self._deferred: list[tuple[str, Tensor, Tensor, int]] = []
+        self._changed: list[str] = []
 
-    def copy(self, plan: Plan, rank: int) -> Plan:
+    def copy(self, plan: Plan, rank: int, *, deferred: Callable[[Tensor], bool] | None = None) -> Plan:
         """Copy the tensors of a plan that ``rank`` writes. Copies of the previous plan must no longer be in use.
 
         Copies from a CUDA device are asynchronous, on its current stream, so later work on the stream doesn't change
@@ -51,6 +57,8 @@ class Staging:
         Args:
             plan: The plan.
             rank: This rank. Only rank 0 writes the tensors of the plain data.
+            deferred: Which tensors in host memory are copied by :meth:`finish` instead. They must not be written to
+                until then.
 
         Returns:
             The plan over the copies, which may be read after :meth:`wait`. A tensor that is read only when it is
@@ -62,13 +70,18 @@ class Staging:
         )
         identities = [_identity(tensor) for tensor in originals]
         distinct = dict(zip(identities, originals, strict=True))
+        made = dict(zip(distinct, self._memory([*distinct.values()]), strict=True))
+        names = {} if deferred is None else {id(data): name for name, data in _named(plan)}
+        later = []
         with torch.no_grad():
-            made = {
-                identity: memory.copy_(original, non_blocking=original.is_cuda)
-                for (identity, original), memory in zip(
-                    distinct.items(), self._memory([*distinct.values()]), strict=True
-                )
-            }
+            for identity, original in distinct.items():
+                if deferred is not None and original.device.type == "cpu" and deferred(original):
+                    name = names.get(id(original), "a tensor")
+                    later.append((name, made[identity], original, times_written(original)))
+                else:
+                    made[identity].copy_(original, non_blocking=original.is_cuda)
+        with self._copying:
+            self._deferred, self._changed = later, []
         copies = {id(tensor): made[identity] for tensor, identity in zip(originals, identities, strict=True)}
         self._copied = []
         for device in {tensor.device for tensor in distinct.values() if tensor.is_cuda}:
@@ -81,13 +94,35 @@ class Staging:
             tensors={name: copies[id(tensor)] for name, tensor in plan.tensors.items()} if not rank else {},
         )
 
+    def finish(self) -> None:
+        """Make the deferred copies, or wait for the thread that is making them. Any thread may call this."""
+        with self._copying, torch.no_grad():
+            for name, memory, original, written in self._deferred:
+                memory.copy_(original)
+                if times_written(original) != written:
+                    self._changed.append(name)
+            self._deferred = []
+
     def wait(self) -> None:
-        """Wait until the last copies are complete. Any thread may call this."""
+        """Wait until the last copies are complete. Any thread may call this.
+
+        Raises:
+            CheckpointError: A tensor was written to before its deferred copy was made.
+        """
+        self.finish()
         for event in self._copied:
             event.synchronize()
+        if self._changed:
+            raise CheckpointError(
+                f"{self._changed[0]!r} was written to while it was being copied for a checkpoint, by code "
+                f"that is neither a hook nor a step of Lightning's ({len(self._changed)} tensors in all).\n"
+                "Write to parameters and optimizer state in hooks, such as on_train_batch_end(), or leave async_save "
+                "out."
+            )
 
     def free(self) -> None:
         """Release the memory."""
+        self._deferred = []
         self._blocks, self._layout, self._places, self._copied = [], [], [], []
 
     def _memory(self, originals: list[Tensor]) -> list[Tensor]:
@@ -124,6 +159,11 @@ class Staging:
             if memory is None:
                 memory = typed[block, tensor.dtype] = self._blocks[block].view(tensor.dtype)
             yield memory.as_strided(tensor.shape, _row_major(tensor.shape), start // tensor.dtype.itemsize)
+
+
+def _named(plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in plan.stored.items():
+        yield from ((key, chunk.data) for chunk in tensor.chunks if isinstance(chunk.data, Tensor))
 
 
 @lru_cache(maxsize=1024)

@@ -239,7 +239,7 @@ def verify_checkpoint(path: str, quiet: bool, as_json: bool) -> None:
     says. Every fault is reported.
     """
     from fsdp_core.checkpoint.storage.folder import open_folder
-    from fsdp_core.checkpoint.storage.rereading import anew
+    from fsdp_core.checkpoint.storage.rereading import retried
     from fsdp_core.checkpoint.storage.tensor_bytes import open_files
     from fsdp_core.checkpoint.tools.conversion import counter
     from fsdp_core.checkpoint.verifying import find_damage
@@ -251,7 +251,7 @@ def verify_checkpoint(path: str, quiet: bool, as_json: bool) -> None:
             on_bytes = counter(total, on_progress)
             return files, find_damage(files, files.manifest.files, on_bytes=lambda name, count: on_bytes(count))
 
-    files, faults = anew([open_folder(path)], read, is_right=lambda found: not found[1])
+    files, faults = retried([open_folder(path)], read, is_right=lambda found: not found[1])
     entries = files.manifest.files
     total = sum(entry.size for entry in entries.values())
     if as_json:

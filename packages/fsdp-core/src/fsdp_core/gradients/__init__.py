@@ -1,1 +1,1 @@
-"""Gradients of sharded parameters: reduced, clipped, shown inside a step, given up."""
+"""Gradients of sharded parameters: reduced, clipped, shown inside a step, discarded."""

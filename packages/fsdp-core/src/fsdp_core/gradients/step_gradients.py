@@ -16,7 +16,7 @@ _INSTEAD = (
     "Write self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm') to clip, and "
     "optimizer.zero_grad() to forget. For the norm of the whole gradient, "
     "self.trainer.strategy.sharded.clip_norm(parameters, float('inf')) takes the optimizer's parameters. Under a "
-    "strategy that shows whole shapes, such as 'fsdp2', torch's own functions are right on self.parameters()."
+    "strategy whose sharded parameters are DTensors, torch's own functions are right on self.parameters()."
 )
 
 

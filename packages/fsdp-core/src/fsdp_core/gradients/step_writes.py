@@ -25,7 +25,7 @@ class StepWrites(Protocol):
     told_to_all: bool
 
     def renew(self) -> None:
-        """Begin anew, after an optimizer's step inside of the training step."""
+        """Start over, after an optimizer's step inside the training step."""
         ...
 
     def written(self) -> str | None:
@@ -34,7 +34,7 @@ class StepWrites(Protocol):
 
 
 def check_writes(writes: StepWrites, ranks: Runtime | None = None) -> None:
-    """Refuse what was written to gathered parameters. Called before they are freed or gathered anew.
+    """Refuse what was written to gathered parameters. Called before they are freed or gathered again.
 
     Args:
         writes: What has watched the step.

@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["when_zeroed"]
+__all__ = ["on_zero_grad"]
 
 _of_optimizers: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
 _of_modules: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
 
 
-def when_zeroed(owner: Optimizer | nn.Module, then: Callable[[], None]) -> None:
+def on_zero_grad(owner: Optimizer | nn.Module, then: Callable[[], None]) -> None:
     """Call a function at the end of each ``zero_grad()`` of an optimizer, or of a module or what is around it.
 
     torch has hooks to an optimizer's steps, and none to this. Lightning's wrappers of optimizers and modules find the

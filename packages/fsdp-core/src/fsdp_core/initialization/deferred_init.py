@@ -40,7 +40,7 @@ def deferred_init() -> Iterator[None]:
         True
     """
     last: _Build | None = getattr(_thread, "last", _no_build)()
-    build = last if last is not None and last.draws.go_on() else _Build()
+    build = last if last is not None and last.draws.is_continued() else _Build()
     _thread.last = weakref.ref(build)
     with _noting(build):
         yield
@@ -264,7 +264,7 @@ class _Build:
     def _draw_all(self, device: torch.device) -> None:
         """Draw all random numbers once, in order, to find the generator's state before each step."""
         first, self._drawn[device.type] = self._drawn.get(device.type, 0), len(self.steps)
-        with self.draws.going_on(device), torch.no_grad():
+        with self.draws.continued(device), torch.no_grad():
             for index in range(first, len(self.steps)):
                 step = self.steps[index]
                 if step.draw is not None:

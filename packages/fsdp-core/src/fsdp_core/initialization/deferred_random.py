@@ -93,7 +93,7 @@ class Draws:
         self._last = self._origin
         self._ended: dict[int, Draw] = {}
 
-    def go_on(self) -> bool:
+    def is_continued(self) -> bool:
         """Whether the generator is unchanged since the last draw was recorded."""
         return self._end is not None and torch.equal(self._end, torch.get_rng_state())
 
@@ -114,7 +114,7 @@ class Draws:
         return draw
 
     @contextmanager
-    def going_on(self, device: torch.device) -> Iterator[None]:
+    def continued(self, device: torch.device) -> Iterator[None]:
         """A context in which recorded draws are made for the first time: those since the last such context.
 
         They start from the generator's state at the first recorded draw; if the generator was used or seeded since,
@@ -122,7 +122,7 @@ class Draws:
         """
         kind = device.type
         if kind not in self._origin.after:
-            untouched = kind == "cpu" and self._start is not None and self.go_on()
+            untouched = kind == "cpu" and self._start is not None and self.is_continued()
             self._origin.after[kind] = self._start if untouched and self._start is not None else random_state(device)
         yield
         if kind in self._last.after:

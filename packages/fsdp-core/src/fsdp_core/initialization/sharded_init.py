@@ -21,9 +21,9 @@ from fsdp_core.initialization.wrap import when_marked
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.host_memory import give_back, memory_of
-from fsdp_core.torch_private import meeting_place, users_of_storage, without_torch_function
+from fsdp_core.torch_private import default_store, users_of_storage, without_torch_function
 
-__all__ = ["KeptPart", "check_parts", "is_part", "keep_parts", "kept_as_built", "let_go_of"]
+__all__ = ["KeptPart", "check_same_parts", "is_part", "keep_parts", "kept_as_built", "let_go_of"]
 
 # torch 2.13 deprecates the second name for the first
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -190,7 +190,7 @@ def kept_as_built(runtime: Runtime | None) -> Iterator[None]:
 @contextmanager
 def _random_numbers_of_rank_0(runtime: Runtime) -> Iterator[None]:
     """Use rank 0's random numbers, without a collective: rank 0 does not wait, and may be the only rank here."""
-    store = meeting_place()
+    store = default_store()
     if store is None:
         yield
         return
@@ -260,7 +260,7 @@ def let_go_of(parameter: nn.Parameter) -> KeptPart | None:
     return kept
 
 
-def check_parts(module: nn.Module, runtime: Runtime) -> None:
+def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
     """Raise on every rank if the ranks' parts are from different values. All ranks must call it.
 
     Args:

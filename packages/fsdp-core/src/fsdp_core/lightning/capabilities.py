@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.signatures import BY_THE_PACKAGE
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
@@ -29,9 +30,6 @@ __all__ = [
 
 #: The capability that an option requests, by core's name of the option.
 _ASKED_BY = {one.option: one for one in Capability if one.option not in (None, "state_dict_type")}
-
-#: Arguments of core's constructors that every package passes itself: a user's would be Python's bare TypeError.
-_BY_THE_PACKAGE = ("backend", "strategy_name")
 
 _CHECKPOINTS = {"sharded": Capability.SHARDED_CHECKPOINT, "full": Capability.FULL_CHECKPOINT}
 
@@ -96,7 +94,7 @@ def check_options(made: type, arguments: tuple[Any, ...], options: Mapping[str, 
             rest = {name: value for name, value in options.items() if name not in refused}
             told += _refused_besides(made, arguments, rest)
         raise UnsupportedCapabilityError("\n".join(told))
-    unknown = [name for name in options if name not in taken and (closed or name in _BY_THE_PACKAGE)]
+    unknown = [name for name in options if name not in taken and (closed or name in BY_THE_PACKAGE)]
     if unknown:
         near = {"backend": "Did you mean 'process_group_backend'?"} if "process_group_backend" in taken else {}
         refuse_unknown_options(info.name, made, dict.fromkeys(unknown), near)

@@ -31,6 +31,7 @@ from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
+from fsdp_core.lightning.loaders.split_batches import split_in_fabric
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
 from fsdp_core.lightning.strategy import RanksOfStrategy
@@ -86,7 +87,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         async_save: bool = False,
         **unknown: Never,
     ) -> None:
-        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
+        self._store_options(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
         self.roots: list[Sharded] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._num_nodes = 1
@@ -216,14 +217,18 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         follow_in_fabric(dataloader)
-        return dataloader
+        return dataloader if self.backend.sequence is None else split_in_fabric(dataloader, self.split_batch)
 
     # -- steps -----------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        self._check_loss()
+        super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.async_saves is not None:
             self.async_saves.step()
-        self._look_at(optimizer, self.roots)
+        self._follow_added_parameters(optimizer, self.roots)
         output = super().optimizer_step(optimizer, **kwargs)
         self._backward_sync_control.accumulating.clear()
         self._unreduced.clear()

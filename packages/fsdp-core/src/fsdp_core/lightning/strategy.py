@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
-from fsdp_core.gradients.zero_grad import when_zeroed
-from fsdp_core.initialization.sharded_init import check_parts
+from fsdp_core.gradients.zero_grad import on_zero_grad
+from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
 from fsdp_core.lightning.devices import (
     check_devices,
@@ -30,10 +30,10 @@ from fsdp_core.lightning.devices import (
     reduce_op_name,
     set_rank_zero,
 )
-from fsdp_core.lightning.hooks.redirection import follow_calls, is_inside_forward, normal_tensors, parts_of
+from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
 from fsdp_core.lightning.private import reset_seed
 from fsdp_core.lightning.signatures import described_constructor
-from fsdp_core.mesh import Mesh
+from fsdp_core.mesh import GRADIENT_AXES, Mesh
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -113,7 +113,7 @@ class RanksOfStrategy:
         check_options(cls, args, options)
         return super().__new__(cls)
 
-    def _take(
+    def _store_options(
         self,
         backend: Backend,
         strategy_name: str,
@@ -145,14 +145,14 @@ class RanksOfStrategy:
             facts = self._facts(module)
             check_same(self.runtime, type(module).__name__, facts)
             if facts["state"] == _NOT_SHARDED:  # otherwise sharding raises on all ranks, or is not needed
-                check_parts(module, self.runtime)
+                check_same_parts(module, self.runtime)
         check_materialization(self.strategy_name, module)
-        goes_on = sharded_of(module) is not None
-        units = () if goes_on else self.backend.units(module)
-        parts = None if goes_on else parts_of(module, units)
+        is_sharded = sharded_of(module) is not None
+        units = () if is_sharded else self.backend.units(module)
+        parts = None if is_sharded else call_targets(module, units)
         with normal_tensors():
             sharded = self.backend.shard(module)
-        if goes_on:
+        if is_sharded:
             self._refuse_late(sharded)
         else:
             sharded.strategy_name = self.strategy_name
@@ -162,7 +162,7 @@ class RanksOfStrategy:
             follow_calls(sharded.root, parts, meet=has_parts)
         refuse_state_dicts(sharded.root, sharded.names, layout, self.strategy_name)
         refuse_files_of_shards(sharded.root, self.strategy_name)
-        if not goes_on:
+        if not is_sharded:
             _announce(self.log, len(units), sharded)
         return sharded
 
@@ -188,18 +188,18 @@ class RanksOfStrategy:
         for root in roots:
             parts = [part for p, parts in root.layout().items() if id(p) in held for part in parts]
             trained.append((ref(root), {part.name for part in parts}))
-            when_zeroed(root.written, partial(_give_all_up, ref(root), self._unreduced))
+            on_zero_grad(root.written, partial(_discard_unreduced, ref(root), self._unreduced))
         unreduced = self._unreduced
 
-        def give_up() -> None:
+        def discard() -> None:
             for one, names in trained:
                 root = one()
                 if root is not None and root in unreduced:
                     root.forget_unreduced(names)
 
-        when_zeroed(optimizer, give_up)
+        on_zero_grad(optimizer, discard)
 
-    def _look_at(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
+    def _follow_added_parameters(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
         now, known = _parameters_of(optimizer), _held.get(optimizer, [])
         if len(now) != len(known) or any(one is not other() for one, other in zip(now, known, strict=True)):
@@ -337,16 +337,31 @@ class RanksOfStrategy:
         self.backend.bind(self.runtime, self.shard_precision)
 
     def _reduced(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
-        """Reduce a tensor over the data-parallel ranks; other values are returned unchanged."""
+        """Reduce a tensor over the ranks with different batches or parts; other values are returned unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor
-        ranks = self.runtime.data if group is None else self.runtime
+        ranks = self.runtime.along(*GRADIENT_AXES) if group is None else self.runtime
         return ranks.all_reduce(tensor, reduce_op_name(reduce_op), group)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the data-parallel ranks' tensors along a new first dimension."""
-        ranks = self.runtime.data if group is None else self.runtime
+        """Stack the tensors of the ranks with different batches, or parts of them, along a new first dimension."""
+        ranks = self.runtime.along(*GRADIENT_AXES) if group is None else self.runtime
         return ranks.all_gather(tensor, group, sync_grads)
+
+    def split_batch(self, batch: Any) -> Any:
+        """This rank's part of a batch along the sequence; the batch itself without context parallelism.
+
+        The batches of a Trainer, and of loaders that Fabric has set up, are split already. Context-parallel ranks must
+        call it with the same batch.
+
+        Raises:
+            ShardingError: The batch can't be split as the options say, or is a part already.
+        """
+        return batch if self.backend.sequence is None else self.backend.sequence.split(batch)
+
+    def _check_loss(self) -> None:
+        if self.backend.sequence is not None:
+            self.backend.sequence.check_loss()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any of them, decide for something. All ranks must call it."""
@@ -398,7 +413,7 @@ class StrategyOptions(RanksOfStrategy):
         super().__init__(backend, *common, strategy_name=strategy_name, runtime=runtime, **others)  # type: ignore[call-arg]
 
 
-def _give_all_up(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
+def _discard_unreduced(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
     root = of()
     if root is not None and root in unreduced:
         root.forget_unreduced(set(root.names))

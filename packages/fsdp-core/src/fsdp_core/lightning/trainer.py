@@ -29,14 +29,17 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.step_gradients import guard, unguard
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
+from fsdp_core.lightning.checkpoints.deferred_copies import copied_after
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
 from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
-from fsdp_core.lightning.checkpoints.model_checkpoint import expect_what_is_pending
+from fsdp_core.lightning.checkpoints.late_param_groups import LateParamGroups
+from fsdp_core.lightning.checkpoints.model_checkpoint import treat_pending_saves_as_done
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
 from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
 from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
+from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
@@ -47,6 +50,7 @@ from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_again
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.sequence import use_split
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
 
@@ -108,15 +112,17 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         async_save: bool = False,
         **unknown: Never,
     ) -> None:
-        self._take(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
+        self._store_options(backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown)
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
+        #: Saved state of param groups that the optimizers do not hold yet.
+        self.late_param_groups = LateParamGroups()
         self._in_step = self._blocking = False
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
-        self._looked_at: list[int] = []
+        self._last_guarded: list[int] = []
         self._held_in_pieces: list[Tensor] = []
         self._trainer: pl.Trainer | None = None
         self._fitting = False
@@ -197,11 +203,13 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._fitting = self._is_first_step = fitting
         if fitting and self.async_saves is not None:
-            expect_what_is_pending(trainer.checkpoint_callbacks)
+            treat_pending_saves_as_done(trainer.checkpoint_callbacks)
         module = self.lightning_module
         if fitting:
             check_loop(self.strategy_name, self.state_dict_type, trainer, module)
             check_pruning(trainer, self.strategy_name)
+        if self.backend.sequence is not None:
+            refuse_loader_steps(module, self.strategy_name)
         if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":
             # fail now rather than at the first checkpoint, which may be hours away
             check_hyper_parameters(module, "hyper_parameters")
@@ -219,6 +227,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         show_written_shapes(trainer, sharded)
         if fitting:
             self._exact_resume.follow(trainer)
+            self.late_param_groups.clear()
             self._reset_optimizers_and_schedulers()
             with sharded.as_written():
                 self.setup_optimizers(trainer)
@@ -270,6 +279,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._training_loaders.prepare(dataloader, self.lightning_module.trainer)
             self._exact_resume.before_iterators()
         return dataloader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return self.split_batch(super().batch_to_device(batch, device, dataloader_idx))
 
     def model_to_device(self) -> None:
         """Nothing to do: sharding places each unit on its device."""
@@ -337,6 +349,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._blocking = False
 
     def pre_backward(self, closure_loss: Tensor) -> None:
+        self._check_loss()
         if self._inside_root_forward:
             self._unguard()
             self._check_writes()
@@ -353,8 +366,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def _pieces(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors, which, unlike DTensors, compute on one rank."""
         held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if list(map(id, held)) != self._looked_at:  # called several times a step, in which it rarely changes
-            self._looked_at = list(map(id, held))
+        if list(map(id, held)) != self._last_guarded:  # called several times a step, in which it rarely changes
+            self._last_guarded = list(map(id, held))
             self._held_in_pieces = [p for p in held if not isinstance(p, DTensor) and self.sharded.holds_part(p)]
         return (p.grad for p in self._held_in_pieces)
 
@@ -378,7 +391,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         sharded = self.sharded
-        self._look_at(optimizer, [sharded])
+        self.param_groups_added(optimizer)
+        self.late_param_groups.check_complete(optimizer)
+        if self.fit_saves is not None:
+            closure = copied_after(closure, self.fit_saves, optimizer)
         if not self._inside_root_forward:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._exact_resume.on_step(optimizer)
@@ -475,6 +491,11 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._training_loaders.progress_restored(self.lightning_module.trainer)
         self._exact_resume.take(checkpoint.get(KEY))
 
+    def param_groups_added(self, optimizer: Optimizer) -> None:
+        """Make an optimizer hold the shards of what it was given, and restore the state that a checkpoint has of it."""
+        self._follow_added_parameters(optimizer, [self.sharded])
+        self.late_param_groups.restore(optimizer, self.sharded)
+
     @property
     def fit_saves(self) -> AsyncSaves | None:
         """Writes in the background of a fit; ``None`` without training, where a save returns once all is written."""
@@ -483,6 +504,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         refuse_values_of_parts(False)
         self._check_saving(filter(None, [self._sharded_or_none]))
+        if "optimizer_states" in checkpoint:
+            self.late_param_groups.check_saving()
         path = self.broadcast(str(filepath))
         if self.fit_saves is not None:
             self.fit_saves.wait()  # before memory is allocated for this one
@@ -514,6 +537,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def teardown(self) -> None:
         refuse_values_of_parts(False)
+        use_split(None)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

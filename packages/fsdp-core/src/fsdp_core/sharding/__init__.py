@@ -21,6 +21,7 @@ from fsdp_core.sharding.flat import (
     unwrapped,
 )
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, sharded_around, sharded_of
 from fsdp_core.sharding.wrap_policy import (
     ActivationCheckpointingPolicy,
@@ -47,6 +48,7 @@ __all__ = [
     "MeshAxis",
     "ParameterOrders",
     "ReplicatedParameters",
+    "SequenceSplit",
     "ShardPrecision",
     "Sharded",
     "StateTensor",
@@ -58,6 +60,7 @@ __all__ = [
     "checkpoint_activations",
     "clip_grads_by_norm",
     "clip_grads_by_value",
+    "current_split",
     "describe_policy",
     "is_flattened",
     "is_part",
@@ -79,5 +82,6 @@ __all__ = [
     "stand_ins_in_place",
     "stays_whole",
     "unwrapped",
+    "use_split",
     "wrap",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 from weakref import ref
@@ -19,6 +19,7 @@ from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.repointing import repoint
+from fsdp_core.sharding.sequence import SequenceSplit, use_split
 from fsdp_core.sharding.shardable import check_shardable
 from fsdp_core.sharding.sharded import Sharded, keep, sharded_of
 from fsdp_core.state.fqn import clean_name, named_parameters
@@ -77,12 +78,20 @@ class Backend(ABC):
     #: The device types this backend can run on.
     accelerators: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
 
+    #: With context parallelism, the sequence dimension of each entry of a batch to split; see :class:`SequenceSplit`.
+    context_parallel_dims: Mapping[str, int] | None = None
+
+    #: How the front ends split batches; ``None`` without context parallelism.
+    sequence: SequenceSplit | None = None
+
     runtime: Runtime
     precision: ShardPrecision
 
     def bind(self, runtime: Runtime, precision: ShardPrecision) -> None:
-        """Set the runtime to shard over and the dtypes to shard in. Called before each stage."""
+        """Set the runtime to shard over and the dtypes to shard in. Called before each stage, on all ranks."""
         self.runtime, self.precision = runtime, precision
+        self.sequence = SequenceSplit.of(runtime, self.context_parallel_dims)
+        use_split(self.sequence)
 
     def mesh(self, world_size: int) -> Mesh:
         """How this backend, with its options, arranges so many ranks. Called before any process group exists.

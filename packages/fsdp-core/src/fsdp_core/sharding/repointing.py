@@ -164,6 +164,6 @@ def _divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> Optimiz
     return OptimizerMismatchError(
         f"{told} are one flat parameter here, and {type(optimizer).__name__} has them in "
         "different param groups, or has not all of them.\n"
-        "Give the optimizer all of them, in one group; or take a strategy that keeps every parameter its own, as "
-        "'fsdp_native' does with use_orig_params=True."
+        "Give the optimizer all of them, in one group; or use a strategy, or an option of this one, that keeps "
+        "parameters separate: `fsdp describe NAME` lists a strategy's options."
     )

@@ -291,8 +291,8 @@ def _check_alike(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) 
         if _about_whole(part, state.get(part.name, {})) != first:
             raise CheckpointMismatchError(
                 f"{parts[0].name!r} and {part.name!r} are one flat parameter here, but were saved with different "
-                "optimizer state, such as step counts.\nLoad it under a strategy that keeps parameters separate, "
-                "such as 'fsdp_native' with use_orig_params=True."
+                "optimizer state, such as step counts.\nLoad it under a strategy, or with an option of this one, that "
+                "keeps parameters separate: `fsdp describe NAME` lists a strategy's options."
             )
 
 

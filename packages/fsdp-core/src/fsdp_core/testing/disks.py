@@ -25,6 +25,7 @@ class Disk:
         seconds: The time that each file takes.
         room: The free space in bytes; ``None`` for no limit.
         opened: Files are written while it is set.
+        reached: Set once a file is to be written.
     """
 
     def __init__(self) -> None:
@@ -32,11 +33,13 @@ class Disk:
         self.room: int | None = None
         self.opened = threading.Event()
         self.opened.set()
+        self.reached = threading.Event()
 
     def wait(self) -> None:
         """Wait until a file may be written."""
+        self.reached.set()
         time.sleep(self.seconds)
-        assert self.opened.wait(_PATIENCE), "nobody has opened this disk"
+        assert self.opened.wait(_PATIENCE), "the disk was not opened in time"
 
     def take(self, count: int) -> None:
         """Use up space for some bytes."""

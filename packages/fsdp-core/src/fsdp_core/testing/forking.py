@@ -259,7 +259,7 @@ def _begin(environment: Mapping[str, str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Let this process be ended as soon as the one that asked for it is gone, also by a signal that nobody can answer.
+    """Let this process be ended as soon as the one that asked for it is gone, also by a signal that can't be handled.
 
     The end of its pipe says so too, but a rank reads that between two calls, and not while it waits for a peer.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core import ReduceOp, Runtime
-from fsdp_xla.ranks.meeting import Meeting
+from fsdp_xla.ranks.communicator import Communicator
 from fsdp_xla.seeding import follow_manual_seed, follow_seed_from_before
 from fsdp_xla.torch_xla_private import devices as xla
 
@@ -32,7 +32,7 @@ class XLARuntime(Runtime):
     """
 
     def __init__(self) -> None:
-        self._meeting: Meeting | None = None
+        self._communicator: Communicator | None = None
 
     def start(
         self,
@@ -52,37 +52,37 @@ class XLARuntime(Runtime):
             "xla_fsdp",
             "Take that backward pass in another process, or in a rank: in a hook, or in train().",
         )
-        if world_size > 1 and self._meeting is None:
-            self._meeting = xla.meeting_of_ranks(rank, world_size, address, port, timeout)
+        if world_size > 1 and self._communicator is None:
+            self._communicator = xla.communicator_of_ranks(rank, world_size, address, port, timeout)
         if world_size == 1:
             follow_seed_from_before(self.set_device_random_state)
         follow_manual_seed(self.set_device_random_state)
 
     def stop(self) -> None:
-        self._meeting = None
+        self._communicator = None
 
     def described(self) -> str:
         return f"{super().described()} (XLA)"
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        return [obj] if self._meeting is None else self._meeting.exchange(self.rank, obj)
+        return [obj] if self._communicator is None else self._communicator.all_gather_object(self.rank, obj)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        if self._meeting is None:
+        if self._communicator is None:
             return obj
         on_device = any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in xla.tree_flatten(obj)[0])
         mine = None if self.rank != src else _RunFirst() if on_device else obj
-        told = self._meeting.exchange(self.rank, mine)[src]
+        told = self._communicator.all_gather_object(self.rank, mine)[src]
         if isinstance(told, _RunFirst):
             xla.sync()  # on all ranks, because the object may depend on a collective of all ranks
-            told = self._meeting.exchange(self.rank, obj if self.rank == src else None)[src]
+            told = self._communicator.all_gather_object(self.rank, obj if self.rank == src else None)[src]
         return told
 
     def barrier(self) -> None:
         self.gather_objects(None)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "mean", group: Any | None = None) -> Tensor:
-        if self._meeting is None:
+        if self._communicator is None:
             return tensor
         stacked = torch.stack(self.gather_objects(xla.on_host(tensor)))
         reduced = stacked.sum(0) / len(stacked) if op == "mean" else _REDUCTIONS[str(op)](stacked)
@@ -92,7 +92,7 @@ class XLARuntime(Runtime):
 
     def building(self) -> AbstractContextManager[None]:
         """Context in which this rank builds its model."""
-        return nullcontext() if self._meeting is None else self._meeting.building(self.rank)
+        return nullcontext() if self._communicator is None else self._communicator.building(self.rank)
 
     def claim(self, module: nn.Module) -> None:
         """Record that this rank shards a module.
@@ -100,15 +100,15 @@ class XLARuntime(Runtime):
         Raises:
             ShardingError: Another rank, a thread of this process, shards it too.
         """
-        if self._meeting is not None:
-            self._meeting.claim(self.rank, module)
+        if self._communicator is not None:
+            self._communicator.claim(self.rank, module)
 
     def in_graph(self) -> XLARuntime:
         """The same ranks, reducing inside the graph that is being recorded, without fetching values."""
-        return self if self._meeting is None else _InGraph(self)
+        return self if self._communicator is None else _InGraph(self)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        if self._meeting is None:
+        if self._communicator is None:
             return tensor.unsqueeze(0)
         if sync_grads and tensor.requires_grad:
             gathered: Tensor = _GatherOnDevice.apply(tensor, self.world_size)  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ class XLARuntime(Runtime):
     def side_channel(self) -> Runtime:
         channel = XLARuntime()
         channel.rank, channel.local_rank, channel.world_size = self.rank, self.local_rank, self.world_size
-        channel._meeting = None if self._meeting is None else self._meeting.another(self.rank)
+        channel._communicator = None if self._communicator is None else self._communicator.duplicate(self.rank)
         return channel
 
     def device_random_state(self) -> Any:

@@ -101,7 +101,7 @@ class Lockstep:
                     time.sleep(0.0005)
                 dispatch()
         except BaseException:
-            self._barrier.break_up()
+            self._barrier.abort()
             raise
         self._barrier.wait(rank, doing, self._done)
 

@@ -100,7 +100,7 @@ class XLADeviceRanks(OnXLADevices):
                 f"num_nodes={self.num_nodes} and devices={self.num_processes} ask for {asked} ranks, and XLA has "
                 f"{here.world_size}.\nWrite the number of hosts of the TPU slice, and that of one host's devices."
             )
-        threads = getattr(xla.meetings, "here", None)
+        threads = getattr(xla.this_thread, "communicator", None)
         if threads is None or threads.world_size == 1:
             set_rank_zero(0 if here is None else here.rank)  # threads would share this global: see lockstep
 

@@ -21,8 +21,8 @@ from fsdp_xla.ranks.launch import run_ranks
 __all__ = ["FabricXLALauncher", "TrainerXLALauncher"]
 
 
-class FabricXLALauncher(Launcher):
-    """Runs the function of ``fabric.launch(function)`` on every rank.
+class _XLALauncher(Launcher):
+    """Launches ranks on XLA devices.
 
     Args:
         ranks: The number of ranks on this host.
@@ -34,6 +34,10 @@ class FabricXLALauncher(Launcher):
     @property
     def is_interactive_compatible(self) -> bool:
         return True
+
+
+class FabricXLALauncher(_XLALauncher):
+    """Runs the function of ``fabric.launch(function)`` on every rank."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return run_ranks(self._ranks, _call, (function, args, kwargs))
@@ -44,19 +48,8 @@ def _call(job: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> An
     return to_host(function(*args, **kwargs))
 
 
-class TrainerXLALauncher(Launcher):
-    """Runs a stage of a Trainer on every rank, and updates the Trainer of this process with the results.
-
-    Args:
-        ranks: The number of ranks on this host.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        return True
+class TrainerXLALauncher(_XLALauncher):
+    """Runs a stage of a Trainer on every rank, and updates the Trainer of this process with the results."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         module = None

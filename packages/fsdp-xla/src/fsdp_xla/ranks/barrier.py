@@ -106,7 +106,7 @@ class ThreadBarrier:
         with self._condition:
             self._interrupt = True
 
-    def break_up(self) -> None:
+    def abort(self) -> None:
         """Raise in every rank that waits, now or later."""
         with self._condition:
             if self._broken is None:

@@ -17,7 +17,7 @@ import torch
 from fsdp_core import StrategyUnavailableError
 from fsdp_xla.cpu_ranks import uses_cpu_devices
 from fsdp_xla.ranks.barrier import RankLostError
-from fsdp_xla.ranks.meeting import ThreadMeeting
+from fsdp_xla.ranks.communicator import ThreadCommunicator
 from fsdp_xla.ranks.messages import from_bytes, to_bytes
 from fsdp_xla.seeding import follow_manual_seed
 from fsdp_xla.torch_xla_private import devices as xla
@@ -86,17 +86,17 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
 
     _check_not_interrupted()
     _let_have_cpu_devices(world_size)
-    meeting = ThreadMeeting(world_size)
+    communicator = ThreadCommunicator(world_size)
     results: dict[int, Any] = {}
     failures: list[BaseException] = []
     interrupted = False
     ended = [threading.Event() for _ in range(world_size)]
     seed = torch.initial_seed()
     copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # not in ranks: copying may draw random numbers
-    with lockstep(world_size, meeting.barrier) if world_size > 1 else nullcontext() as steps:
+    with lockstep(world_size, communicator.barrier) if world_size > 1 else nullcontext() as steps:
 
         def rank() -> None:
-            xla.meetings.here = meeting
+            xla.this_thread.communicator = communicator
             here = xla.rank_here()
             assert here is not None
             try:
@@ -104,18 +104,18 @@ def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -
                     steps.begin(after_failure=bool(_failed))
                 _seed_device(seed)
                 results[here.rank] = function(copies[here.rank])
-                meeting.barrier.leave(here.rank)
+                communicator.barrier.leave(here.rank)
             except BaseException as error:
                 failures.append(error)
                 ended[here.rank].set()
                 # most failures occur on all ranks alike: let each raise its own, rather than a RankLostError
                 if not all(other.wait(_SECONDS_FOR_PEERS) for other in ended):
-                    meeting.break_up()
+                    communicator.abort()
             finally:
                 ended[here.rank].set()
 
         try:
-            xla.run_on_threads(rank, (meeting.barrier.interrupt, meeting.break_up))
+            xla.run_on_threads(rank, (communicator.barrier.interrupt, communicator.abort))
         except KeyboardInterrupt:
             interrupted = True
     if failures:

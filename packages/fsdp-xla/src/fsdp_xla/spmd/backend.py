@@ -119,7 +119,7 @@ class XLASPMDBackend(Backend):
     def _check(self, module: nn.Module) -> None:
         if self.tensor_plan and self.spmd.tensor_parallel_size == 1:
             raise UnsupportedCapabilityError(
-                "tensor_plan says how to cut weights along the mesh axis 'model', and there is none.\n"
+                "tensor_plan says how to shard weights along the mesh axis 'model', and there is none.\n"
                 "Write tensor_parallel_size=2 (or more) too, or leave tensor_plan out."
             )
         for name, submodule in module.named_modules():

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Never
+from typing import Any
 
-import torch
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from fsdp_core.lightning import ShardedFabricStrategy
-from fsdp_core.plugins import refuse_unknown_options
-from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
-from fsdp_xla.lightning.one_process import OneProcess
-from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
+from fsdp_xla.spmd.constructor import XLASPMDOptions
 
 __all__ = ["XLASPMDStrategy"]
 
 
-class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
+class XLASPMDStrategy(XLASPMDOptions, ShardedFabricStrategy):
     """Shards modules with torch_xla's SPMD: one process drives all XLA devices of the host.
 
     ``Fabric(strategy="xla_fsdp_spmd", devices=4)`` is this class with its defaults. ``devices`` is the number of
@@ -31,58 +23,11 @@ class XLASPMDStrategy(OneProcess, ShardedFabricStrategy):
     divide the number of rows, as in the last batch of an epoch, XLA pads it without affecting results. But each new
     size is a new program to compile, so prefer ``drop_last=True``.
 
-    Args:
-        accelerator: As in Lightning.
-        parallel_devices: As in Lightning.
-        checkpoint_io: As in Lightning; for ``state_dict_type="full"`` only.
-        precision: As in Lightning; ``Fabric(precision="bf16-mixed")`` is the usual way.
-        auto_wrap_policy: Which submodules are gathered and freed together: a set of classes, a function
-            ``module -> bool`` or one of torch's policies, ``"auto"`` for the blocks
-            repeated in ``ModuleList`` s, or ``None`` for the root alone.
-        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
-            classes or a function ``module -> bool``.
-        tensor_parallel_size: The number of devices that share one part of the batch and shard weights by
-            ``tensor_plan``. It must divide the number of devices.
-        tensor_plan: By pattern of parameter names (``*`` matches anything), the dimension to shard over these devices,
-            such as ``{"*.mlp.up.weight": 0, "*.mlp.down.weight": 1}``. Other parameters are replicated on them.
-        state_dict_type: ``"sharded"`` for checkpoint folders of shards, ``"full"`` for one file.
-        async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
-            background.
-
     Example:
         >>> strategy = XLASPMDStrategy(tensor_parallel_size=2, tensor_plan={"*.up.weight": 0})
         >>> strategy.num_processes
         1
     """
-
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        *,
-        auto_wrap_policy: WrapPolicy | None = "auto",
-        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        tensor_parallel_size: int = 1,
-        tensor_plan: Mapping[str, int] | None = None,
-        state_dict_type: Literal["sharded", "full"] = "sharded",
-        async_save: bool = False,
-        **unknown: Never,
-    ) -> None:
-        refuse_unknown_options("xla_fsdp_spmd", XLASPMDStrategy, unknown, INSTEAD_IN_SPMD, always=ALWAYS_IN_SPMD)
-        super().__init__(
-            auto_wrap_policy=auto_wrap_policy,
-            activation_checkpointing_policy=activation_checkpointing_policy,
-            tensor_parallel_size=tensor_parallel_size,
-            tensor_plan=tensor_plan,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            state_dict_type=state_dict_type,
-            async_save=async_save,
-        )
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with self.backend.first_steps.of(optimizer):

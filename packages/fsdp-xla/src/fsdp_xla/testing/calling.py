@@ -32,8 +32,10 @@ class OnThreads(Here):
         return 0 if found is None else found.rank
 
     def mean(self, tensor: Tensor) -> Tensor:
-        meeting = getattr(xla.meetings, "here", None)
-        return tensor if meeting is None else torch.stack(meeting.exchange(self.rank, tensor)).mean(0)
+        communicator = getattr(xla.this_thread, "communicator", None)
+        if communicator is None:
+            return tensor
+        return torch.stack(communicator.all_gather_object(self.rank, tensor)).mean(0)
 
     def memory(self, tensor: Tensor) -> int:
         return _memory(tensor, math.prod(tensor.shape))  # numel() does not change when a tensor is freed

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla._internal import pjrt
 
 from fsdp_core import StrategyUnavailableError
-from fsdp_xla.ranks.meeting import Meeting, StoreMeeting, ThreadMeeting
+from fsdp_xla.ranks.communicator import Communicator, StoreCommunicator, ThreadCommunicator
 
 __all__ = [
     "RankHere",
@@ -38,11 +38,10 @@ __all__ = [
     "all_reduce",
     "as_data",
     "check_autograd",
+    "communicator_of_ranks",
     "compiled",
     "default_device",
     "in_order",
-    "meeting_of_ranks",
-    "meetings",
     "on_host",
     "put_in_order",
     "random_numbers_kept",
@@ -58,6 +57,7 @@ __all__ = [
     "settle",
     "start_alone",
     "sync",
+    "this_thread",
     "tree_flatten",
     "tree_unflatten",
 ]
@@ -65,8 +65,8 @@ __all__ = [
 #: torch_xla's compiled module, also for the lockstep of ranks on the CPU.
 compiled: Any = torch_xla._XLAC
 
-#: Thread-local: whether a rank runs in this thread (``rank``), and its meeting if ranks are threads (``here``).
-meetings = threading.local()
+#: Thread-local: ``is_rank``, whether a rank runs in this thread; ``communicator``, the rank's if ranks are threads.
+this_thread = threading.local()
 
 
 class RankHere(NamedTuple):
@@ -87,7 +87,7 @@ class RankHere(NamedTuple):
 
 def rank_here() -> RankHere | None:
     """The rank that runs in this thread; ``None`` before ranks are started."""
-    if not getattr(meetings, "rank", False):
+    if not getattr(this_thread, "is_rank", False):
         return None
     return RankHere(xr.global_ordinal(), xr.local_ordinal(), xr.host_index(), xr.world_size())
 
@@ -116,7 +116,7 @@ def run_on_threads(
         try:
             compiled._xla_set_default_device(device)
             xr._init_world_size_ordinal()
-            meetings.rank = True
+            this_thread.is_rank = True
             function()
         finally:
             end.set()
@@ -164,7 +164,7 @@ _of_processes: list[Callable[[], object]] = []
 
 
 def _rank_of_process(_: int) -> None:
-    meetings.rank = True
+    this_thread.is_rank = True
     _of_processes[-1]()
 
 
@@ -314,12 +314,14 @@ def set_random_state(device: torch.device, state: int) -> None:
     xm.set_rng_state(int(state), str(device))
 
 
-def meeting_of_ranks(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None) -> Meeting:
-    """This rank's meeting: in this process if ranks are its threads, otherwise a store at rank 0's address."""
-    here: ThreadMeeting | None = getattr(meetings, "here", None)
-    if here is not None:
+def communicator_of_ranks(
+    rank: int, world_size: int, address: str, port: int, timeout: timedelta | None
+) -> Communicator:
+    """This rank's communicator: in this process if ranks are its threads, otherwise a store at rank 0's address."""
+    mine: ThreadCommunicator | None = getattr(this_thread, "communicator", None)
+    if mine is not None:
         if timeout is not None:
-            here.barrier.timeout = timeout
-        return here
+            mine.barrier.timeout = timeout
+        return mine
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout or timedelta(minutes=30))
-    return StoreMeeting(store, world_size)
+    return StoreCommunicator(store, world_size)

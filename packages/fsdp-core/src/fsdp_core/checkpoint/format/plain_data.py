@@ -239,7 +239,7 @@ def decode(value: Any, on_tensor: Callable[[str, Any], Any]) -> Any:
     if tag is None:
         return {key: decode(item, on_tensor) for key, item in value.items()}
     if len(value) > 1:
-        raise CheckpointFormatError(f"the state holds {tag!r} beside other keys of one object, which has no meaning")
+        raise CheckpointFormatError(f"the state holds {tag!r} with other keys in one object, which has no meaning")
     held = value[tag]
     if tag in ("$tensor", "$saved"):
         return on_tensor(tag, held)

@@ -158,7 +158,7 @@ def _dcp(found: Source, order: ParameterOrder, drop: tuple[str, ...], weights_on
 
 
 def _meta(archive: TorchFile, drop: tuple[str, ...], weights_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the data that Lightning saves beside the shards, and the paths to drop that are not in it."""
+    """Return the data that Lightning saves next to the shards, and the paths to drop that are not in it."""
     if not isinstance(archive.content, dict):
         raise CheckpointFormatError(f"{archive.file} holds no dict, so it is none of Lightning's")
     own = tuple(path for path in drop if path.partition("/")[0] in archive.content)

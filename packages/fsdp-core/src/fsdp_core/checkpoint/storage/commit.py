@@ -44,7 +44,7 @@ class Place:
     Attributes:
         path: The requested path.
         writer: The writer of the save.
-        aside: Whether to write beside the path and to move there at the end: if nothing is at the path, so that it
+        aside: Whether to write next to the path and to move there at the end: if nothing is at the path, so that it
             never holds a partial checkpoint, or if a file or a link is to be replaced.
         before: The fingerprint of the manifest that was at the path.
         expected: The identity of the file or link that was at the path.
@@ -101,12 +101,12 @@ class Place:
                 try:
                     folder.move_to(final, aside=f"{final.root}.{self.save_id}.replaced", expected=self.expected)
                 except FileExistsError as error:
-                    raise _told(final) from error
+                    raise _another_was_saved(final) from error
             return None
         with final.locked():
             previous = manifest_bytes(final)
             if previous is not None and fingerprint(previous) != self.before:
-                raise _told(final)
+                raise _another_was_saved(final)
             there = set(final.files())
             if any(name not in there and final.size(name) is None for name in files):
                 raise CheckpointExistsError(
@@ -118,7 +118,7 @@ class Place:
                 names = final.files()
                 for name in _files_of(previous, names, _marked(names)):  # which the other job doesn't know
                     final.remove(name)
-                raise _told(final)
+                raise _another_was_saved(final)
             return previous
 
     def withdraw(self, manifest: bytes | None) -> bool:
@@ -177,7 +177,7 @@ class Place:
             if stands:
                 living = [writer for name, writer in writers.items() if standings[name] == "lives"]
                 known = {self.save_id} | {save_id for writer in living for save_id in (writer.save_id, writer.replaces)}
-                _tell_of_others(final, set(names) - go, known, writers.values())
+                _warn_of_others(final, set(names) - go, known, writers.values())
             _clean_beside(final)
         except OSError as error:
             warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
@@ -224,7 +224,7 @@ def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
     )
 
 
-def _told(final: Folder) -> CheckpointExistsError:
+def _another_was_saved(final: Folder) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"another job has saved to {final} while this one did: the other job's checkpoint is in place, and nothing of "
         f"this save is left.\n{_APART}"
@@ -253,7 +253,7 @@ def _files_of(manifest: bytes | None, names: Collection[str], marked: Collection
     return {name for name in named if save_id_of(name) is not None}
 
 
-def _tell_of_others(final: Folder, names: Collection[str], known: Collection[str], writers: Collection[Writer]) -> None:
+def _warn_of_others(final: Folder, names: Collection[str], known: Collection[str], writers: Collection[Writer]) -> None:
     """Warn of files that may be leftovers of other saves.
 
     Args:

@@ -12,7 +12,7 @@ from fsdp_core.checkpoint.storage.folder import Folder, open_folder
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["ATTEMPTS", "anew", "begins_anew", "pause", "seen", "too_often"]
+__all__ = ["ATTEMPTS", "pause", "retried", "begins_anew", "seen", "too_often"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,14 +39,14 @@ def begins_anew(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         def reading(*args: P.args, **kwargs: P.kwargs) -> T:
             given = inspect.signature(function).bind(*args, **kwargs).arguments
             folders = [open_folder(given[name]) for name in parameters]
-            return anew(folders, lambda: function(*args, **kwargs))
+            return retried(folders, lambda: function(*args, **kwargs))
 
         return reading
 
     return decorate
 
 
-def anew(folders: list[Folder], read: Callable[[], T], *, is_right: Callable[[T], bool] = lambda _: True) -> T:
+def retried(folders: list[Folder], read: Callable[[], T], *, is_right: Callable[[T], bool] = lambda _: True) -> T:
     """Read until there is no fault, or the fault was not caused by another save.
 
     A save removes files only after its manifest has replaced the one that names them. So a fault that occurs while the

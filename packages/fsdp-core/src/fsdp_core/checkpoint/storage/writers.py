@@ -63,7 +63,7 @@ class Writer:
 
     @property
     def partial(self) -> str:
-        """The name of the folder that is written to beside the path.
+        """The name of the folder that is written to, next to the path.
 
         It contains neither the checkpoint's name nor anything else that searches for checkpoints look for.
         """

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
 from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted, is_ours, read_manifest, save_id_of
 from fsdp_core.checkpoint.storage.remedies import remedy
-from fsdp_core.checkpoint.storage.rereading import anew
+from fsdp_core.checkpoint.storage.rereading import retried
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.writers import Writer, writer_of
 from fsdp_core.errors import CheckpointError, CheckpointFormatError
@@ -71,11 +71,11 @@ def find_checkpoints(path: StrPath) -> list[Found]:
         told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
         raise CheckpointError(f"can't list {parent}: {told}") from error
     folders = [replace(parent, root=root) for root in entries]
-    found = [one for folder in folders if (one := _look_at(folder)) is not None]
+    found = [one for folder in folders if (one := _examine(folder)) is not None]
     return sorted(found, key=lambda one: (one.time or datetime.max.replace(tzinfo=UTC), one.path))
 
 
-def _look_at(folder: Folder) -> Found | None:
+def _examine(folder: Folder) -> Found | None:
     if folder.kind() != "folder":
         return None
     writer = writer_of(posixpath.basename(folder.root.replace("\\", "/")))
@@ -117,7 +117,7 @@ def _complete(folder: Folder) -> Found:
         )
 
     try:
-        return anew([folder], read, is_right=lambda found: found.state == "whole")
+        return retried([folder], read, is_right=lambda found: found.state == "whole")
     except CheckpointFormatError as error:
         return Found(
             path=str(folder), state="damaged", step=None, nbytes=0, time=_modified(folder, MANIFEST), told=str(error)

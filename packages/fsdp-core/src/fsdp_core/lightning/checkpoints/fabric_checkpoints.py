@@ -122,7 +122,7 @@ def _warn_of_gradients(strategy: _Strategy, state: dict[str, Any]) -> None:
         warnings.warn(
             "this checkpoint is saved between the micro-batches of a step, without the gradients that they have "
             "accumulated: a run that resumes from it lacks them.\n"
-            "Save after optimizer.step(), or put fsdp_core.AccumulatedGradients(model) beside the model.",
+            "Save after optimizer.step(), or put fsdp_core.AccumulatedGradients(model) next to the model in the state.",
             stacklevel=2,
         )
 

@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsdp_core.checkpoint import is_folder, remove
 
-__all__ = ["expect_what_is_pending", "link"]
+__all__ = ["link", "treat_pending_saves_as_done"]
 
 
-def expect_what_is_pending(callbacks: Iterable[pl.Callback]) -> None:
+def treat_pending_saves_as_done(callbacks: Iterable[pl.Callback]) -> None:
     """Make callbacks choose names and create links as if pending saves were already done.
 
     The name of a pending save is not free, and ``last`` may only become a link to a complete checkpoint. Overrides

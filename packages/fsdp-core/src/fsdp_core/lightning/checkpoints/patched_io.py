@@ -146,8 +146,8 @@ def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         if _is_sharded_folder(path):
             raise UnsupportedCapabilityError(
                 f"Lightning's {type(self).__name__} can't open {path}, a sharded checkpoint of fsdp-core's format.\n"
-                "Write strategy='fsdp2', or another name that `fsdp list` shows; one device and strategy='ddp' open it "
-                f"too. For a file to load with {type(self).__name__}, type: "
+                "Write a strategy that `fsdp list` shows; one device and strategy='ddp' open it too. "
+                f"For a file to load with {type(self).__name__}, type: "
                 f"fsdp checkpoint consolidate {path} FILE --to lightning"
             )
         return load_checkpoint(self, *args, **kwargs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
@@ -83,6 +84,7 @@ def write_folder(
     *,
     kinds: Mapping[str, str],
     aliases: Mapping[str, str],
+    deferred: Callable[[Tensor], bool] | None = None,
 ) -> None:
     """Write each rank's part of a sharded folder. All ranks must call it.
 
@@ -94,10 +96,11 @@ def write_folder(
         async_saves: Writes in the background; ``None`` to write now.
         kinds: By path in the state, ``"model"`` or ``"optimizer"``.
         aliases: The further names of tied parameters, by path in the state.
+        deferred: Which tensors are copied in the background as well; see :meth:`AsyncSaves.save`.
     """
     strategy.refuse_storage_options(storage_options)
     in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
-    save = in_order if async_saves is None else async_saves.save
+    save = in_order if async_saves is None else partial(async_saves.save, deferred=deferred)
     save(path, state, strategy=strategy.strategy_name, kinds=kinds, aliases=aliases)
 
 

@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
+from fsdp_core.lightning.checkpoints.deferred_copies import copied_before_a_step
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
 from fsdp_core.lightning.checkpoints.full.file import gathered
 from fsdp_core.lightning.checkpoints.full.layout import numbered
+from fsdp_core.lightning.checkpoints.late_param_groups import LateParamGroups
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.sharded_or_full import SavingStrategy, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
@@ -25,6 +27,9 @@ _ALREADY_SAVED = "Leave it out: the checkpoint holds the model and its optimizer
 
 class _Strategy(SavingStrategy, Protocol):
     optimizers: list[Optimizer]
+    late_param_groups: LateParamGroups
+
+    def param_groups_added(self, optimizer: Optimizer) -> None: ...
 
     @property
     def sharded(self) -> Sharded: ...
@@ -78,6 +83,7 @@ def save_checkpoint(
         strategy.fit_saves,
         kinds=kinds,
         aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
+        deferred=copied_before_a_step(strategy.lightning_module.trainer, sharded, strategy.optimizers),
     )
 
 
@@ -111,6 +117,8 @@ def load_checkpoint(
 def load_optimizers(strategy: _Strategy, states: Sequence[Mapping[str, Any]], *, check_only: bool) -> None:
     """Restore the optimizers, or only check whether they can be.
 
+    Param groups that an optimizer does not hold yet are restored when they are added.
+
     Raises:
         CheckpointMismatchError: The number of optimizers differs, or a state does not fit its optimizer.
     """
@@ -119,5 +127,20 @@ def load_optimizers(strategy: _Strategy, states: Sequence[Mapping[str, Any]], *,
             f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers returned "
             f"{len(strategy.optimizers)}.\nReturn the optimizers that it was saved with."
         )
-    for optimizer, state in zip(strategy.optimizers, states, strict=True):
-        strategy.sharded.load_optimizer_state(optimizer, state, check_only=check_only)
+    sharded, late_groups = strategy.sharded, strategy.late_param_groups
+    layout = sharded.layout()
+    held = [
+        {part.name for group in optimizer.param_groups for p in group["params"] for part in layout.get(p, ())}
+        for optimizer in strategy.optimizers
+    ]
+    for index, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
+        elsewhere = set().union(*held[:index], *held[index + 1 :])
+        now, late = late_groups.divide(optimizer, sharded, state, elsewhere)
+        sharded.load_optimizer_state(optimizer, now, check_only=check_only)
+        if check_only:
+            late_groups.check(sharded, late)
+        else:
+            late_groups.expect(optimizer, late, strategy.param_groups_added)
+    if not check_only:
+        assert strategy.lightning_module is not None
+        late_groups.unfreeze(strategy.optimizers, sharded, strategy.lightning_module.trainer)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, ModelSummary, WeightAveraging
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.hooks.exporting import whole_state
@@ -99,7 +101,7 @@ def _look_as_written(callback: ModelSummary, sharded: Sharded) -> None:
 
 
 def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> None:
-    """Refuse a callback that would find no parameters to unfreeze.
+    """Let finetuning callbacks add pieces of parameters, and refuse one that would find no parameters to unfreeze.
 
     It searches the user's modules for parameters, and for those of the optimizer among them. A library may keep its
     shards elsewhere.
@@ -125,9 +127,30 @@ def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> No
             f"{type(asked[0]).__name__} can't be used with {strategy!r} as it is: it unfreezes the parameters that it "
             f"finds in modules, and {hidden[0]!r} is kept elsewhere here.\n"
             "Give the optimizer all parameters in configure_optimizers(), and freeze and unfreeze them with "
-            "requires_grad_() there and in configure_model(); or take a strategy that keeps parameters in their "
-            "modules, such as strategy='fsdp2'."
+            "requires_grad_() there and in configure_model(); or use a strategy that keeps sharded parameters in "
+            "their modules."
         )
+    if any(part.range is not None for parts in sharded.layout().values() for part in parts):
+        _in_pieces.update(trainer.optimizers)
+        BaseFinetuning.filter_on_optimizer = staticmethod(_filter_on_optimizer)  # type: ignore[method-assign]
+
+
+_in_pieces: WeakSet[Optimizer] = WeakSet()
+_lightnings_filter = BaseFinetuning.filter_on_optimizer
+
+
+@wraps(_lightnings_filter)
+def _filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Any]:
+    """Return the parameters that an optimizer does not hold, where it holds pieces of them.
+
+    Lightning compares values, and pieces may be equal on one rank, or empty, where the parameters are not: that rank
+    would not train its pieces.
+    """
+    plain = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper has the user's there
+    if plain not in _in_pieces:
+        return _lightnings_filter(optimizer, params)
+    held = {id(p) for group in plain.param_groups for p in group["params"]}
+    return [p for p in params if id(p) not in held]
 
 
 def check_pruning(trainer: pl.Trainer, strategy: str) -> None:

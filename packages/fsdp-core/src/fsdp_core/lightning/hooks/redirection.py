@@ -23,14 +23,14 @@ from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules
 from fsdp_core.torch_private import in_backward
 
 __all__ = [
-    "Parts",
+    "CallTargets",
     "call_inside_forward",
+    "call_targets",
     "called_as_written",
     "explain_shards",
     "follow_calls",
     "is_inside_forward",
     "normal_tensors",
-    "parts_of",
 ]
 
 #: The number of running forward passes of a root, and of the module that it stands for.
@@ -127,7 +127,7 @@ def normal_tensors() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class CallTargets:
     """What :func:`follow_calls` needs to know about a module before it is sharded.
 
     Attributes:
@@ -141,7 +141,7 @@ class Parts:
     written: frozenset[nn.Module]
 
 
-def parts_of(module: nn.Module, units: Collection[nn.Module]) -> Parts:
+def call_targets(module: nn.Module, units: Collection[nn.Module]) -> CallTargets:
     """The parts of a module whose calls need parameters of the root, and its units.
 
     Args:
@@ -150,7 +150,7 @@ def parts_of(module: nn.Module, units: Collection[nn.Module]) -> Parts:
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1)))
-        >>> parts = parts_of(model, [model[2]])
+        >>> parts = call_targets(model, [model[2]])
         >>> list(parts.outside), list(parts.units)
         (['', '0'], ['2'])
     """
@@ -158,10 +158,10 @@ def parts_of(module: nn.Module, units: Collection[nn.Module]) -> Parts:
     named = dict(module.named_modules())
     parts = {name: part for name, part in named.items() if part not in within and any(True for _ in part.parameters())}
     chosen_by_name = {name: unit for name, unit in named.items() if unit in chosen}
-    return Parts(outside=parts, units=chosen_by_name, written=frozenset(named.values()))
+    return CallTargets(outside=parts, units=chosen_by_name, written=frozenset(named.values()))
 
 
-def follow_calls(root: nn.Module, parts: Parts, *, meet: bool) -> None:
+def follow_calls(root: nn.Module, parts: CallTargets, *, meet: bool) -> None:
     """Let a root, and parts of it, be called outside of its forward pass: in hooks, and after training.
 
     The root's own parameters are gathered for its forward pass, so a call of a part that may need them becomes one; so
@@ -170,7 +170,7 @@ def follow_calls(root: nn.Module, parts: Parts, *, meet: bool) -> None:
 
     Args:
         root: A sharded root.
-        parts: What :func:`parts_of` returned for the module that it stands for.
+        parts: What :func:`call_targets` returned for the module that it stands for.
         meet: Whether all ranks must make such a call; not if each has the full model.
     """
     if root in _followed:

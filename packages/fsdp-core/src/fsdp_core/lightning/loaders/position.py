@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from fsdp_core.errors import CheckpointMismatchError
-from fsdp_core.torch_private import batches_given, is_exhausted, iterates_as_torch, watch_iterators
+from fsdp_core.torch_private import batches_yielded, is_exhausted, iterates_as_torch, watch_iterators
 
 __all__ = ["POSITION", "LoaderPosition", "ResumableSampler", "follow", "position_of", "sampler_of"]
 
@@ -151,7 +151,7 @@ class LoaderPosition:
             unused: How many of the returned batches count as not returned.
         """
         sampler, iterator = self._sampler, self._iterator() if self._iterator is not None else None
-        given = 0 if iterator is None else batches_given(iterator)
+        given = 0 if iterator is None else batches_yielded(iterator)
         epoch, start = sampler.began if given else sampler.begins
         used = max(given - unused, 0) * self._batch_size
         taken = min(used, sampler.per_rank(start)) * sampler.num_replicas

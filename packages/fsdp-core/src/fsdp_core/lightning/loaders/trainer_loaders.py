@@ -193,7 +193,7 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
         rank_zero_warn(
             "The checkpoint was saved within an epoch, and this strategy does not restore the positions that it holds "
             "of the data loaders, so that epoch's samples start over.\n"
-            "Resume with strategy='fsdp2', or another name that `fsdp list` shows, or from the end of an epoch."
+            "Resume with a strategy that `fsdp list` shows, or from the end of an epoch."
         )
 
 
@@ -256,7 +256,7 @@ def _recount_batches(loop: Any, combined: Any) -> None:
     counted = done = progress.current.completed + batch_was_done  # where Lightning will continue
     position = position_of(deciding_loader(combined))
     if progress.is_last_batch and batches == math.inf:
-        if batch_was_done:  # without a length Lightning would go on counting
+        if batch_was_done:  # without a length Lightning would continue counting
             for moment in ("ready", "started", "processed", "completed"):
                 setattr(progress.current, moment, getattr(progress.current, moment) - counted)
     elif progress.is_last_batch:

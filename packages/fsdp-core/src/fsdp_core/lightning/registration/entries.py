@@ -14,8 +14,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from fsdp_core.autoload import warn, warn_of_fault
-from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
+from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError, warn, warn_of_fault
 from fsdp_core.lightning.checkpoints.patched_io import install_search
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
 from fsdp_core.plugins import registry

@@ -18,7 +18,7 @@ class LoopbackBackend(Backend):
     """Keeps a range of each parameter's elements on each rank."""
 
     accelerators = ("cpu",)
-    #: How a parameter is cut, and what is done with the shards; tests give others.
+    #: How a parameter is split, and what is done with the shards; tests give others.
     shard_class: ClassVar[type[FlatShard]] = FlatShard
     sharded_class: ClassVar[type[LoopbackSharded]] = LoopbackSharded
 

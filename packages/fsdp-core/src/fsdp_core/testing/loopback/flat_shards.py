@@ -1,4 +1,4 @@
-"""A parameter cut into equal ranges of elements, one for each rank."""
+"""A parameter split into equal ranges of elements, one for each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Place = tuple[nn.Module, str]
 
 
 class FlatShard:
-    """This rank's shard of one parameter: flattened, padded to a multiple of the world size, and cut.
+    """This rank's shard of one parameter: flattened, padded to a multiple of the world size, and split.
 
     Args:
         names: The parameter's name and, if it is tied, its further ones.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from fsdp_core import Capability, StrategyInfo, hookimpl
-from fsdp_core.plugins import options_in
+from fsdp_core.plugins import COMMON_OPTIONS
 
 __all__ = ["LOOPBACK", "fsdp_strategies"]
-
-_TRAINER = "fsdp_core.testing.loopback.trainer:LoopbackTrainerStrategy"
-_FABRIC = "fsdp_core.testing.loopback.fabric:LoopbackFabricStrategy"
 
 LOOPBACK = StrategyInfo(
     name="loopback",
     summary="Parameters sharded by hand over gloo, for tests and as an example.",
-    trainer=_TRAINER,
-    fabric=_FABRIC,
+    trainer="fsdp_core.testing.loopback.trainer:LoopbackTrainerStrategy",
+    fabric="fsdp_core.testing.loopback.fabric:LoopbackFabricStrategy",
     accelerators=("cpu",),
     capabilities=frozenset(
         {
@@ -27,7 +24,7 @@ LOOPBACK = StrategyInfo(
             Capability.SHARDED_CHECKPOINT,
         }
     ),
-    options=options_in(_TRAINER, _FABRIC),
+    options=COMMON_OPTIONS,
     requires=("torch>=2.9", "lightning>=2.6.6"),
 )
 

@@ -43,7 +43,7 @@ class LoopbackSharded(Sharded):
 
     Args:
         module: The module, with the same values on every rank.
-        shard_class: How a parameter is cut.
+        shard_class: How a parameter is split.
         runtime: The ranks.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_core.testing.suite.checkpoints.async_saves import AsyncSavesSuite
 from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
+from fsdp_core.testing.suite.checkpoints.late_param_groups import LateParamGroupsSuite
 from fsdp_core.testing.suite.checkpoints.loader_positions import LoaderPositionsSuite
 from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
@@ -11,9 +12,9 @@ from fsdp_core.testing.suite.interface.capabilities import CapabilitiesSuite
 from fsdp_core.testing.suite.interface.contract import ContractSuite
 from fsdp_core.testing.suite.interface.listing import ListingSuite
 from fsdp_core.testing.suite.interface.presets import PresetClauses
-from fsdp_core.testing.suite.modules.built_in_parts import BuiltInPartsSuite
 from fsdp_core.testing.suite.modules.outside_steps import OutsideStepsSuite
 from fsdp_core.testing.suite.modules.parameters import ParametersSuite
+from fsdp_core.testing.suite.modules.sharded_init import BuiltInPartsSuite
 from fsdp_core.testing.suite.modules.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.modules.shards import ShardsSuite
 from fsdp_core.testing.suite.numerics.forward_backward_order import PassesSuite
@@ -53,6 +54,7 @@ class StrategySuite(
     CheckpointsSuite,
     FabricCheckpointsSuite,
     ExactResumeSuite,
+    LateParamGroupsSuite,
     LoaderPositionsSuite,
     AsyncSavesSuite,
     LaunchingSuite,

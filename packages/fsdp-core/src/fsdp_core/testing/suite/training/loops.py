@@ -130,7 +130,7 @@ LOOKS = ["clipped", "after a forward pass", "accumulated", "scaled", "zeroed"]
 
 
 def _looks(strategy: str, tmp: str, world_size: int) -> dict[str, tuple[list[float], list[float]] | str]:
-    """Losses and norms, or what is said."""
+    """Losses and norms, or the error message."""
     outcomes: dict[str, tuple[list[float], list[float]] | str] = {}
     for what in LOOKS:
         module = LooksAtGradients(what)
@@ -185,7 +185,7 @@ class HooksLook(Lit):
 def _hooks_look(
     strategy: str, tmp: str, world_size: int, automatic: bool, alone: bool
 ) -> tuple[list[float], list[float]] | str:
-    """Losses and norms, or what is said."""
+    """Losses and norms, or the error message."""
     module = HooksLook(automatic, alone)
     try:
         new_trainer(tmp, strategy, world_size).fit(module, loader(2, world_size))

@@ -15,18 +15,18 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from fsdp_xla.ranks.barrier import ThreadBarrier
-from fsdp_xla.ranks.meeting import Meeting, RankLostError, StoreMeeting, ThreadMeeting
+from fsdp_xla.ranks.communicator import Communicator, RankLostError, StoreCommunicator, ThreadCommunicator
 
 RANKS = 3
 SOON = timedelta(seconds=2)
 LATE = timedelta(minutes=2)
 
 
-def of_threads(timeout: timedelta) -> list[Meeting]:
-    return [ThreadMeeting(RANKS, timeout)] * RANKS
+def of_threads(timeout: timedelta) -> list[Communicator]:
+    return [ThreadCommunicator(RANKS, timeout)] * RANKS
 
 
-def of_processes(timeout: timedelta) -> list[Meeting]:
+def of_processes(timeout: timedelta) -> list[Communicator]:
     """As processes have it: a client of the store for each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,7 +36,7 @@ def of_processes(timeout: timedelta) -> list[Meeting]:
     stores = [main, *others]
     for store in stores:
         store.set_timeout(timeout)
-    return [StoreMeeting(store, RANKS) for store in stores]
+    return [StoreCommunicator(store, RANKS) for store in stores]
 
 
 def on_all(function: Callable[[int], Any]) -> list[Any]:
@@ -52,17 +52,17 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
-def event_of_waiting(meeting: Any, rank: int) -> threading.Event:
+def event_of_waiting(communicator: Any, rank: int) -> threading.Event:
     """Is set when a rank has brought what it exchanges, and begins to wait for the others'."""
     begun = threading.Event()
-    if isinstance(meeting, ThreadMeeting):
-        wait = meeting.barrier.wait
+    if isinstance(communicator, ThreadCommunicator):
+        wait = communicator.barrier.wait
 
         def wait_and_tell(*args: Any) -> None:
             begun.set()
             wait(*args)
 
-        meeting.barrier.wait = wait_and_tell  # type: ignore[method-assign]
+        communicator.barrier.wait = wait_and_tell  # type: ignore[method-assign]
         return begun
 
     class Store:
@@ -74,7 +74,7 @@ def event_of_waiting(meeting: Any, rank: int) -> threading.Event:
                 begun.set()
             return store.get(key)
 
-    store, meeting._store = meeting._store, Store()
+    store, communicator._store = communicator._store, Store()
     return begun
 
 
@@ -82,34 +82,34 @@ KINDS = [of_threads, of_processes]
 
 
 @pytest.fixture(params=KINDS)
-def meetings(request: pytest.FixtureRequest) -> list[Meeting]:
+def communicators(request: pytest.FixtureRequest) -> list[Communicator]:
     return list(request.param(LATE))
 
 
-def test_every_rank_gets_what_all_have_brought(meetings: list[Meeting]) -> None:
+def test_every_rank_gets_what_all_have_brought(communicators: list[Communicator]) -> None:
     def talk(rank: int) -> list[Any]:
-        return [meetings[rank].exchange(rank, (turn, rank, torch.tensor([rank]))) for turn in range(20)]
+        return [communicators[rank].all_gather_object(rank, (turn, rank, torch.tensor([rank]))) for turn in range(20)]
 
     for told in on_all(talk):
         for turn, of_turn in enumerate(told):
             assert [(t, r, x.item()) for t, r, x in of_turn] == [(turn, rank, rank) for rank in range(RANKS)]
 
 
-def test_each_gets_copies_of_its_own(meetings: list[Meeting]) -> None:
+def test_each_gets_copies_of_its_own(communicators: list[Communicator]) -> None:
     def talk(rank: int) -> int:
-        shared = meetings[rank].exchange(rank, [rank])[0]
+        shared = communicators[rank].all_gather_object(rank, [rank])[0]
         shared.append(rank)
         return len(shared)
 
     assert on_all(talk) == [2] * RANKS
 
 
-def test_another_meeting_is_apart(meetings: list[Meeting]) -> None:
+def test_a_duplicate_is_apart(communicators: list[Communicator]) -> None:
     def talk(rank: int) -> tuple[list[Any], list[Any]]:
-        beside = meetings[rank].another(rank)
+        beside = communicators[rank].duplicate(rank)
         with ThreadPoolExecutor(1) as thread:
-            later = thread.submit(beside.exchange, rank, f"beside {rank}")
-            here = meetings[rank].exchange(rank, f"here {rank}")
+            later = thread.submit(beside.all_gather_object, rank, f"beside {rank}")
+            here = communicators[rank].all_gather_object(rank, f"here {rank}")
             return here, later.result()
 
     for here, beside in on_all(talk):
@@ -117,20 +117,20 @@ def test_another_meeting_is_apart(meetings: list[Meeting]) -> None:
         assert beside == [f"beside {rank}" for rank in range(RANKS)]
 
 
-def test_who_waits_keeps_no_other_meeting_of_its_rank_waiting(meetings: list[Meeting]) -> None:
+def test_a_wait_does_not_block_the_duplicate_of_its_rank(communicators: list[Communicator]) -> None:
     """As a save that is written beside training, while a rank waits for the next step's values."""
     beside_is_over = threading.Barrier(RANKS, timeout=LATE.total_seconds())
 
     def talk(rank: int) -> tuple[list[Any], list[Any]]:
-        beside = meetings[rank].another(rank)
+        beside = communicators[rank].duplicate(rank)
         with ThreadPoolExecutor(1) as thread:
             if rank == 0:
-                begun = event_of_waiting(meetings[rank], rank)
-                waits = thread.submit(meetings[rank].exchange, rank, f"here {rank}")
+                begun = event_of_waiting(communicators[rank], rank)
+                waits = thread.submit(communicators[rank].all_gather_object, rank, f"here {rank}")
                 assert begun.wait(LATE.total_seconds())
-            told = beside.exchange(rank, f"beside {rank}")
+            told = beside.all_gather_object(rank, f"beside {rank}")
             beside_is_over.wait()
-            return told, waits.result() if rank == 0 else meetings[rank].exchange(rank, f"here {rank}")
+            return told, waits.result() if rank == 0 else communicators[rank].all_gather_object(rank, f"here {rank}")
 
     for beside, here in on_all(talk):
         assert beside == [f"beside {rank}" for rank in range(RANKS)]
@@ -138,36 +138,36 @@ def test_who_waits_keeps_no_other_meeting_of_its_rank_waiting(meetings: list[Mee
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_waits_for_a_rank_that_does_not_come_is_told(kind: Callable[[timedelta], list[Meeting]]) -> None:
-    meetings = kind(SOON)
+def test_who_waits_for_a_rank_that_does_not_come_is_told(kind: Callable[[timedelta], list[Communicator]]) -> None:
+    communicators = kind(SOON)
 
     def talk(rank: int) -> str:
         if rank == 0:
             return "did not come"
         with pytest.raises(RankLostError, match="See the other rank's error"):
-            meetings[rank].exchange(rank, rank)
+            communicators[rank].all_gather_object(rank, rank)
         return "told"
 
     assert on_all(talk) == ["did not come", "told", "told"]
 
 
-def test_a_broken_up_meeting_raises_at_once() -> None:
-    meeting = ThreadMeeting(2)
+def test_an_aborted_communicator_raises_at_once() -> None:
+    communicator = ThreadCommunicator(2)
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(meeting.exchange, 0, None)
-        until(lambda: meeting.barrier._waiting)
-        meeting.break_up()
+        waits = pool.submit(communicator.all_gather_object, 0, None)
+        until(lambda: communicator.barrier._waiting)
+        communicator.abort()
         with pytest.raises(RankLostError, match="another rank has failed"):
             waits.result(10.0)
 
 
 def test_ranks_that_are_threads_build_from_the_same_random_state() -> None:
-    meeting = ThreadMeeting(RANKS)
+    communicator = ThreadCommunicator(RANKS)
 
     def build(rank: int) -> list[float]:
         drawn = []
         for _ in range(3):
-            with meeting.building(rank):
+            with communicator.building(rank):
                 drawn.append(torch.rand(()).item())
         return drawn
 
@@ -178,12 +178,12 @@ def test_ranks_that_are_threads_build_from_the_same_random_state() -> None:
 
 
 def test_a_rank_that_waits_is_told_of_one_that_has_ended() -> None:
-    meeting = ThreadBarrier(2, LATE)
+    communicator = ThreadBarrier(2, LATE)
 
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(meeting.wait, 0, "exchanges values")
-        until(lambda: meeting._waiting)
-        meeting.leave(1)
+        waits = pool.submit(communicator.wait, 0, "exchanges values")
+        until(lambda: communicator._waiting)
+        communicator.leave(1)
         with pytest.raises(RankLostError, match="rank 1 has ended"):
             waits.result(10.0)
-    assert meeting.broken
+    assert communicator.broken

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 import fsdp_core
 from fsdp_core.errors import ShardingError
-from fsdp_core.initialization.sharded_init import KeptPart, check_parts, is_part, keep_parts, kept_as_built, let_go_of
+from fsdp_core.initialization.sharded_init import (
+    KeptPart,
+    check_same_parts,
+    is_part,
+    keep_parts,
+    kept_as_built,
+    let_go_of,
+)
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.testing.refusals import assert_says, refusal
 
@@ -183,7 +190,7 @@ def test_what_is_computed_of_other_ranks_elements_is_refused() -> None:
     layer = built(0)
     with torch.no_grad():
         layer.weight.data /= layer.weight.data.sum()
-    told = refusal(ShardingError, lambda: check_parts(layer, Alone(0)))
+    told = refusal(ShardingError, lambda: check_same_parts(layer, Alone(0)))
     assert_says(told, "'weight' was computed after wrap() from elements that other ranks keep", "wrap() it last")
 
 
@@ -191,12 +198,12 @@ def test_what_is_computed_of_other_ranks_elements_is_refused() -> None:
 def test_ranks_with_other_values_are_told(change: str) -> None:
     layer = built(0)
     CHANGES[change](layer)
-    check_parts(layer, Alone(0))
+    check_same_parts(layer, Alone(0))
     other = built(1)
     other.weight.data.fill_(3.0)
     digests: list[Any] = []
-    check_parts(other, Alone(0, others=lambda own: digests.append(own) or own))
-    told = refusal(ShardingError, lambda: check_parts(layer, Alone(0, others=lambda own: digests[0])))
+    check_same_parts(other, Alone(0, others=lambda own: digests.append(own) or own))
+    told = refusal(ShardingError, lambda: check_same_parts(layer, Alone(0, others=lambda own: digests[0])))
     assert_says(told, "ranks have built 'weight' with different values", "seed_everything(...)", "auto_wrap_policy")
 
 
@@ -204,8 +211,8 @@ def test_a_rank_that_has_changed_it_alone_is_told() -> None:
     layer, changed = built(0), built(1)
     _scale(changed)
     digests: list[Any] = []
-    check_parts(changed, Alone(1, others=lambda own: digests.append(own) or own))
-    told = refusal(ShardingError, lambda: check_parts(layer, Alone(0, others=lambda own: digests[0])))
+    check_same_parts(changed, Alone(1, others=lambda own: digests.append(own) or own))
+    told = refusal(ShardingError, lambda: check_same_parts(layer, Alone(0, others=lambda own: digests[0])))
     assert_says(told, "ranks have built 'weight' with different values")
 
 
@@ -223,7 +230,7 @@ def test_rows_that_some_ranks_keep_may_be_written(write: Callable[[nn.Linear], A
     for rank in range(3):
         layer = built(rank)
         write(layer)
-        check_parts(layer, Alone(rank, others=lambda own: told.append(own) or own))
+        check_same_parts(layer, Alone(rank, others=lambda own: told.append(own) or own))
     assert told[0] == told[-1]
     assert torch.equal(whole(write), plain(write))
 
@@ -241,7 +248,7 @@ def test_what_is_computed_of_what_was_read_is_refused(how: str) -> None:
             fsdp_core.wrap(model[1])
         if how == "a layer in its place":
             model[0] = nn.ReLU()
-    told = refusal(ShardingError, lambda: check_parts(model, Alone(0)))
+    told = refusal(ShardingError, lambda: check_same_parts(model, Alone(0)))
     name = "'start'" if how == "a buffer" else "'1.weight'"
     assert_says(told, name, "after wrap()", "auto_wrap_policy={MyBlock}")
 

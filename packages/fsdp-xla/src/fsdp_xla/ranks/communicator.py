@@ -23,10 +23,10 @@ from fsdp_core import ShardingError
 from fsdp_xla.ranks.barrier import RankLostError, ThreadBarrier
 from fsdp_xla.ranks.messages import from_bytes, to_bytes
 
-__all__ = ["Meeting", "RankLostError", "StoreMeeting", "ThreadMeeting"]
+__all__ = ["Communicator", "RankLostError", "StoreCommunicator", "ThreadCommunicator"]
 
 
-class Meeting(ABC):
+class Communicator(ABC):
     """Exchange of values between the ranks of one run.
 
     Attributes:
@@ -36,7 +36,7 @@ class Meeting(ABC):
     world_size: int
 
     @abstractmethod
-    def exchange(self, rank: int, value: Any) -> list[Any]:
+    def all_gather_object(self, rank: int, value: Any) -> list[Any]:
         """Return the list of all ranks' values, by rank. All ranks must call it.
 
         Args:
@@ -59,11 +59,11 @@ class Meeting(ABC):
         """
 
     @abstractmethod
-    def another(self, rank: int) -> Meeting:
-        """Create another meeting of the same ranks, for another thread of each. All ranks must call it."""
+    def duplicate(self, rank: int) -> Communicator:
+        """Create another communicator of the same ranks, for another thread of each. All ranks must call it."""
 
 
-class ThreadMeeting(Meeting):
+class ThreadCommunicator(Communicator):
     """The ranks are threads of one process.
 
     Args:
@@ -74,7 +74,7 @@ class ThreadMeeting(Meeting):
         barrier: The barrier of its ranks.
 
     Example:
-        >>> ThreadMeeting(1).exchange(0, "hello")
+        >>> ThreadCommunicator(1).all_gather_object(0, "hello")
         ['hello']
     """
 
@@ -82,13 +82,13 @@ class ThreadMeeting(Meeting):
         self.world_size = world_size
         self.barrier = ThreadBarrier(world_size, timeout)
         self._slots: list[Any] = [None] * world_size
-        self._others: list[ThreadMeeting] = []
+        self._others: list[ThreadCommunicator] = []
         self._lock = threading.RLock()
         self._random_states: list[Tensor] = []
         self._built = [0] * world_size
         self._claimed: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
-    def exchange(self, rank: int, value: Any) -> list[Any]:
+    def all_gather_object(self, rank: int, value: Any) -> list[Any]:
         # every rank gets copies of its own, as from another process
         self._slots[rank] = to_bytes(value)
         self.barrier.wait(rank, _EXCHANGES)
@@ -96,9 +96,9 @@ class ThreadMeeting(Meeting):
         self.barrier.wait(rank, _EXCHANGES)
         return gathered
 
-    def another(self, rank: int) -> Meeting:
+    def duplicate(self, rank: int) -> Communicator:
         def create() -> None:
-            self._others.append(ThreadMeeting(self.world_size, self.barrier.timeout))
+            self._others.append(ThreadCommunicator(self.world_size, self.barrier.timeout))
 
         self.barrier.wait(rank, _EXCHANGES, create)
         created = self._others[-1]
@@ -138,17 +138,17 @@ class ThreadMeeting(Meeting):
                         "fabric.launch(train, model) gives each rank a copy."
                     )
 
-    def break_up(self) -> None:
+    def abort(self) -> None:
         """Raise in every rank that waits, now or later."""
-        self.barrier.break_up()
+        self.barrier.abort()
         for other in self._others:
-            other.break_up()
+            other.abort()
 
 
 _EXCHANGES = "exchanges values (barrier, broadcast, reduction, checkpoint)"
 
 
-class StoreMeeting(Meeting):
+class StoreCommunicator(Communicator):
     """The ranks are processes, which share one of torch's stores.
 
     Args:
@@ -164,7 +164,7 @@ class StoreMeeting(Meeting):
         self._count = 0
         self._made = 0
 
-    def exchange(self, rank: int, value: Any) -> list[Any]:
+    def all_gather_object(self, rank: int, value: Any) -> list[Any]:
         self._count += 1
         self._store.set(f"{self._count}/{rank}", to_bytes(value))
         try:
@@ -177,9 +177,9 @@ class StoreMeeting(Meeting):
         self._store.delete_key(f"{self._count - 2}/{rank}")
         return gathered
 
-    def another(self, rank: int) -> Meeting:
+    def duplicate(self, rank: int) -> Communicator:
         # a separate connection: a wait blocks its connection, so that a value from another thread of this rank, for
         # which the others wait, would not get through
         self._made += 1
-        beside = PrefixStore(f"{self._made}", self._store.clone())
-        return StoreMeeting(beside, self.world_size, self._store)
+        separate = PrefixStore(f"{self._made}", self._store.clone())
+        return StoreCommunicator(separate, self.world_size, self._store)

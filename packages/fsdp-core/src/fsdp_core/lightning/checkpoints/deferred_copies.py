@@ -1,0 +1,128 @@
+"""Which tensors of an async save are copied behind the next forward and backward pass, and when none may be.
+
+Between a save and the optimizer's next step, a forward and a backward pass only read shards and optimizer state. But
+hooks of callbacks and of the LightningModule may write to them. If there are such hooks, everything is copied before
+the save returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.sharding.sharded import Sharded
+
+__all__ = ["copied_after", "copied_before_a_step", "hooks_that_may_write"]
+
+#: Lightning's callbacks whose hooks write neither to parameters nor to optimizer state.
+_READERS = (
+    callbacks.Checkpoint,
+    callbacks.DeviceStatsMonitor,
+    callbacks.EarlyStopping,
+    callbacks.GradientAccumulationScheduler,
+    callbacks.LearningRateMonitor,
+    callbacks.ModelSummary,
+    callbacks.ProgressBar,
+    callbacks.ThroughputMonitor,
+    callbacks.Timer,
+)
+
+#: Hooks that are not called between a save and the next step, or that Lightning documents for other purposes.
+_ELSEWHERE = {"on_save_checkpoint", "on_load_checkpoint", "on_fit_start", "on_train_start", "on_exception"}
+
+#: The hooks of a LightningModule that replace a part of a step, besides those that begin with ``on_``.
+_OF_STEPS = ("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+
+
+def hooks_that_may_write(trainer: pl.Trainer) -> list[str]:
+    """The hooks, as ``Class.hook``, that may write to parameters or optimizer state before the optimizer's next step.
+
+    Args:
+        trainer: The Trainer with the callbacks and the module.
+
+    Example:
+        >>> class Clamping(pl.Callback):
+        ...     def on_train_batch_end(self, *args):
+        ...         ...
+        >>> trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[Clamping(), callbacks.Timer()])
+        >>> hooks_that_may_write(trainer)
+        ['Clamping.on_train_batch_end']
+    """
+    found = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not (isinstance(callback, _READERS) and type(callback).__module__.startswith("lightning.")):
+            found += _overridden(type(callback), pl.Callback, ())
+    module = trainer.strategy.lightning_module
+    if module is not None:
+        found += _overridden(type(module), pl.LightningModule, _OF_STEPS)
+        if not module.automatic_optimization:
+            found.append(f"{type(module).__name__}.training_step")
+    return found
+
+
+def _overridden(cls: type, base: type, more: Sequence[str]) -> list[str]:
+    names = [name for name in dir(base) if name.startswith("on_") and name not in _ELSEWHERE]
+    return [f"{cls.__name__}.{name}" for name in (*names, *more) if getattr(cls, name) is not getattr(base, name)]
+
+
+def copied_before_a_step(
+    trainer: pl.Trainer, sharded: Sharded, optimizers: Sequence[Optimizer]
+) -> Callable[[Tensor], bool] | None:
+    """Return which tensors of a state may be copied until the optimizer's next step; ``None`` if none may be.
+
+    They are the shards and the optimizers' state. Buffers, which a forward pass may write to, and unreduced gradients
+    are copied at once.
+
+    Args:
+        trainer: The Trainer.
+        sharded: Its module.
+        optimizers: Its optimizers.
+    """
+    if hooks_that_may_write(trainer):
+        return None
+    lasting = set(map(_memory, _shards_and_state(sharded, optimizers)))
+    return lambda tensor: _memory(tensor) in lasting
+
+
+def copied_after(closure: Callable[[], Any], saves: AsyncSaves, optimizer: Optimizer) -> Callable[[], Any]:
+    """Return a closure at the end of which the last save's tensors are copied.
+
+    With automatic optimization the closure runs the forward and the backward pass. torch's optimizers write nothing
+    before it; for others, the copies are finished now.
+
+    Args:
+        closure: What the optimizer is to call before it writes.
+        saves: The saves.
+        optimizer: The optimizer.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        saves.finish_copying()
+        return closure
+
+    @wraps(closure)
+    def copied() -> Any:
+        result = closure()
+        saves.finish_copying()
+        return result
+
+    return copied
+
+
+def _shards_and_state(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    yield from sharded.layout()
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _memory(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()

@@ -1,0 +1,241 @@
+"""Restores the saved state of param groups that an optimizer gets only after the checkpoint was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_core.errors import CheckpointError, CheckpointMismatchError
+from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.state.optimizer import state_by_name
+
+__all__ = ["LateParamGroups"]
+
+
+class LateParamGroups:
+    """The saved state of param groups that an optimizer does not hold yet.
+
+    A hook such as ``on_train_start`` may add param groups after the checkpoint was loaded, as it did in the run that
+    saved it. Each group gets its saved moments and settings when it is added, and must be there at the optimizer's
+    first step: until then nothing is trained and nothing can be saved, so no state is lost.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[Optimizer, Mapping[str, Any]] = {}
+
+    def clear(self) -> None:
+        """Discard what an earlier fit left."""
+        for optimizer in self._pending:
+            _when_added.pop(optimizer, None)
+        self._pending.clear()
+
+    def divide(
+        self, optimizer: Optimizer, sharded: Sharded, saved: Mapping[str, Any], elsewhere: Collection[str]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Divide a saved state into what the optimizer can take now, and what may appear later.
+
+        Args:
+            optimizer: The optimizer.
+            sharded: The module that it trains.
+            saved: From :func:`fsdp_core.state.optimizer_state`, or a plain optimizer's ``state_dict()``.
+            elsewhere: The names of parameters that other optimizers hold, which can't appear in this one.
+
+        Returns:
+            Two states. The second has those saved groups of which the optimizer holds no parameter yet, if they consist
+            of the module's parameters; the first everything else.
+        """
+        layout = sharded.layout()
+        saved = state_by_name(optimizer, layout, saved)
+        held = set(_names(optimizer, sharded))
+        known = {part.name for parts in layout.values() for part in parts} - set(elsewhere)
+        absent = known - held
+        late = [group for group in saved["param_groups"] if group["params"] and absent.issuperset(group["params"])]
+        if not late:
+            return saved, {}
+        names = {name for group in late for name in group["params"]}
+        now = {name: values for name, values in saved["state"].items() if name not in names}
+        later = {name: values for name, values in saved["state"].items() if name in names}
+        groups = [group for group in saved["param_groups"] if not any(group is one for one in late)]
+        return {**saved, "state": now, "param_groups": groups}, {"state": later, "param_groups": late}
+
+    def check(self, sharded: Sharded, late: Mapping[str, Any]) -> None:
+        """Check that a state fits the parameters, before anything is changed.
+
+        Raises:
+            CheckpointMismatchError: A shape differs.
+        """
+        if late:
+            groups = [{**group, "params": _parameters(sharded, group["params"])} for group in late["param_groups"]]
+            sharded.load_optimizer_state(_of_groups(groups), late, check_only=True)
+
+    def expect(self, optimizer: Optimizer, late: Mapping[str, Any], appeared: Callable[[Optimizer], None]) -> None:
+        """Wait for the param groups of a state.
+
+        Args:
+            optimizer: The optimizer that is to get them.
+            late: The state; nothing is done if it is empty.
+            appeared: Called with the optimizer whenever it was given a param group, until it has all of them. Must end
+                in a call of :meth:`restore`.
+        """
+        if late:
+            self._pending[optimizer] = late
+            _call_when_added(optimizer, appeared)
+
+    def restore(self, optimizer: Optimizer, sharded: Sharded) -> None:
+        """Restore the state of those param groups that the optimizer holds by now.
+
+        Raises:
+            CheckpointMismatchError: A group has parameters of several saved groups, or a part of one.
+        """
+        late = self._pending.get(optimizer)
+        if late is None:
+            return
+        saved_in = {name: index for index, group in enumerate(late["param_groups"]) for name in group["params"]}
+        arrived: list[dict[str, Any]] = []
+        indexes: set[int] = set()
+        for group in optimizer.param_groups:
+            names = _names_of(group, sharded)
+            if saved_in.keys().isdisjoint(names):
+                continue
+            found = {saved_in.get(name) for name in names}
+            index = saved_in[next(name for name in names if name in saved_in)]
+            if len(found) > 1 or set(names) != set(late["param_groups"][index]["params"]):
+                raise CheckpointMismatchError(
+                    f"a param group of {_some(names)} was added to {type(optimizer).__name__}, and the checkpoint's "
+                    f"has {_some(late['param_groups'][index]['params'])}.\n"
+                    "Add the param groups that it was saved with, each by one call of optimizer.add_param_group()."
+                )
+            arrived.append(group)
+            indexes.add(index)
+        if not arrived:
+            return
+        groups = [late["param_groups"][index] for index in sorted(indexes)]
+        names_now = {name for group in groups for name in group["params"]}
+        only = _of_groups(arrived)
+        state = {name: values for name, values in late["state"].items() if name in names_now}
+        sharded.load_optimizer_state(only, {"state": state, "param_groups": groups})
+        optimizer.state.update(only.state)
+        left = [group for index, group in enumerate(late["param_groups"]) if index not in indexes]
+        if left:
+            waiting = {name: values for name, values in late["state"].items() if name not in names_now}
+            self._pending[optimizer] = {"state": waiting, "param_groups": left}
+        else:
+            del self._pending[optimizer]
+            _when_added.pop(optimizer, None)
+
+    def unfreeze(self, optimizers: Sequence[Optimizer], sharded: Sharded, trainer: pl.Trainer) -> None:
+        """Add the param groups that a ``BaseFinetuning`` callback had added, and unfreeze their parameters.
+
+        The callback restores them in ``on_fit_start``, which Lightning calls before it loads a checkpoint into a
+        sharded module; and it leaves them frozen.
+        """
+        callbacks = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
+        if not callbacks:
+            return
+        for optimizer in optimizers:
+            for group in self._pending.get(optimizer, {}).get("param_groups", ()):
+                parameters = _parameters(sharded, group["params"])
+                owners = [m for m in sharded.written.modules() if _holds_any(m, parameters)]
+                BaseFinetuning.make_trainable(owners)
+                settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                optimizer.add_param_group({**settings, "params": parameters})
+        for callback in callbacks:
+            callback._restarting = False  # it would restore the groups of this checkpoint in the next fit
+
+    def check_complete(self, optimizer: Optimizer) -> None:
+        """Refuse a step of an optimizer that still lacks param groups.
+
+        Raises:
+            CheckpointMismatchError: It does.
+        """
+        late = self._pending.get(optimizer)
+        if late is not None:
+            names = [name for group in late["param_groups"] for name in group["params"]]
+            raise CheckpointMismatchError(
+                f"the checkpoint's optimizer also holds {_some(names)}, and this {type(optimizer).__name__} doesn't at "
+                "its first step.\n"
+                "Build the optimizer over the parameters that it was saved with; or add their param groups by "
+                "optimizer.add_param_group() in on_train_start, or on_train_epoch_start; or load only the weights."
+            )
+
+    def check_saving(self) -> None:
+        """Refuse a checkpoint that would lack the state of param groups that have not appeared yet.
+
+        Raises:
+            CheckpointError: There are such groups.
+        """
+        for late in self._pending.values():
+            names = [name for group in late["param_groups"] for name in group["params"]]
+            raise CheckpointError(
+                f"a checkpoint was requested before the optimizer got its parameters {_some(names)}, whose state the "
+                "loaded checkpoint holds: the new one would lack it.\n"
+                "Save it after the first step, or add the param groups first."
+            )
+
+
+class _Groups:
+    """Some param groups of an optimizer, and a state of their own, for functions that restore an optimizer."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.param_groups = groups
+        self.state: dict[nn.Parameter, dict[str, Any]] = {}
+
+
+def _of_groups(groups: list[dict[str, Any]]) -> Any:
+    return _Groups(groups)
+
+
+def _names(optimizer: Optimizer, sharded: Sharded) -> list[str]:
+    return [name for group in optimizer.param_groups for name in _names_of(group, sharded)]
+
+
+def _names_of(group: Mapping[str, Any], sharded: Sharded) -> list[str]:
+    layout = sharded.layout()
+    return [part.name for p in group["params"] for part in layout.get(p, ())]
+
+
+def _parameters(sharded: Sharded, names: Iterable[str]) -> list[nn.Parameter]:
+    by_name = {part.name: p for p, parts in sharded.layout().items() for part in parts}
+    return list(dict.fromkeys(by_name[name] for name in names))
+
+
+def _holds_any(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
+    return any(own is p for own in module.parameters(recurse=False) for p in parameters)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+# -- being told of added groups ----------------------------------------------------------------------------------------
+
+_when_added: WeakKeyDictionary[Optimizer, Callable[[Optimizer], None]] = WeakKeyDictionary()
+_torchs_own = Optimizer.add_param_group
+
+
+def _call_when_added(optimizer: Optimizer, then: Callable[[Optimizer], None]) -> None:
+    """Call a function after each ``add_param_group()`` of an optimizer, or of Lightning's wrapper around it.
+
+    torch has no hook for it, and the wrapper finds the method at its class: so torch's method is replaced, once for the
+    process, by one that does nothing more for other optimizers.
+    """
+    _when_added[optimizer] = then
+    if Optimizer.add_param_group is not _add_param_group:
+        Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign]
+
+
+@wraps(_torchs_own)
+def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+    _torchs_own(self, param_group)
+    plain = getattr(self, "_optimizer", self)  # Lightning's wrappers have the user's there
+    then = _when_added.get(plain)
+    if then is not None:
+        then(plain)

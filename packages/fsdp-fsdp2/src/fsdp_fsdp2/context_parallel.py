@@ -1,0 +1,379 @@
+"""Context parallelism: attention over the whole sequence, of which a rank has a part, and losses over all its tokens.
+
+``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that, in a forward pass of a
+context-parallel module, gathers keys and values over the context-parallel ranks first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+
+from fsdp_core import ShardingError, UnsupportedCapabilityError, gather_sequence
+from fsdp_core.sharding import SequenceSplit, current_split, sharded_of, use_split
+from fsdp_core.state import gathered_modules
+from fsdp_fsdp2.sequence_checks import FirstPass, not_split
+from fsdp_fsdp2.torch_private import recomputes
+from fsdp_fsdp2.transformers_models import check_transformers, follow_transformers
+
+__all__ = ["ContextParallel", "check_splittable", "checked_dims"]
+
+#: torch's functions that are replaced, by name.
+_torchs: dict[str, Any] = {}
+
+#: The module whose forward pass is running, and the one whose was the last, which a backward pass may recompute.
+_active: ContextParallel | None = None
+_latest: ref[ContextParallel] | None = None
+
+
+class ContextParallel:
+    """What is known of one context-parallel module, and its forward passes.
+
+    Args:
+        root: The module, sharded.
+
+    Attributes:
+        split: How its batches are split.
+        attending: Whether a function of torch's is being called by one of ours.
+        trusted: The number of running forward passes of models that were given the positions of their tokens.
+    """
+
+    split: SequenceSplit
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = ref(root)
+        self.attending = False
+        self.trusted = 0
+        self._has_attended = False
+        self._running: list[tuple[ContextParallel | None, bool, FirstPass | None]] = []
+        self._looked_at: set[bool] = set()
+        self._left = False
+        _replace_functions()
+        root.register_forward_pre_hook(_enter)  # after the hook of fully_shard, and before those for transformers
+        follow_transformers(root, lambda: _active)
+        root.register_forward_hook(_leave_after_error, prepend=True, always_call=True)
+        root.register_forward_hook(_leave, prepend=True)
+
+    def enter(self, root: nn.Module, split: SequenceSplit) -> None:
+        """Begin a forward pass of the root."""
+        global _active, _latest
+        self.split = split
+        use_split(split)  # what the model gathers is gathered after a Trainer's stage too
+        look = root.training not in self._looked_at and bool(split.lengths) and not self._running
+        first = FirstPass(self, root) if look else None
+        self._running.append((_active, torch.backends.mha.get_fastpath_enabled(), first))
+        torch.backends.mha.set_fastpath_enabled(False)  # it does not call scaled_dot_product_attention
+        _active = self
+        if torch.is_grad_enabled():
+            _latest = ref(self)
+        if first is not None:
+            first.begin()
+
+    def leave(self, root: nn.Module, *, failed: bool) -> None:
+        """End a forward pass of the root, if one is running.
+
+        Raises:
+            ShardingError: It was the first one, and has not called attention.
+        """
+        global _active
+        self._left = not failed
+        if not self._running:
+            return
+        _active, fast, first = self._running.pop()
+        if first is not None:
+            first.end()
+        torch.backends.mha.set_fastpath_enabled(fast)
+        if not self._running:
+            self.attending, self.trusted = False, 0
+        if failed:
+            return
+        if first is not None:
+            self._looked_at.add(root.training)
+        if not self._has_attended and self.split.lengths:
+            raise ShardingError(
+                f"context parallel on a model without SDPA: {type(root).__name__} has not called "
+                "torch.nn.functional.scaled_dot_product_attention in its first forward pass, so each rank has computed "
+                "on its part of the sequence alone.\n"
+                "Let attention layers call it (attn_implementation='sdpa' for transformers), or leave "
+                "context_parallel_size out."
+            )
+
+    def leave_after_error(self, root: nn.Module) -> None:
+        """End a forward pass that an exception has ended: called after every one."""
+        if self._left:
+            self._left = False
+        else:
+            self.leave(root, failed=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention of this rank's queries to the keys of all ranks; the arguments are those of torch's function.
+
+        Each rank gathers keys and values over the context-parallel ranks and computes its own rows. With ``is_causal``
+        it leaves out the keys after its part.
+
+        Args:
+            query: Shape ``(..., length, size)``, with the length of a part.
+            key: Shape ``(..., length, size)``.
+            value: Shape ``(..., length, size)``.
+            attn_mask: With keys of the whole sequence, or 1, in its last dimension; in the one before it queries of
+                this rank, of the whole sequence, or 1.
+            dropout_p: The mask is drawn apart for each rank.
+            is_causal: Whether positions see none after them, counted in the whole sequence.
+            scale: As in torch.
+            enable_gqa: As in torch.
+
+        Raises:
+            ShardingError: The lengths are not those of parts, or the mask does not cover the keys.
+        """
+        split = self.split
+        length, keys = query.shape[-2], key.shape[-2]
+        if any(isinstance(one, DTensor) for one in (query, key, value)):
+            raise ShardingError(
+                "attention was called with DTensors, which context parallelism can't gather.\n"
+                "Let the layers before it return local tensors: ColwiseParallel(use_local_output=True), the default."
+            )
+        for one in (length, keys):
+            if one not in split.lengths:
+                raise not_split(one, split.lengths)
+        if is_causal and (attn_mask is not None or length != keys):
+            raise ShardingError(
+                f"is_causal=True with {'an attn_mask' if attn_mask is not None else f'{length} queries, {keys} keys'} "
+                "has no meaning for a part of a sequence.\nGive one of them, and as many queries as keys."
+            )
+        first = split.rank * length
+        self._has_attended = True
+        if key.shape == value.shape and key.dtype == value.dtype:
+            key, value = gather_sequence(torch.stack((key, value)), -2).unbind()
+        else:
+            key, value = gather_sequence(key, -2), gather_sequence(value, -2)
+        if is_causal:
+            end = first + length
+            key, value = key[..., :end, :], value[..., :end, :]
+            attn_mask, is_causal = (causal_lower_right(length, end), False) if first else (None, True)
+        elif attn_mask is not None:
+            attn_mask = _rows(attn_mask, split, length, keys)
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        with self.own_random(query.device) if dropout_p > 0 else self.by_torch():
+            return _attend_by_torch(query, key, value, attn_mask, **options)
+
+    @contextmanager
+    def by_torch(self) -> Iterator[None]:
+        """A context in which torch's functions are not looked at: they are called by ours."""
+        self.attending = True
+        try:
+            yield
+        finally:
+            self.attending = False
+
+    @contextmanager
+    def own_random(self, device: torch.device) -> Iterator[None]:
+        """The same, in which each context-parallel rank draws numbers of its own.
+
+        Outside, peers draw the same numbers, such as one noise level for each sample. Here the generator is seeded with
+        a number drawn there and the rank: what restores the generator, as before a recomputation, restores this too.
+        """
+        seed = int(torch.randint(2**48, (1,)))
+        with self.by_torch(), torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            torch.manual_seed(seed * self.split.size + self.split.rank)
+            yield
+
+
+def _rows(mask: Tensor, split: SequenceSplit, length: int, keys: int) -> Tensor:
+    """The rows of a mask for this rank's queries."""
+    everything = split.size * keys
+    if isinstance(mask, CausalBias):
+        raise ShardingError(
+            "a CausalBias as attn_mask has the length of a part, and counts from its beginning.\nWrite is_causal=True."
+        )
+    if mask.shape[-1] not in (1, everything):
+        raise ShardingError(
+            f"attn_mask of shape {tuple(mask.shape)} has {mask.shape[-1]} keys, and attention sees the {everything} of "
+            f"the whole sequence, of which this rank holds {keys}: the mask says nothing about the others.\n"
+            "Build it from fsdp_core.gather_sequence(padding), of shape (batch, whole length), and "
+            "fsdp_core.sequence_positions(length) for the rows; or split a whole mask of the batch by its rows, with "
+            "context_parallel_dims={'mask': 2}."
+        )
+    if mask.ndim > 1 and mask.shape[-2] == split.size * length:
+        return mask.narrow(-2, split.rank * length, length)
+    if mask.ndim > 1 and mask.shape[-2] not in (1, length):
+        raise ShardingError(
+            f"attn_mask of shape {tuple(mask.shape)} has {mask.shape[-2]} rows, for {length} queries of this rank and "
+            f"{split.size * length} of the whole sequence.\nGive as many rows as either has, or 1."
+        )
+    return mask
+
+
+def _attend_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    theirs = _torchs["scaled_dot_product_attention"]
+    if not isinstance(mask, CausalBias):
+        return theirs(query, key, value, mask, **options)  # type: ignore[no-any-return]
+    ours = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = theirs  # with which a CausalBias compares what it is passed to
+    try:
+        return theirs(query, key, value, mask, **options)  # type: ignore[no-any-return]
+    finally:
+        F.scaled_dot_product_attention = ours
+
+
+def _acting() -> ContextParallel | None:
+    """The module whose forward pass is running, or is being recomputed."""
+    return _active or (_latest() if _latest is not None and recomputes() else None)
+
+
+def _replace_functions() -> None:
+    """Replace the functions of :mod:`torch.nn.functional`, once. They act in context-parallel modules only."""
+    if _torchs:
+        return
+    replacements: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": _attention,
+        "multi_head_attention_forward": _multi_head_attention,
+        "dropout": _dropout,
+        "cross_entropy": _cross_entropy,
+        "nll_loss": _nll_loss,
+    }
+    for name, ours in replacements.items():
+        _torchs[name] = theirs = getattr(F, name)
+        setattr(F, name, wraps(theirs)(ours))
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    context = _acting()
+    if context is not None:
+        return context.attend(*args, **kwargs)
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    if not isinstance(mask, CausalBias):
+        return _torchs["scaled_dot_product_attention"](*args, **kwargs)
+    options = {key: value for key, value in kwargs.items() if key not in ("query", "key", "value", "attn_mask")}
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    options.update(zip(names[4:], args[4:], strict=False))
+    query, key, value = (args[i] if i < len(args) else kwargs[names[i]] for i in range(3))
+    return _attend_by_torch(query, key, value, mask, **options)
+
+
+def _multi_head_attention(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
+    if need_weights and _active is not None:
+        raise ShardingError(
+            "nn.MultiheadAttention was called with need_weights=True, its default, for which it computes attention "
+            "without scaled_dot_product_attention, over this rank's part of the sequence alone.\n"
+            "Call it with need_weights=False."
+        )
+    return _torchs["multi_head_attention_forward"](*args, need_weights=need_weights, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    context = _acting() if training and p > 0 else None
+    if context is None or context.attending:  # torch's function calls this one while a first pass is looked at
+        return _torchs["dropout"](input, p, training, inplace)
+    with context.own_random(input.device):
+        return _torchs["dropout"](input, p, training, inplace)
+
+
+def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _mean_over_ranks("cross_entropy", input, target, args, kwargs)
+
+
+def _nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _mean_over_ranks("nll_loss", input, target, args, kwargs)
+
+
+def _mean_over_ranks(name: str, input: Tensor, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A loss of labels; if it is the mean over those of a part, this rank's share of the mean over the sequence."""
+    split, loss = current_split(), _torchs[name]
+    options = dict(zip(("weight", "size_average", "ignore_index", "reduce", "reduction"), args, strict=False)) | kwargs
+    is_mean = (options.get("reduction", "mean"), options.get("size_average"), options.get("reduce")) == (
+        "mean",
+        None,
+        None,
+    )
+    if split is None or not is_mean or target.is_floating_point():
+        return loss(input, target, *args, **kwargs)
+    if target.numel() not in split.targets:
+        if target.numel() in split.targets.values():
+            raise ShardingError(
+                f"{name} was given {target.numel()} labels, one fewer for each sequence than this rank's part of the "
+                "batch has: a shift by one position within the part loses the label that the next rank holds.\n"
+                "Write labels = fsdp_core.shift_labels(labels) with the labels of the batch, and compare them with all "
+                "logits; or shift labels in the dataset. Models of transformers do it if they are given labels=."
+            )
+        return loss(input, target, *args, **kwargs)
+    kept = target != options.get("ignore_index", -100)
+    weight = options.get("weight")
+    count = kept.sum() if weight is None else weight[target[kept]].sum()
+    return split.weight(loss(input, target, **{**options, "reduction": "sum"}), count)
+
+
+def _enter(root: nn.Module, args: Any) -> None:
+    sharded: Any = sharded_of(root)  # a copy of a root has none
+    context = getattr(sharded, "context", None)
+    if context is not None and sharded.backend.sequence is not None and root not in gathered_modules:
+        context.enter(root, sharded.backend.sequence)
+
+
+def _leave(root: nn.Module, args: Any, output: Any) -> None:
+    context = getattr(sharded_of(root), "context", None)
+    if context is not None:
+        context.leave(root, failed=False)
+
+
+def _leave_after_error(root: nn.Module, args: Any, output: Any) -> None:
+    context = getattr(sharded_of(root), "context", None)
+    if context is not None:
+        context.leave_after_error(root)
+
+
+def check_splittable(root: nn.Module) -> None:
+    """Refuse a module whose layers are known to mix the positions of a sequence without attention.
+
+    Raises:
+        ShardingError: There is such a layer.
+        UnsupportedCapabilityError: It is a model of transformers that can't be split.
+    """
+    for name, module in root.named_modules():
+        mixes = isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1)
+        if mixes:
+            raise ShardingError(
+                f"{name or 'the root'} is a {type(module).__name__}, which computes from neighbouring positions, some "
+                "of which other ranks hold.\n"
+                "Leave context_parallel_size out: it is for models in which only attention combines positions."
+            )
+    check_transformers(root)
+
+
+def checked_dims(dims: object) -> Mapping[str, int] | None:
+    """Refuse what is no mapping from names to dimensions.
+
+    Raises:
+        UnsupportedCapabilityError: It is neither such a mapping nor ``None``.
+    """
+    if dims is None:
+        return None
+    if (
+        not isinstance(dims, Mapping)
+        or not dims
+        or not all(type(name) is str and type(dim) is int for name, dim in dims.items())
+    ):
+        raise UnsupportedCapabilityError(
+            f"context_parallel_dims={dims!r} does not say which entries of a batch to split.\n"
+            "Write a dict from their names to their sequence dimensions, such as {'input_ids': 1, 'labels': 1}."
+        )
+    return dims

@@ -1,0 +1,122 @@
+"""What a first forward pass on a part of a sequence is looked at for: code that takes the part for the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fsdp_core import ShardingError
+
+if TYPE_CHECKING:
+    from fsdp_fsdp2.context_parallel import ContextParallel
+
+__all__ = ["FirstPass", "not_split"]
+
+#: torch's own: this file is imported before the function is replaced.
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_SOFTMAX = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
+_POSITIONS = "Positions of this rank's part are fsdp_core.sequence_positions(length)"
+
+
+def not_split(length: int, lengths: Collection[int]) -> ShardingError:
+    """What to raise for attention over another length than parts of batches have had."""
+    if not lengths:
+        return ShardingError(
+            "context parallelism was asked for, and no batch has been split: every rank computes on whole sequences.\n"
+            "Write batch = fabric.strategy.split_batch(batch), or let fabric.setup_dataloaders() set up the loader."
+        )
+    told = ", ".join(map(str, sorted(lengths)[:8]))
+    return ShardingError(
+        f"attention was called over {length} positions, and the parts of batches on this rank have had {told}.\n"
+        "Was this batch split? fabric.setup_dataloaders() and fabric.strategy.split_batch() do it. Models that add "
+        "tokens to a sequence, or generate with a cache, can't be split: leave context_parallel_size out."
+    )
+
+
+class FirstPass(TorchFunctionMode):
+    """Refuses what is known to be wrong on a part of a sequence, in the first forward pass in training and evaluation.
+
+    Args:
+        context: The module's context.
+        root: The module.
+    """
+
+    def __init__(self, context: ContextParallel, root: nn.Module) -> None:
+        super().__init__()
+        self._context = context
+        self._lengths = frozenset(context.split.lengths)
+        self._tables = {id(table) for table in (*root.buffers(), *root.parameters())}
+
+    def begin(self) -> None:
+        """Look at the operations from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Look no more."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._context.attending:
+            self._look(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func is _ATTENTION:
+            raise ShardingError(
+                "attention was called by a name that was imported before the strategy replaced it (from "
+                "torch.nn.functional import scaled_dot_product_attention): it sees this rank's part of the sequence "
+                "alone.\nCall it as torch.nn.functional.scaled_dot_product_attention."
+            )
+        if func in _SOFTMAX and isinstance(args[0] if args else None, Tensor):
+            scores = args[0].shape
+            if len(scores) > 3 and scores[-1] in self._lengths and scores[-2] in self._lengths:
+                raise ShardingError(
+                    f"a softmax over scores of shape {tuple(scores)} looks like attention by hand, which sees this "
+                    "rank's part of the sequence alone.\n"
+                    "Call torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa' for "
+                    "transformers), or leave context_parallel_size out."
+                )
+        if self._context.trusted:
+            return
+        if func is torch.arange and _counts_to(args, kwargs) in self._lengths:
+            raise ShardingError(
+                f"torch.arange({_counts_to(args, kwargs)}) in the model counts the positions of this rank's part of "
+                f"the sequence from 0, on every rank.\n{_POSITIONS}; or give them to the model in the batch."
+            )
+        if func is Tensor.__getitem__ and (id(args[0]) in self._tables or isinstance(args[0], nn.Parameter)):
+            cut = _cut_to(args[0], args[1], self._lengths)
+            if cut is not None:
+                raise ShardingError(
+                    f"a parameter or buffer of shape {tuple(args[0].shape)} was cut to [:{cut}], the length of this "
+                    f"rank's part of the sequence: every rank gets the first positions.\n{_POSITIONS}, "
+                    "with which the table can be indexed: table[positions]."
+                )
+
+
+def _counts_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The end of an ``arange`` from 0 by steps of 1."""
+    start, end, step = kwargs.get("start", 0), kwargs.get("end"), kwargs.get("step", 1)
+    if len(args) == 1:
+        (end,) = args
+    elif args:
+        start, end, step = (*args, step)[:3]
+    return end if type(end) is int and start == 0 and step == 1 else None
+
+
+def _cut_to(table: Tensor, index: Any, lengths: Collection[int]) -> int | None:
+    """The length among some to which an index cuts a dimension that is longer."""
+    indices = index if isinstance(index, tuple) else (index,)
+    for size, one in zip(table.shape, indices, strict=False):
+        if one is None or one is Ellipsis:
+            return None
+        begins = isinstance(one, slice) and one.start in (None, 0) and one.step in (None, 1)
+        if begins and type(one.stop) is int and one.stop in lengths and size > one.stop:
+            return int(one.stop)
+    return None
