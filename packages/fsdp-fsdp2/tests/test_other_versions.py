@@ -67,6 +67,30 @@ def test_the_end_of_a_backward_pass_has_the_mode_that_later_versions_expect() ->
     assert (later.modes, today.modes) == ([True, False], ["unknown"])
 
 
+class Later:
+    """A parameter whose accumulated gradient is that of the unsharded one, as from torch 2.15 on."""
+
+    def __init__(self, grad_dtype: torch.dtype | None) -> None:
+        self._unsharded_param = SimpleNamespace(grad=None, dtype=torch.bfloat16, grad_dtype=grad_dtype)
+
+    @property
+    def unsharded_accumulated_grad(self) -> Any:
+        return self._unsharded_param.grad
+
+
+def test_an_accumulated_gradient_is_set_where_the_version_keeps_it() -> None:
+    grad = torch.tensor([1.5], dtype=torch.float64)
+    for grad_dtype, want in ((torch.float32, torch.float32), (None, torch.bfloat16)):
+        later = Later(grad_dtype)
+        torch_private._set_accumulated(later, grad)
+        assert torch.equal(later.unsharded_accumulated_grad, grad.to(want))
+        torch_private._set_accumulated(later, None)
+        assert later.unsharded_accumulated_grad is None
+    today = SimpleNamespace(unsharded_accumulated_grad=None)
+    torch_private._set_accumulated(today, grad)
+    assert today.unsharded_accumulated_grad is grad
+
+
 class Group:
     """What a unit calls around its forward and backward passes."""
 

@@ -24,6 +24,21 @@ def test_it_is_found_under_its_two_names() -> None:
     assert fsdp_fsdp2.__version__ == registry.provider("fsdp2").version
 
 
+def test_what_the_package_offers() -> None:
+    """Each name of it is found when it is asked for, and kept."""
+    kept = {name: vars(fsdp_fsdp2).pop(name, None) for name in fsdp_fsdp2.__all__}
+    try:
+        assert set(fsdp_fsdp2.__all__) <= set(dir(fsdp_fsdp2))
+        strategy, fabric, version = fsdp_fsdp2.FSDP2Strategy, fsdp_fsdp2.fabric, fsdp_fsdp2.__version__
+        assert (strategy, fabric) == (sys.modules["fsdp_fsdp2.trainer"].FSDP2Strategy, sys.modules["fsdp_fsdp2.fabric"])
+        assert version == registry.provider("fsdp2").version
+        assert vars(fsdp_fsdp2).keys() >= set(fsdp_fsdp2.__all__)
+        with pytest.raises(AttributeError, match="has no attribute 'FSDP3'"):
+            fsdp_fsdp2.FSDP3  # noqa: B018
+    finally:
+        vars(fsdp_fsdp2).update({name: value for name, value in kept.items() if value is not None})
+
+
 def test_a_platform_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_here() is None
     monkeypatch.setattr(sys, "platform", "emscripten")
