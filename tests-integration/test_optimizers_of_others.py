@@ -40,7 +40,7 @@ def see_others() -> None:
     path = os.environ.get("FSDP_TESTS_APART", "")
     if path not in sys.path:
         sys.path.append(path)
-    if "torchvision" not in sys.modules:
+    if "torchvision" not in sys.modules and not hasattr(torch.ops.torchvision, "nms"):
         # torchvision, which timm imports, can't be imported without its operators, and its wheels on the package index
         # have them for torch's CUDA build alone. None is used here.
         for name in ("nms", "qnms"):
