@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from unittest import mock
 
 import pytest
@@ -430,3 +430,48 @@ def test_accumulated_gradients_move_between_meshes(ranks: RankPool, tmp_path: Pa
     _, want = train_plain(2, oracle.sgd, accumulate=2, net=oracle.new_net(width=WIDTH))
     for got in ranks.run(MESHES[loaded][1], resumed_amid_accumulation, loaded, folder):
         torch.testing.assert_close(got, want, rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE)
+
+
+class Backwards:
+    """Reads each rank's part from the end."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def transform_dataloader(self, loader: Any) -> Any:
+        sampler = loader.sampler
+        self.seen.append((sampler.rank, sampler.num_replicas))
+        return DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=list(sampler)[::-1])
+
+
+def sampled_on(mesh: str) -> tuple[list[tuple[int, int]], list[list[float]], str, list[list[float]]]:
+    """What the sampler was given under Fabric, the batches, a refusal, and the batches under the Trainer."""
+    backwards, data = Backwards(), [float(i) for i in range(8)]
+    options = {**options_of(mesh), "data_sampler": backwards.transform_dataloader}
+    fabric = new_fabric("fsdp2", MESHES[mesh][1], options)
+    batches = [batch.tolist() for batch in fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2))]
+    fabric.strategy.data_sampler = lambda loader: None  # type: ignore[attr-defined]
+    told = refusal(ShardingError, lambda: fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2)))
+    seen = list(backwards.seen)
+
+    class Predicting(Lit):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch.tolist()
+
+    own = {**options_of(mesh, under_lightning_module=True), "data_sampler": backwards.transform_dataloader}
+    run = new_trainer("unused", "fsdp2", MESHES[mesh][1], own)
+    predicted: Any = run.predict(Predicting(width=WIDTH), DataLoader(cast("Any", data), batch_size=2))
+    return seen, batches, told, predicted
+
+
+def test_data_sampler(ranks: RankPool) -> None:
+    """It gets each loader with the sampler of the data-parallel rank, under both front ends."""
+    for rank, (seen, batches, told, predicted) in enumerate(ranks.run(4, sampled_on, "shard 2 x tensor 2")):
+        assert seen == [(rank // 2, 2)]
+        assert batches == predicted == [[6.0 + rank // 2, 4.0 + rank // 2], [2.0 + rank // 2, 0.0 + rank // 2]]
+        assert_says(told, "data_sampler returned None for a DataLoader", "Return the loader")
+
+
+def test_a_data_sampler_of_nemo_is_named() -> None:
+    with pytest.raises(UnsupportedCapabilityError, match="Write data_sampler=data_sampler.transform_dataloader"):
+        fsdp_core.resolve("fsdp2", "trainer")(data_sampler=Backwards())

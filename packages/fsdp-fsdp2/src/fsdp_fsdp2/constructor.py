@@ -11,6 +11,7 @@ from fsdp_core import ProcessGroupRuntime
 from fsdp_core.lightning import StrategyOptions
 from fsdp_core.sharding import ActivationCheckpointingPolicy, SavedOps, WrapPolicy
 from fsdp_fsdp2.backend import FSDP2Backend
+from fsdp_fsdp2.data_sampler import DataSampler, check_data_sampler, sampled_by
 from fsdp_fsdp2.loss_parallel import check_loss_parallel
 from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
 from fsdp_fsdp2.parallelize_fn import ParallelizeFunction
@@ -74,10 +75,14 @@ class FSDP2Options(StrategyOptions):
         parallelize_fn: A function that shards the module instead of the options above, as
             ``parallelize_fn(module, device_mesh, **options)``: it calls ``parallelize_module`` and ``fully_shard`` and
             returns the module. It may take any of ``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
-            ``auto_wrap_policy``, ``activation_checkpointing_policy`` and ``tp_plan`` as keyword arguments.
+            ``auto_wrap_policy``, ``activation_checkpointing_policy``, ``tp_plan`` and other options about units as
+            keyword arguments.
         loss_parallel: Whether training steps and backward passes run inside torch's
             :func:`~torch.distributed.tensor.parallel.loss_parallel`, for a head whose plan divides the vocabulary:
             ``ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)``.
+        data_sampler: A function that returns the loader to use for each loader, such as one with a sampler of its own.
+            It is called after Lightning has added its sampler, from which it can read the data-parallel rank
+            (``loader.sampler.rank``, ``loader.sampler.num_replicas``).
         process_group_backend: As in :func:`torch.distributed.init_process_group`; chosen by device when ``None``.
     """
 
@@ -89,6 +94,11 @@ class FSDP2Options(StrategyOptions):
     def device_mesh(self) -> DeviceMesh:
         """The ranks as torch's mesh, its axes named as the sizes are; axes of one rank can be looked up by name too."""
         return self.backend.device_mesh
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Apply ``data_sampler`` to a loader, before the front end prepares it."""
+        adapter: Any = super()
+        return adapter.process_dataloader(sampled_by(self.data_sampler, dataloader))
 
     def __init__(
         self,
@@ -115,6 +125,7 @@ class FSDP2Options(StrategyOptions):
         tp_plan: TensorParallelPlan | None = None,
         parallelize_fn: ParallelizeFunction | None = None,
         loss_parallel: bool = False,
+        data_sampler: DataSampler | None = None,
         process_group_backend: str | None = None,
         **others: Any,
     ) -> None:
@@ -143,5 +154,6 @@ class FSDP2Options(StrategyOptions):
         )
         check_loss_parallel(loss_parallel)
         self.loss_parallel = loss_parallel
+        self.data_sampler = check_data_sampler(data_sampler)
         runtime = ProcessGroupRuntime(process_group_backend)
         super().__init__(backend, *common, strategy_name="fsdp2", runtime=runtime, **others)

@@ -30,8 +30,6 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     "custom_tp_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
     "sequence_parallel": "Give the norms SequenceParallel() in tp_plan, and their neighbours layouts that divide the "
     "sequence.",
-    "data_sampler": "Give the sampler to your DataLoader, and write Trainer(use_distributed_sampler=False) if it "
-    "divides the data between ranks itself.",
     "use_hf_tp_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
     "device_mesh": "Write the sizes of its axes: data_parallel_replicate_size, data_parallel_size, "
     "context_parallel_size, tensor_parallel_size.",
