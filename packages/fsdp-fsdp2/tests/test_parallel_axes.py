@@ -454,24 +454,26 @@ def sampled_on(mesh: str) -> tuple[list[tuple[int, int]], list[list[float]], str
     told = refusal(ShardingError, lambda: fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2)))
     seen = list(backwards.seen)
 
-    class Predicting(Lit):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch.tolist()
+    validated: list[list[float]] = []
+
+    class Validating(Lit):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            validated.append(batch.tolist())
 
     own = {**options_of(mesh, under_lightning_module=True), "data_sampler": backwards.transform_dataloader}
     run = new_trainer("unused", "fsdp2", MESHES[mesh][1], own)
-    predicted: Any = run.predict(Predicting(width=WIDTH), DataLoader(cast("Any", data), batch_size=2))
-    return seen, batches, told, predicted
+    run.validate(Validating(width=WIDTH), DataLoader(cast("Any", data), batch_size=2), verbose=False)
+    return seen, batches, told, validated
 
 
 def test_data_sampler(ranks: RankPool) -> None:
     """It gets each loader with the sampler of the data-parallel rank, under both front ends."""
-    for rank, (seen, batches, told, predicted) in enumerate(ranks.run(4, sampled_on, "shard 2 x tensor 2")):
+    for rank, (seen, batches, told, validated) in enumerate(ranks.run(4, sampled_on, "shard 2 x tensor 2")):
         assert seen == [(rank // 2, 2)]
-        assert batches == predicted == [[6.0 + rank // 2, 4.0 + rank // 2], [2.0 + rank // 2, 0.0 + rank // 2]]
+        assert batches == validated == [[6.0 + rank // 2, 4.0 + rank // 2], [2.0 + rank // 2, 0.0 + rank // 2]]
         assert_says(told, "data_sampler returned None for a DataLoader", "Return the loader")
 
 
 def test_a_data_sampler_of_nemo_is_named() -> None:
-    with pytest.raises(UnsupportedCapabilityError, match="Write data_sampler=data_sampler.transform_dataloader"):
+    with pytest.raises(UnsupportedCapabilityError, match=r"Write data_sampler=data_sampler\.transform_dataloader"):
         fsdp_core.resolve("fsdp2", "trainer")(data_sampler=Backwards())
