@@ -24,8 +24,8 @@ def check_data_sampler(data_sampler: object) -> DataSampler | None:
     method = getattr(data_sampler, "transform_dataloader", None)
     what = "data_sampler.transform_dataloader" if callable(method) else "a function that takes a loader and returns one"
     raise UnsupportedCapabilityError(
-        f"data_sampler={data_sampler!r} can't be called with a loader.\nWrite data_sampler={what}; or leave it out, and "
-        "give the sampler to your DataLoader."
+        f"data_sampler={data_sampler!r} can't be called with a loader.\n"
+        f"Write data_sampler={what}; or leave it out, and give the sampler to your DataLoader."
     )
 
 
