@@ -12,7 +12,7 @@ from fsdp_core.checkpoint.storage.folder import Folder, open_folder
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["ATTEMPTS", "pause", "retried", "begins_anew", "seen", "too_often"]
+__all__ = ["ATTEMPTS", "begins_anew", "pause", "retried", "seen", "too_often"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
