@@ -128,7 +128,7 @@ class NativeBackend(Backend):
         if whole and self.use_orig_params and compute not in (None, self.precision.storage):
             raise UnsupportedCapabilityError(
                 "sharding_strategy='NO_SHARD' can't accumulate gradients without reducing them under mixed precision: "
-                f"FSDP1 would give parameters in {self.precision.storage} gradients in {compute}, which torch refuses.\n"
+                f"FSDP1 would give parameters in {self.precision.storage} gradients in {compute}.\n"
                 "Write sync_each_batch=True, or sharding_strategy='FULL_SHARD'; or use strategy='ddp'."
             )
 
