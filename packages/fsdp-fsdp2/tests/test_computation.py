@@ -138,8 +138,8 @@ def test_activations(ranks: RankPool) -> None:
 HYBRID: dict[str, Any] = {"data_parallel_replicate_size": 2, "sync_each_batch": "within_replica"}
 
 
-def reductions_on(accumulate: int) -> tuple[Counter[str], Counter[str]]:
-    """The collectives of gradients in one optimizer step of ours, and of the loop by hand."""
+def reductions_on(accumulate: int) -> tuple[Counter[str], Counter[str], str]:
+    """The collectives of gradients in one step of ours and of the loop by hand; and what an exception leads to."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -162,13 +162,23 @@ def reductions_on(accumulate: int) -> tuple[Counter[str], Counter[str]]:
 
     fabric = new_fabric("fsdp2", 4, HYBRID)
     net = without_scalars()
-    model, _ = fabric.setup(net, oracle.sgd(net))
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
     counted = run(model, ours, fabric.backward)
+    optimizer.zero_grad()
+    x, y = batches[0]
+    with fabric.no_backward_sync(model):
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        output = model(x)
+        output.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fabric.backward(nn.functional.mse_loss(output, y))
+        assert all(parameter.grad is None for parameter in net.parameters())
+        told = refusal(ShardingError, partial(model, x))
     other = without_scalars()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for block in other.blocks:
         fully_shard(block, mesh=mesh)
-    return counted, run(fully_shard(other, mesh=mesh), by_hand, torch.Tensor.backward)
+    return counted, run(fully_shard(other, mesh=mesh), by_hand, torch.Tensor.backward), told
 
 
 class Collectives(TorchDispatchMode):
@@ -196,7 +206,8 @@ def without_scalars() -> Any:
 
 
 def test_all_reduce_waits_as_in_the_loop_by_hand(ranks: RankPool) -> None:
-    for counted, by_hand in ranks.run(4, reductions_on, 4):
+    for counted, by_hand, told in ranks.run(4, reductions_on, 4):
+        assert_says(told, "incomplete", "optimizer.zero_grad()")
         assert counted == by_hand
         assert counted == {"_reduce_scatter_base_": 4 * 4, "allreduce_": 4}
 
