@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_random import Draw, Draws, random_state, set_random_state
+from fsdp_core.state.host_memory import give_back
 from fsdp_core.torch_private import TorchDispatchMode, skipped_initialiser, tree_flatten, tree_map
 
 __all__ = ["continue_deferred", "deferred_init", "has_values", "is_deferred", "values_of", "was_changed"]
@@ -96,6 +97,8 @@ def _no_build() -> None:
 _thread = threading.local()
 _BUILD = "_fsdp_core_build"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+#: Bytes that are freed before they are given back to the system.
+_GIVEN_BACK_EVERY = 2**24
 _EMPTY = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
 _READS = frozenset(
     (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__, Tensor.__int__)
@@ -264,6 +267,7 @@ class _Build:
     def _draw_all(self, device: torch.device) -> None:
         """Draw all random numbers once, in order, to find the generator's state before each step."""
         first, self._drawn[device.type] = self._drawn.get(device.type, 0), len(self.steps)
+        freed = 0
         with self.draws.continued(device), torch.no_grad():
             for index in range(first, len(self.steps)):
                 step = self.steps[index]
@@ -271,6 +275,11 @@ class _Build:
                     needed = self._redo(step.reads, device, index)
                     with step.draw.first(device):
                         needed.do(step)
+                    del needed
+                    freed += sum(self.sizes[place][0] for place in step.writes)
+                    if freed > _GIVEN_BACK_EVERY:  # the allocator does not always use it again
+                        give_back()
+                        freed = 0
 
 
 def value_now(tensor: Tensor) -> Tensor:
