@@ -432,6 +432,47 @@ def test_accumulated_gradients_move_between_meshes(ranks: RankPool, tmp_path: Pa
         torch.testing.assert_close(got, want, rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE)
 
 
+class NormedHeads(nn.Module):
+    """Normalises each head between two layers that a plan divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.LayerNorm(2), nn.Linear(8, 6)
+
+    def forward(self, x: Any) -> Any:
+        heads = self.norm(self.up(x).unflatten(-1, (-1, 2)))
+        return self.down(heads.flatten(-2).relu())
+
+
+def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str]:
+    """The refusals under Fabric and under the Trainer, of a norm that sees the heads of one rank."""
+    style = {"norm": SequenceParallel(sequence_dim=1, use_local_output=True)} if planned else {}
+    own = {"up": ColwiseParallel(), "down": RowwiseParallel(), **style}
+    torch.manual_seed(0)
+    net = NormedHeads()
+    fabric = new_fabric("fsdp2", MESHES[mesh][1], {**MESHES[mesh][0], "tp_plan": own})
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    x, y = oracle.global_batches(1)[0]
+    fabric.backward(nn.functional.mse_loss(model(x), y))
+    told = refusal(ShardingError, optimizer.step)
+
+    module = OwnLoader("sgd", width=WIDTH)
+    module.net, module.steps = NormedHeads(), 1
+    prefixed = {f"net.{name}": style for name, style in own.items()}
+    run = new_trainer("unused", "fsdp2", MESHES[mesh][1], {**MESHES[mesh][0], "tp_plan": prefixed})
+    return told, refusal(ShardingError, lambda: run.fit(module))
+
+
+@pytest.mark.parametrize("mesh", ["tensor 2", "shard 2 x tensor 2"])
+def test_what_the_plan_forgets_is_refused_before_the_first_step(ranks: RankPool, mesh: str) -> None:
+    """Each rank would train its own copy of a norm between divided layers."""
+    for refused in ranks.run(MESHES[mesh][1], unplanned_norm, mesh, False):
+        for told in refused:
+            assert_says(told, "norm.weight'", "norm.bias' differ between tensor-parallel ranks", "SequenceParallel(")
+    for taken in ranks.run(MESHES[mesh][1], unplanned_norm, mesh, True):
+        assert [told.split(": ", 1)[1] for told in taken] == ["nothing was raised"] * 2
+
+
 class Backwards:
     """Reads each rank's part from the end."""
 

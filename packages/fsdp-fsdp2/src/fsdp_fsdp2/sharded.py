@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from fsdp_fsdp2.torch_private import (
     unreduced_gradients,
     without_hooks,
 )
+from fsdp_fsdp2.unplanned_gradients import check_unplanned
 
 if TYPE_CHECKING:
     from fsdp_fsdp2.backend import FSDP2Backend
@@ -126,6 +127,9 @@ class FSDP2Sharded(Sharded):
             set_sync(True)
             if replicated is not None:
                 replicated.sync = True
+
+    def check_gradients(self, parameters: Iterable[Tensor]) -> None:
+        check_unplanned(parameters, self.layout(), self.runtime)
 
     def reshard(self) -> None:
         self.gathering.reshard()

@@ -258,6 +258,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         """Raise if ``error_if_nonfinite`` was given and a gradient is not finite, unless a gradient scaler decides."""
+        self._check_first_gradients(optimizer, self.roots)
         scaler = getattr(self.precision, "scaler", None)
         if self.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
             step = f"step {self._steps.get(optimizer, 0) + 1} of this run"

@@ -140,6 +140,7 @@ class RanksOfStrategy:
         self.timeout = timeout
         self.async_saves = AsyncSaves(self.runtime) if async_save else None
         self._unreduced = WeakSet()
+        self._compared: WeakSet[Optimizer] = WeakSet()
 
     def require(self, capability: Capability, asked: str) -> None:
         """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare it."""
@@ -213,6 +214,16 @@ class RanksOfStrategy:
         now, known = _parameters_of(optimizer), _held.get(optimizer, [])
         if len(now) != len(known) or any(one is not other() for one, other in zip(now, known, strict=True)):
             self._repoint([optimizer], roots)
+
+    def _check_first_gradients(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
+        """Let roots check the gradients of an optimizer's first step. All ranks must call it."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
+        if optimizer in self._compared or self.runtime.world_size == 1:
+            return
+        self._compared.add(optimizer)
+        for root in roots:
+            layout = root.layout()
+            root.check_gradients([p for p in _parameters_of(optimizer) if p in layout])
 
     def _facts(self, module: nn.Module) -> dict[str, str]:
         """Describe what this rank is about to do, for comparison with the other ranks."""

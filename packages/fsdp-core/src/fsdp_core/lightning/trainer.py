@@ -437,6 +437,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raise if ``error_if_nonfinite`` was given and a gradient is not finite, unless a gradient scaler decides."""
+        self._check_first_gradients(optimizer, [self.sharded])
         scaler = getattr(self.precision_plugin, "scaler", None)
         if self.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
             assert self.lightning_module is not None

@@ -253,6 +253,18 @@ class Sharded(ABC):
             ShardingError: There are gradients, which may be from a part of that backward pass.
         """
 
+    def check_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse gradients that ranks should have alike, and have not. Called before an optimizer's first step.
+
+        All ranks must call it. The default checks nothing.
+
+        Args:
+            parameters: The optimizer's parameters, whose gradients are complete.
+
+        Raises:
+            ShardingError: Such a gradient differs between ranks.
+        """
+
     def clip_norm(
         self,
         parameters: Iterable[Tensor],
