@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fsdp_core import StrategyUnavailableError
 from fsdp_core.testing.refusals import refusal
 from fsdp_xla.ranks import launch
 from fsdp_xla.torch_xla_private.devices import rank_here
+from xla_process import save_cases
 
 
 class Given:
@@ -29,7 +31,7 @@ def launched(given: Given) -> dict[str, Any]:
     return {"rank": here.rank, "ranks": here.world_size, "unchanged": unchanged, "pid": os.getpid(), "drawn": drawn}
 
 
-def main(out: str) -> None:
+def found() -> dict[str, Any]:
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False  # a forked script is one, and could start no process
     given, launches = Given(), []
@@ -38,9 +40,8 @@ def main(out: str) -> None:
         launches.append(launch._on_processes(launched, given))
     torch.zeros(1, device="xla").cpu()
     refused = refusal(StrategyUnavailableError, lambda: launch._on_processes(launched, given))
-    found = {"launches": launches, "changed": given.changed, "pid": os.getpid(), "refused": refused}
-    torch.save(found, out)
+    return {"launches": launches, "changed": given.changed, "pid": os.getpid(), "refused": refused}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    save_cases({"found": found}, Path(sys.argv[2]))

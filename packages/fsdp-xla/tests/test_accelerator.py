@@ -21,7 +21,7 @@ from fsdp_xla.lightning.accelerator import accelerator_for
 from fsdp_xla.lightning.cluster_environment import XLARanks
 from fsdp_xla.lightning.launchers import FabricXLALauncher, TrainerXLALauncher
 from launching import Launching
-from xla_process import start
+from xla_process import ok, run_script
 
 
 @pytest.mark.parametrize("device", ["CPU", "TPU", None])
@@ -163,7 +163,7 @@ def test_xla_used_before_the_launch_is_refused(afresh: Launching) -> None:
 
 def test_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
     """As on a TPU; on the CPU there is one process, with a thread for each device."""
-    found = start("launch_processes.py", tmp_path / "found", devices=2).finish()
+    found = ok(run_script("launch_processes.py", 2, tmp_path), "found")
     for result in found["launches"]:
         assert (result["rank"], result["ranks"], result["unchanged"]) == (0, 2, True)
         assert result["pid"] != found["pid"]
