@@ -72,6 +72,7 @@ FAULTS = (
     "buffer_not_restored",
     "moment_not_saved",
     "options_not_restored",
+    "late_groups_left_alone",
     "moments_of_frozen_dropped",
     "weights_loaded_beside_optimizer",
     "moments_by_position",

@@ -63,6 +63,7 @@ from fsdp_fsdp2.tensor_parallel import (
 from fsdp_fsdp2.torch_private import is_cast_though_stored, offloaded_parameters, parameters_of, take_filled
 from fsdp_fsdp2.user_sharding import (
     check_meshes,
+    check_no_context,
     check_not_run,
     is_divided,
     refuse_beside,
@@ -231,8 +232,10 @@ class FSDP2Backend(Backend):
         if was_begun(module):
             given = [name for name in self._given() if name not in _BESIDE]
             refuse_beside(module, [*given, "parallelize_fn"] if self.parallelize_fn else given)
+            check_no_context(self.runtime.mesh, f"a {type(module).__name__} that is sharded in its own code")
         if self.parallelize_fn is None:
             return
+        check_no_context(self.runtime.mesh, "parallelize_fn")
         if marked(module):
             raise ShardingError(
                 f"{type(module).__name__} has layers that are marked by wrap(), and parallelize_fn replaces what would "

@@ -10,13 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_core import Runtime, ShardingError
-from fsdp_core.sharding import marked
+from fsdp_core import Runtime, ShardingError, UnsupportedCapabilityError
+from fsdp_core.sharding import Mesh, marked
 from fsdp_core.state import clean_name
 from fsdp_fsdp2.torch_private import has_run, one_for_each_state, parameters_of
 
 __all__ = [
     "check_meshes",
+    "check_no_context",
     "check_not_run",
     "is_divided",
     "refuse_beside",
@@ -121,6 +122,25 @@ def check_meshes(module: nn.Module, runtime: Runtime, data: DeviceMesh) -> None:
             is_unit = id(parameter) in managed
             if not any(_same(parameter.device_mesh.mesh, one) for one in ((data.mesh, both) if is_unit else (tensor,))):
                 raise _another_mesh(clean_name(name), parameter, is_unit, data, tensor)
+
+
+def check_no_context(mesh: Mesh, what: str) -> None:
+    """Refuse a module that users shard where context-parallel ranks shard as well: it would need a mesh of both axes.
+
+    Args:
+        mesh: The ranks.
+        what: Whose code shards.
+
+    Raises:
+        UnsupportedCapabilityError: There are context-parallel ranks.
+    """
+    if mesh.context_parallel > 1:
+        raise UnsupportedCapabilityError(
+            f"context_parallel_size={mesh.context_parallel} does not go together with {what}: context-parallel ranks "
+            "shard parameters as well, over a mesh that only the strategy makes.\n"
+            "Leave the calls of fully_shard and parallelize_module out, and name units by auto_wrap_policy and divided "
+            "layers by tp_plan; or leave context_parallel_size out."
+        )
 
 
 def is_divided(module: nn.Module, runtime: Runtime) -> bool:
