@@ -41,7 +41,9 @@ def check_parallelize_fn(function: object, given: Collection[str]) -> None:
         raise UnsupportedCapabilityError(
             f"parallelize_fn={_name(function)} can't be called with a module and a mesh: {error}.\n"
             "Write it as def parallelize(module, device_mesh, **options); options are mp_policy, offload_policy, "
-            "reshard_after_forward, auto_wrap_policy, activation_checkpointing_policy and tp_plan."
+            "tp_plan, auto_wrap_policy, reshard_after_forward, activation_checkpointing_policy, "
+            "activation_checkpointing_saves, activation_memory_budget, activation_offload, compile, float8, "
+            "float8_filter, forward_prefetch_depth and backward_prefetch_depth."
         ) from error
     dropped = [name for name in given if name not in _taken(parameters, given)]
     if dropped:

@@ -34,7 +34,10 @@ class FSDP2Strategy(FSDP2Options, ShardedTrainerStrategy):
             self.lightning_module._device_mesh = self.device_mesh  # its public property is read-only
 
     def parallelize(self) -> None:
-        """Shard the module now: tensor parallel, activation checkpointing, compilation, ``fully_shard``, in this order.
+        """Shard the module now.
+
+        In this order: float8, activation checkpointing, compilation and activation offload; then, unit by unit, tensor
+        parallelism and ``fully_shard``; then prefetching.
 
         A stage does it by itself, after ``configure_model()``. A module that is sharded is left as it is, so this can
         be called any number of times. All ranks must call it.

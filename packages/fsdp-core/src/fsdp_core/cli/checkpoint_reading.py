@@ -333,11 +333,11 @@ def _print_differences(differences: Differences) -> None:
             click.echo()
 
     facts = [_shown_fact(name, *both) for name, both in differences.facts.items()]
-    section("Saved otherwise, which does not count", facts)
+    section("Facts of the save that differ, not counted", facts)
     section("Tensors only in A", [clean(key) for key in differences.only_a])
     section("Tensors only in B", [clean(key) for key in differences.only_b])
     section(
-        "Names that are tied otherwise",
+        "Tied names that differ",
         [
             f"{clean(name)}: {clean(', '.join(a)) or 'alone'} in A, {clean(', '.join(b)) or 'alone'} in B"
             for name, (a, b) in differences.tied.items()

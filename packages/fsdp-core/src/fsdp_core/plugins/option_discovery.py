@@ -26,7 +26,7 @@ COMMON_OPTIONS = (
     Option(
         name="async_save",
         default=False,
-        help="Write checkpoints in the background: a save returns when this rank's part is copied to host memory.",
+        help="Write checkpoints in the background, from copies in host memory, while training continues.",
     ),
     Option(
         name="error_if_nonfinite",
