@@ -433,7 +433,7 @@ def test_layers_whose_parameters_are_one_flat_one(ranks: RankPool, tmp_path: Pat
             told,
             "BackboneFinetuning can't be used with 'fsdp_native'",
             "'net.inp.weight' is kept elsewhere",
-            "strategy='fsdp2'",
+            "a strategy that keeps sharded parameters in their modules",
         )
         assert not losses
         for message in refused:

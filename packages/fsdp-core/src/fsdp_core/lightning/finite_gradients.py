@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from fsdp_core.errors import NonFiniteGradientError, UnsupportedCapabilityError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.gradients.finite import all_finite
+from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.chunks import ChunkedTensor
@@ -53,7 +54,7 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     parts = {p: of_root for root in roots for p, of_root in root.layout().items()}
     in_order = [part.name for p in held for part in parts.get(p, ())]
     own = {
-        part.name for p in held if p.grad is not None for part in parts.get(p, ()) if not _are_finite(part.of(p.grad))
+        part.name for p in held if p.grad is not None for part in parts.get(p, ()) if not _are_finite(part.of(plain(p.grad)))
     }
     broken = set().union(*runtime.gather_objects(own))
     names = [name for name in dict.fromkeys(in_order) if name in broken]

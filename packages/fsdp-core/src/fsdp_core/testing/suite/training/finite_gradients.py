@@ -131,10 +131,10 @@ class FiniteGradientsSuite(Clauses):
     def test_checkpoint_of_the_exception_is_that_of_the_step_before(self, ranks: Ranks, tmp_path: Path) -> None:
         """A checkpoint that Lightning saves on the exception must hold the weights of the last good step."""
         want_losses, want = oracle.train_plain(1, oracle.sgd, clip_norm=1.0)
-        assert len(want_losses) == 1
+        assert len(want_losses) == 1, f"one process has taken {len(want_losses)} steps instead of one"
         for told, taken, state in ranks.run(2, _saved_on_exception, self.strategy, str(tmp_path)):
             assert_says(told, "before step 2,", "1 parameter of SGD", "'net.inp.weight'", "can be saved")
-            assert taken == 1
+            assert taken == 1, f"{taken} steps were taken instead of one"
             saved = load_state_dict(next(tmp_path.glob("stopped*")))
             for name, tensor in want.items():
                 torch.testing.assert_close(state[f"net.{name}"], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
