@@ -53,9 +53,8 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
     parts = {p: of_root for root in roots for p, of_root in root.layout().items()}
     in_order = [part.name for p in held for part in parts.get(p, ())]
-    own = {
-        part.name for p in held if p.grad is not None for part in parts.get(p, ()) if not _are_finite(part.of(plain(p.grad)))
-    }
+    gradients = [(part, plain(p.grad)) for p in held if p.grad is not None for part in parts.get(p, ())]
+    own = {part.name for part, gradient in gradients if not _are_finite(part.of(gradient))}
     broken = set().union(*runtime.gather_objects(own))
     names = [name for name in dict.fromkeys(in_order) if name in broken]
     told = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
