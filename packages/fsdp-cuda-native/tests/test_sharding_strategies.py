@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.nn.functional import mse_loss
 
+import test_conformance
 from fsdp_core.errors import OptimizerMismatchError, ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained, train_plain
@@ -30,6 +31,7 @@ from fsdp_core.testing.state import (
     trained_by,
 )
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
+from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
 from fsdp_core.testing.suite.numerics.parity import assert_same, options_id
 from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
 
@@ -701,3 +703,9 @@ def test_a_unit_that_returns_its_input_is_gathered_for_a_loss_that_it_keeps(rank
     got, want = ranks.run(2, probe_on_ranks)[0], net.state_dict()
     assert got.keys() == want.keys()
     torch.testing.assert_close(got, dict(want), rtol=0, atol=FP32_TOLERANCE)
+
+
+def test_clipping_a_module_in_fp64_of_which_a_rank_holds_frozen_elements_alone(ranks: RankPool, tmp_path: Path) -> None:
+    """Such a rank has no gradient, and sent its norm in fp32, where others sent theirs in fp64: gloo aborts on that."""
+    options = {"mesh": "shard 4", "wrap": "the root", "sharding_strategy": "SHARD_GRAD_OP", "trained": "not a block"}
+    assert_equals_plain(ranks, tmp_path, test_conformance.TestNative, clip="norm", precision="double", **options)

@@ -60,14 +60,16 @@ def clip_grads_by_norm(
         raise ValueError(f"norm_type={norm_type} is no norm. Write a positive number, or float('inf').")
     shards: dict[tuple[Any, ...], list[Tensor]] = {(group,): []}  # by the groups over which they are parts of a whole
     replicated: list[Tensor] = []
+    wide = torch.float32  # of what ranks send each other, also those that have no gradient
     for parameter in parameters:
+        wide = torch.promote_types(wide, parameter.dtype)
         if parameter.grad is not None:
             over = _groups(parameter, runtime, group) if is_sharded(parameter) else ()
             (shards.setdefault(over, []) if over else replicated).append(local_tensor(parameter.grad))
     is_inf = math.isinf(norm_type)
     total = _power_sum(replicated, norm_type, runtime.device)
     for groups, grads in shards.items():
-        part = _power_sum(grads, norm_type, runtime.device)
+        part = _power_sum(grads, norm_type, runtime.device).to(wide)
         for one in groups:
             part = _largest(runtime, part, one) if is_inf else runtime.all_reduce(part, "sum", one)
         total = torch.maximum(total, part) if is_inf else total + part
