@@ -78,14 +78,12 @@ def test_options_are_refused_together(front_end: FrontEnd) -> None:
         "sharding_strategy": "NO_SHARD",
         "use_orig_params": True,
         "custom_tp_plan": print,
-        "context_parallel_size": 2,
+        "sequence_parallel": True,
         "reshard_after_foward": True,
     }
     told = refusal(UnsupportedCapabilityError, lambda: fsdp_core.resolve("fsdp2", front_end)(**options))
-    assert_says(
-        told, "no options 'sharding_strategy', 'custom_tp_plan', 'context_parallel_size', 'reshard_after_foward'"
-    )
-    assert_says(told, "\ncustom_tp_plan: Write tp_plan={pattern: style}", "\ncontext_parallel_size: 'fsdp2' has no")
+    assert_says(told, "no options 'sharding_strategy', 'custom_tp_plan', 'sequence_parallel', 'reshard_after_foward'")
+    assert_says(told, "\ncustom_tp_plan: Write tp_plan={pattern: style}", "\nsequence_parallel: Give the norms")
     assert_says(told, "\nreshard_after_foward: Did you mean 'reshard_after_forward'?")
     assert "use_orig_params" not in told
 

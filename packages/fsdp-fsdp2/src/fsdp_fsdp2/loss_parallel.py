@@ -59,9 +59,7 @@ class _PlainLosses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         loss = func(*args, **(kwargs or {}))
-        if func in _LOSSES and isinstance(loss, DTensor) and all(isinstance(p, Replicate) for p in loss.placements):
+        is_loss = func is functional.cross_entropy or func is functional.nll_loss  # context parallelism replaces them
+        if is_loss and isinstance(loss, DTensor) and all(isinstance(p, Replicate) for p in loss.placements):
             return loss.to_local().clone()  # not a view, about which fully_shard warns where a root returns it
         return loss
-
-
-_LOSSES = (functional.cross_entropy, functional.nll_loss)

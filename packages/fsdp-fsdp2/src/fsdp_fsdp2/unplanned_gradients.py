@@ -32,9 +32,9 @@ def check_unplanned(parameters: Iterable[Tensor], layout: Layout, runtime: Runti
     Raises:
         ShardingError: A gradient differs.
     """
-    peers = runtime.along("tensor_parallel")
-    if peers.world_size == 1:
+    if runtime.mesh.tensor_parallel == 1:
         return
+    peers = runtime.along("tensor_parallel")
     unplanned = [p for p in parameters if _is_same_on_peers(p)]
     apart = [_distance(p, peers) for p in unplanned]
     if not apart:
