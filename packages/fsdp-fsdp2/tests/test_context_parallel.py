@@ -482,6 +482,7 @@ def refused_on() -> dict[str, str]:
         part = strategy.split_batch(X)
         found[kind] = refusal(ShardingError, partial(model, part))
     found["rnn"] = refusal(ShardingError, lambda: fabric.setup(nn.LSTM(2, 2)))
+    fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2})
     by_hand = nn.Sequential(nn.Linear(2, 2))
     fully_shard(by_hand, mesh=fabric.strategy.device_mesh["data_parallel"])  # type: ignore[attr-defined]
     found["by hand"] = refusal(UnsupportedCapabilityError, lambda: fabric.setup(by_hand))
