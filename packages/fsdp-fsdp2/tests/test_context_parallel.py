@@ -485,7 +485,7 @@ def refused_on() -> dict[str, str]:
     fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2})
     by_hand = nn.Sequential(nn.Linear(2, 2))
     fully_shard(by_hand, mesh=fabric.strategy.device_mesh["data_parallel"])  # type: ignore[attr-defined]
-    found["by hand"] = refusal(UnsupportedCapabilityError, lambda: fabric.setup(by_hand))
+    found["own code"] = refusal(UnsupportedCapabilityError, lambda: fabric.setup(by_hand))
     options = {"context_parallel_size": 2, "parallelize_fn": lambda module, device_mesh: module}
     fabric = new_fabric("fsdp2", 2, options)
     found["function"] = refusal(UnsupportedCapabilityError, lambda: fabric.setup(nn.Sequential(nn.Linear(2, 2))))
@@ -503,7 +503,7 @@ def test_what_is_wrong_on_a_part_of_a_sequence(ranks: RankPool) -> None:
         assert_says(found["peers"], "different batches", "distributed_sampler_kwargs")
         assert_says(found["not split"], "no batch has been split", "split_batch(batch)")
         assert_says(found["rnn"], "LSTM", "neighbouring positions")
-        assert_says(found["by hand"], "context_parallel_size=2", "Sequential that is sharded in its own", "tp_plan")
+        assert_says(found["own code"], "context_parallel_size=2", "a module that its own code shards", "tp_plan")
         assert_says(found["function"], "context_parallel_size=2 does not go together with parallelize_fn", "tp_plan")
 
 

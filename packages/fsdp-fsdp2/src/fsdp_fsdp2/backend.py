@@ -232,7 +232,7 @@ class FSDP2Backend(Backend):
         if was_begun(module):
             given = [name for name in self._given() if name not in _BESIDE]
             refuse_beside(module, [*given, "parallelize_fn"] if self.parallelize_fn else given)
-            check_no_context(self.runtime.mesh, f"a {type(module).__name__} that is sharded in its own code")
+            check_no_context(self.runtime.mesh, "a module that its own code shards")
         if self.parallelize_fn is None:
             return
         check_no_context(self.runtime.mesh, "parallelize_fn")
