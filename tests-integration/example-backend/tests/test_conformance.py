@@ -10,6 +10,7 @@ WHOLE = "ZeRO-1 keeps parameters whole on every rank, and shards what the optimi
 
 class TestZero1(StrategySuite):
     strategy = "zero1"
+    drawn_pairs = 12
     expected_failures: ClassVar[Mapping[str, str]] = {
         "test_evaluation_leaves_nothing_unsharded": WHOLE,
         "test_setup_leaves_no_whole_weight": WHOLE,
