@@ -88,7 +88,7 @@ def copied_before_a_step(
     """
     if hooks_that_may_write(trainer):
         return None
-    lasting = set(map(_memory, _shards_and_state(sharded, optimizers)))
+    lasting = {_memory(tensor) for tensor in _shards_and_state(sharded, optimizers) if tensor.device.type == "cpu"}
     return lambda tensor: _memory(tensor) in lasting
 
 

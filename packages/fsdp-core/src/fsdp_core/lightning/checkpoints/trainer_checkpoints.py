@@ -83,7 +83,9 @@ def save_checkpoint(
         strategy.fit_saves,
         kinds=kinds,
         aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
-        deferred=copied_before_a_step(strategy.lightning_module.trainer, sharded, strategy.optimizers),
+        deferred=None
+        if strategy.fit_saves is None
+        else copied_before_a_step(strategy.lightning_module.trainer, sharded, strategy.optimizers),
     )
 
 
