@@ -32,7 +32,7 @@ class SavesWhatChanges(LoopbackTrainerStrategy):
         super().__init__(*args, **kwargs)
         if self.async_saves is not None:
             staging: Any = self.async_saves._staging
-            staging.copy = lambda plan, rank: plan
+            staging.copy = lambda plan, rank, deferred=None: plan
 
 
 class DoesAll(LoopbackTrainerStrategy):
