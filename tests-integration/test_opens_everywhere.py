@@ -192,7 +192,7 @@ def test_data_that_begin_anew_are_told(ranks: RankPool, tmp_path: Path, strategy
         told[name] = [str(one.message) for one in caught if "positions" in str(one.message)]
     assert told["whole"] == []
     (message,) = told["amid"]
-    assert_says(message, "within an epoch", "does not restore the positions", "start over", "strategy='fsdp2'")
+    assert_says(message, "within an epoch", "does not restore the positions", "start over", "`fsdp list` shows")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

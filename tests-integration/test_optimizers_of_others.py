@@ -151,6 +151,7 @@ def steps(model: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]], back
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()  # of schedule-free optimizers
 
+    @torch.enable_grad()  # which not all of them do, transformers' Adafactor for one
     def evaluate(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = mse_loss(model(x), y)

@@ -145,8 +145,8 @@ def check_blocks(
                 f"{key!r} of {name!r} can't be saved: torchao quantises what each rank holds of it, "
                 f"{shapes[name]} of which rank {next(r for r, k in enumerate(kinds) if isinstance(k, str))} "
                 "holds a part that does not begin and end between two blocks of the whole.\n"
-                "Use strategy='fsdp2' with a number of ranks that divides its rows into multiples of block_size "
-                "elements; or an optimizer whose state is plain, such as AdamW."
+                "Use a strategy that keeps whole rows on each rank, with a number of ranks that divides the rows into "
+                "multiples of block_size elements; or an optimizer whose state is plain, such as AdamW."
             )
         if blocks is not None and own.get((name, key)) is None:
             done.setdefault(name, {})[key] = {
@@ -190,8 +190,8 @@ def check_fits_blocks(
     if run is None or run[0] % block or run[1] % block:
         raise CheckpointMismatchError(
             f"{key!r} of {part.name!r} was saved in blocks of {block} elements, and this rank's part begins or ends "
-            "within one.\nLoad it under strategy='fsdp2' on a number of ranks that divides its rows into multiples of "
-            f"{block} elements, such as 1 or that which saved it; or load only the weights."
+            "within one.\nLoad it under a strategy that keeps whole rows on each rank, on a number of ranks that divides "
+            f"the rows into multiples of {block} elements, such as 1 or that which saved it; or load only the weights."
         )
 
 

@@ -11,6 +11,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision import Precision
 
 from fsdp_core.lightning import StrategyOptions
+from fsdp_core.plugins import refuse_unknown_options
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.classic.backend import XLABackend
 from fsdp_xla.classic.runtime import XLARuntime
@@ -98,6 +99,8 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
         coalesce_all_gather_ops: bool = False,
         **unknown: Never,
     ) -> None:
+        # not passed on: LightningCLI would take core's arguments for further options
+        refuse_unknown_options("xla_fsdp", type(self), unknown, INSTEAD, always=ALWAYS)
         check_sequential_save(sequential_save, async_save)
         self.sequential_save = sequential_save
         backend = XLABackend(
@@ -132,5 +135,4 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
             timeout=timeout,
             async_save=async_save,
             error_if_nonfinite=error_if_nonfinite,
-            **unknown,
         )

@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from fsdp_core.lightning import StrategyOptions, check_devices
+from fsdp_core.plugins import refuse_unknown_options
 from fsdp_core.sharding import ActivationCheckpointingPolicy, WrapPolicy
 from fsdp_xla.lightning.placement import OnXLADevices
 from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
@@ -68,6 +69,8 @@ class XLASPMDOptions(OnXLADevices, StrategyOptions):
         error_if_nonfinite: bool = False,
         **unknown: Never,
     ) -> None:
+        # not passed on: LightningCLI would take core's arguments for further options
+        refuse_unknown_options("xla_fsdp_spmd", type(self), unknown, INSTEAD_IN_SPMD, always=ALWAYS_IN_SPMD)
         backend = XLASPMDBackend(
             auto_wrap_policy=auto_wrap_policy,
             activation_checkpointing_policy=activation_checkpointing_policy,
@@ -85,7 +88,6 @@ class XLASPMDOptions(OnXLADevices, StrategyOptions):
             state_dict_type=state_dict_type,
             async_save=async_save,
             error_if_nonfinite=error_if_nonfinite,
-            **unknown,
         )
 
     @property
