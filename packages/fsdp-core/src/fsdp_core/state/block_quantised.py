@@ -190,8 +190,8 @@ def check_fits_blocks(
     if run is None or run[0] % block or run[1] % block:
         raise CheckpointMismatchError(
             f"{key!r} of {part.name!r} was saved in blocks of {block} elements, and this rank's part begins or ends "
-            "within one.\nLoad it under a strategy that keeps whole rows on each rank, on a number of ranks that divides "
-            f"the rows into multiples of {block} elements, such as 1 or that which saved it; or load only the weights."
+            "within one.\nLoad it under a strategy that keeps whole rows on each rank, on a number of ranks that "
+            f"divides the rows into multiples of {block} elements, such as 1 or that which saved it; or load only the weights."
         )
 
 
