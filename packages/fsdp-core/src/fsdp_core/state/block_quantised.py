@@ -191,7 +191,8 @@ def check_fits_blocks(
         raise CheckpointMismatchError(
             f"{key!r} of {part.name!r} was saved in blocks of {block} elements, and this rank's part begins or ends "
             "within one.\nLoad it under a strategy that keeps whole rows on each rank, on a number of ranks that "
-            f"divides the rows into multiples of {block} elements, such as 1 or that which saved it; or load only the weights."
+            f"divides the rows into multiples of {block} elements, such as 1 or that which saved it; or load only the "
+            "weights."
         )
 
 
