@@ -123,7 +123,7 @@ OPTIMIZERS: dict[str, tuple[Make, tuple[bool, bool]]] = {
     **of_timm(),
     "timm lookahead_adamw": (by_name_of_timm("lookahead_adamw"), BOTH),
     "timm lars with weight decay": (by_name_of_timm("lars", weight_decay=0.01), BOTH),
-    "timm sgdp without momentum": (by_name_of_timm("sgdp", momentum=0.0), BOTH),
+    "timm sgdp without momentum": (by_name_of_timm("sgdp", momentum=0.0), (False, True)),
 }
 
 
