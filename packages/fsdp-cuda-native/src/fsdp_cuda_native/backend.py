@@ -171,7 +171,7 @@ class NativeBackend(Backend):
             )
             for owner in own:
                 whole += [p for p in owner.parameters(recurse=False) if is_whole(owner, p)]
-            check_unit(unit, own, whole, use_orig_params=self.use_orig_params)
+            check_unit(module, unit, own, whole, use_orig_params=self.use_orig_params)
             kept = renew_parameters(own, whole, self.runtime.device)
             with torch_private.flattening_parts(kept):
                 root = self._wrapped(unit, whole)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import options_of
+from fsdp_core.state import clean_name
 from fsdp_cuda_native.options import check_mixed_precision, named_member
 
 __all__ = ["check_not_wrapped", "check_unit", "unit_options"]
@@ -42,11 +43,17 @@ def unit_options(name: str, module: nn.Module) -> dict[str, Any]:
 
 
 def check_unit(
-    unit: nn.Module, own: Sequence[nn.Module], whole: Sequence[nn.Parameter], *, use_orig_params: bool
+    root: nn.Module,
+    unit: nn.Module,
+    own: Sequence[nn.Module],
+    whole: Sequence[nn.Parameter],
+    *,
+    use_orig_params: bool,
 ) -> None:
     """Refuse a unit whose parameters can't be flattened into one.
 
     Args:
+        root: The module that holds the unit, for names.
         unit: The unit.
         own: Its modules that are in no other unit.
         whole: Parameters that are not flattened.
@@ -59,9 +66,10 @@ def check_unit(
     out = {id(p) for p in whole}
     inside = {id(p) for m in own for p in m.parameters(recurse=False)} - out
     named = [(name, p) for name, p in unit.named_parameters() if id(p) in inside]
-    integers = [(name, p.dtype) for name, p in named if not (p.is_floating_point() or p.is_complex())]
+    integers = [p for _, p in named if not (p.is_floating_point() or p.is_complex())]
     if integers:
-        name, dtype = integers[0]
+        dtype = integers[0].dtype
+        name = next(clean_name(name) for name, p in root.named_parameters() if p is integers[0])
         raise ShardingError(
             f"{name!r} of {type(unit).__name__} is in {dtype}, and FSDP1 flattens no integers.\n"
             "Use strategy='fsdp2', which shards frozen integer parameters as they are; or keep it whole on every rank, "
