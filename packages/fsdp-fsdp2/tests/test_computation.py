@@ -27,7 +27,7 @@ from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
-from fsdp_fsdp2.compilation import CompiledForward, compile_units
+from fsdp_fsdp2.computation.compilation import CompiledForward, compile_units
 
 
 class Operations(TorchDispatchMode):

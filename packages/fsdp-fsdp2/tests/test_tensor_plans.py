@@ -14,7 +14,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.training import new_fabric
-from fsdp_fsdp2.tensor_parallel import described_plan, styles_of
+from fsdp_fsdp2.tensor_parallel.styles import described_plan, styles_of
 
 
 class Layer(nn.Module):

@@ -40,17 +40,22 @@ from fsdp_core.sharding import (
     stays_whole,
 )
 from fsdp_core.state import give_back, named_parameters
-from fsdp_fsdp2.built_parameters import follow_building, note_built
-from fsdp_fsdp2.compilation import check_compile, compile_units
-from fsdp_fsdp2.computation import check_activations, check_sync, described_ops, offloaded
-from fsdp_fsdp2.context_parallel import ContextParallel, check_splittable, checked_dims
-from fsdp_fsdp2.float8 import check_float8, compute_in_float8, described_float8
-from fsdp_fsdp2.meshes import device_mesh, sharding_mesh
-from fsdp_fsdp2.model_plans import own_plan, own_units
-from fsdp_fsdp2.parallelize_fn import ParallelizeFunction, call_parallelize_fn, check_parallelize_fn
-from fsdp_fsdp2.prefetching import ReshardPolicy, check_depth, check_reshard, described_reshard, prefetch, reshards
+from fsdp_fsdp2.computation.activations import check_activations, described_ops, offloaded
+from fsdp_fsdp2.computation.compilation import check_compile, compile_units
+from fsdp_fsdp2.computation.float8 import check_float8, compute_in_float8, described_float8
+from fsdp_fsdp2.computation.prefetch_and_reshard import (
+    ReshardPolicy,
+    check_depth,
+    check_reshard,
+    described_reshard,
+    prefetch,
+    reshards,
+)
+from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel, check_splittable, checked_dims
+from fsdp_fsdp2.meshes import check_sync, device_mesh, sharding_mesh
 from fsdp_fsdp2.sharded import FSDP2Sharded
-from fsdp_fsdp2.tensor_parallel import (
+from fsdp_fsdp2.tensor_parallel.model_plans import own_plan, own_units
+from fsdp_fsdp2.tensor_parallel.styles import (
     TensorParallelPlan,
     check_plan,
     described_plan,
@@ -61,7 +66,9 @@ from fsdp_fsdp2.tensor_parallel import (
     tie_again,
 )
 from fsdp_fsdp2.torch_private import is_cast_though_stored, offloaded_parameters, parameters_of, take_filled
-from fsdp_fsdp2.user_sharding import (
+from fsdp_fsdp2.user_sharding.built_parameters import follow_building, note_built
+from fsdp_fsdp2.user_sharding.parallelize_fn import ParallelizeFunction, call_parallelize_fn, check_parallelize_fn
+from fsdp_fsdp2.user_sharding.takeover import (
     check_meshes,
     check_no_context,
     check_not_run,
@@ -71,7 +78,7 @@ from fsdp_fsdp2.user_sharding import (
     units_of_user,
     was_begun,
 )
-from fsdp_fsdp2.user_values import place_sharded, refuse_changed_on_meta
+from fsdp_fsdp2.user_sharding.values import place_sharded, refuse_changed_on_meta
 
 __all__ = ["FSDP2Backend"]
 

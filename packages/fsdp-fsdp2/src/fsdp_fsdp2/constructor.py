@@ -11,12 +11,12 @@ from fsdp_core import ProcessGroupRuntime
 from fsdp_core.lightning import StrategyOptions
 from fsdp_core.sharding import ActivationCheckpointingPolicy, SavedOps, WrapPolicy
 from fsdp_fsdp2.backend import FSDP2Backend
+from fsdp_fsdp2.computation.prefetch_and_reshard import ReshardPolicy
 from fsdp_fsdp2.data_sampler import DataSampler, check_data_sampler, sampled_by
-from fsdp_fsdp2.loss_parallel import check_loss_parallel
 from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
-from fsdp_fsdp2.parallelize_fn import ParallelizeFunction
-from fsdp_fsdp2.prefetching import ReshardPolicy
-from fsdp_fsdp2.tensor_parallel import TensorParallelPlan
+from fsdp_fsdp2.tensor_parallel.loss import check_loss_parallel
+from fsdp_fsdp2.tensor_parallel.styles import TensorParallelPlan
+from fsdp_fsdp2.user_sharding.parallelize_fn import ParallelizeFunction
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

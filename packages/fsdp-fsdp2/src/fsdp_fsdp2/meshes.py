@@ -1,4 +1,4 @@
-"""The mesh as torch's ``DeviceMesh``, which is what ``fully_shard`` and tensor parallelism take."""
+"""The mesh as torch's ``DeviceMesh``, which ``fully_shard`` and tensor parallelism take, and the option about it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core import Runtime
+from fsdp_core import Runtime, UnsupportedCapabilityError
 from fsdp_core.sharding import MESH_AXES, Mesh, MeshAxis
 from fsdp_fsdp2.torch_private import joined_axes, side_by_side
 
-__all__ = ["AxesMesh", "device_mesh", "sharding_mesh"]
+__all__ = ["AxesMesh", "check_sync", "device_mesh", "sharding_mesh"]
 
 
 class AxesMesh(DeviceMesh):
@@ -58,3 +58,22 @@ def device_mesh(runtime: Runtime) -> AxesMesh:
     axes = tuple(axis for axis in MESH_AXES if sizes[axis] > 1 or axis == "data_parallel")
     ranks = torch.arange(runtime.world_size).view(*[sizes[axis] for axis in axes])
     return AxesMesh(runtime.device.type, ranks, mesh_dim_names=axes)
+
+
+def check_sync(sync_each_batch: object, mesh: Mesh) -> None:
+    """Refuse what says nothing about when gradients are reduced.
+
+    Raises:
+        UnsupportedCapabilityError: The value is not known, or there are no replicas.
+    """
+    if not isinstance(sync_each_batch, bool) and sync_each_batch != "within_replica":
+        raise UnsupportedCapabilityError(
+            f"sync_each_batch={sync_each_batch!r} is not known to 'fsdp2'.\n"
+            "Write False to reduce gradients once per optimizer step, True to reduce them on every micro-batch, or "
+            "'within_replica' to reduce-scatter them on every micro-batch and all-reduce them once per step."
+        )
+    if sync_each_batch == "within_replica" and mesh.data_parallel_replicate == 1:
+        raise UnsupportedCapabilityError(
+            "sync_each_batch='within_replica' defers the all-reduce across replicas, and there is one replica.\n"
+            "Add data_parallel_replicate_size=2 or more, or write sync_each_batch=True, which is the same with one."
+        )

@@ -21,6 +21,7 @@ from fsdp_core.sharding import (
     sharded_of,
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
+from fsdp_fsdp2.tensor_parallel.unplanned_gradients import check_unplanned
 from fsdp_fsdp2.torch_private import (
     AssignedData,
     Gathering,
@@ -35,11 +36,10 @@ from fsdp_fsdp2.torch_private import (
     unreduced_gradients,
     without_hooks,
 )
-from fsdp_fsdp2.unplanned_gradients import check_unplanned
 
 if TYPE_CHECKING:
     from fsdp_fsdp2.backend import FSDP2Backend
-    from fsdp_fsdp2.context_parallel import ContextParallel
+    from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel
 
 __all__ = ["FSDP2Sharded"]
 

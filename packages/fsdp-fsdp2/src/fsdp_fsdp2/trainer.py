@@ -9,7 +9,7 @@ from torch import Tensor
 from fsdp_core import ShardingError
 from fsdp_core.lightning import ShardedTrainerStrategy
 from fsdp_fsdp2.constructor import FSDP2Options
-from fsdp_fsdp2.loss_parallel import with_parallel_loss
+from fsdp_fsdp2.tensor_parallel.loss import with_parallel_loss
 
 __all__ = ["FSDP2Strategy"]
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
-from fsdp_fsdp2.model_plans import matches, own_plan
+from fsdp_fsdp2.tensor_parallel.model_plans import matches, own_plan
 
 __all__ = [
     "TensorParallelPlan",

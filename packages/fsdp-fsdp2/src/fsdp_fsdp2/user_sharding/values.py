@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_core import Runtime, ShardingError
 from fsdp_core.sharding import MESH_AXES, MeshAxis, place
 from fsdp_core.state import chunked, clean_name
-from fsdp_fsdp2.built_parameters import has_noted, is_dtensor, noted_parameter
+from fsdp_fsdp2.user_sharding.built_parameters import has_noted, is_dtensor, noted_parameter
 
 __all__ = ["place_sharded", "refuse_changed_on_meta"]
 

@@ -1,4 +1,4 @@
-"""Options about activations and about when gradients are reduced: what is refused, before anything starts."""
+"""Options about activations: what is refused, before anything starts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
-from fsdp_core.sharding import Mesh, SavedOps, check_saved_ops, describe_policy
+from fsdp_core.sharding import SavedOps, check_saved_ops, describe_policy
 
-__all__ = ["check_activations", "check_sync", "described_ops", "offloaded"]
+__all__ = ["check_activations", "described_ops", "offloaded"]
 
 
 def check_activations(policy: object, saves: object, budget: object, offload: object) -> SavedOps | None:
@@ -50,25 +50,6 @@ def check_activations(policy: object, saves: object, budget: object, offload: ob
 def described_ops(saved: SavedOps | None) -> object:
     """The operations as plain data, for comparison between ranks and strategies."""
     return describe_policy(saved) if saved is None or callable(saved) else sorted(map(str, saved))
-
-
-def check_sync(sync_each_batch: object, mesh: Mesh) -> None:
-    """Refuse what says nothing about when gradients are reduced.
-
-    Raises:
-        UnsupportedCapabilityError: The value is not known, or there are no replicas.
-    """
-    if not isinstance(sync_each_batch, bool) and sync_each_batch != "within_replica":
-        raise UnsupportedCapabilityError(
-            f"sync_each_batch={sync_each_batch!r} is not known to 'fsdp2'.\n"
-            "Write False to reduce gradients once per optimizer step, True to reduce them on every micro-batch, or "
-            "'within_replica' to reduce-scatter them on every micro-batch and all-reduce them once per step."
-        )
-    if sync_each_batch == "within_replica" and mesh.data_parallel_replicate == 1:
-        raise UnsupportedCapabilityError(
-            "sync_each_batch='within_replica' defers the all-reduce across replicas, and there is one replica.\n"
-            "Add data_parallel_replicate_size=2 or more, or write sync_each_batch=True, which is the same with one."
-        )
 
 
 def offloaded(root: nn.Module, units: Sequence[nn.Module]) -> Sequence[nn.Module]:

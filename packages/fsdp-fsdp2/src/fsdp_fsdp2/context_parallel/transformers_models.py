@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError, gather_sequence, sequence_positions, shift_labels
-from fsdp_fsdp2.sequence_checks import not_split
+from fsdp_fsdp2.context_parallel.first_pass import not_split
 
 if TYPE_CHECKING:
-    from fsdp_fsdp2.context_parallel import ContextParallel
+    from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel
 
 __all__ = ["check_transformers", "follow_transformers"]
 

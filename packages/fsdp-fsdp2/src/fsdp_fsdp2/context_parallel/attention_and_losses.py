@@ -21,9 +21,9 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from fsdp_core import ShardingError, UnsupportedCapabilityError, gather_sequence
 from fsdp_core.sharding import SequenceSplit, current_split, sharded_of, use_split
 from fsdp_core.state import gathered_modules
-from fsdp_fsdp2.sequence_checks import FirstPass, not_split
+from fsdp_fsdp2.context_parallel.first_pass import FirstPass, not_split
+from fsdp_fsdp2.context_parallel.transformers_models import check_transformers, follow_transformers
 from fsdp_fsdp2.torch_private import recomputes
-from fsdp_fsdp2.transformers_models import check_transformers, follow_transformers
 
 __all__ = ["ContextParallel", "check_splittable", "checked_dims"]
 

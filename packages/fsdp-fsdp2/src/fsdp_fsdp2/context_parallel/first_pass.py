@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp_core import ShardingError
 
 if TYPE_CHECKING:
-    from fsdp_fsdp2.context_parallel import ContextParallel
+    from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel
 
 __all__ = ["FirstPass", "not_split"]
 

@@ -1,0 +1,1 @@
+"""Modules that the user shards, in a function or in ``configure_model``, and their values."""
