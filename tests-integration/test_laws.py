@@ -284,9 +284,8 @@ KNOWN_ATTRIBUTES = {
         "_checkpoint_conversion_mapping",
     },
     "fsdp_fsdp2/tensor_parallel/styles.py": {"_tp_plan"},  # of transformers' models: the plan that they bring
-    "fsdp_fsdp2/context_parallel/transformers_models.py": {
-        "_attn_implementation"
-    },  # of transformers' configurations: which attention
+    # of transformers' configurations: which attention
+    "fsdp_fsdp2/context_parallel/transformers_models.py": {"_attn_implementation"},
     "sharding/sequence.py": {"_fields"},  # of named tuples, documented
     "fsdp_fsdp2/trainer.py": {"_device_mesh"},  # of LightningModule, whose public property can't be set
     "autoload.py": {"_initializing"},  # of a module that is being imported

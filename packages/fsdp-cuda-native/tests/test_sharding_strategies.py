@@ -393,8 +393,8 @@ def test_flat_parameters_that_cannot_be(ranks: RankPool, tmp_path: Path) -> None
     for told in ranks.run(2, refusals_of_flat_parameters, str(tmp_path)):
         for case in ("divided under Trainer", "divided under Fabric"):
             assert_says(told[case], "blocks.0.up.weight'", "blocks.0.up.bias'", "are one flat parameter", "AdamW")
-            assert_says(told[case], "different param groups", "keeps parameters separate", "in one group")
-        assert_says(told["a part of it"], "net.blocks.0.up.bias'", "SGD", "has not all of them", "parameters separate")
+            assert_says(told[case], "different param groups", "in one group; or write use_orig_params=True")
+        assert_says(told["a part of it"], "net.blocks.0.up.bias'", "SGD", "has not all of them", "use_orig_params=True")
         assert_says(told["frozen and trainable"], "Lit", "'net.inp.weight'", "'net.frozen.", "one flat parameter")
         for case in ("frozen and trainable", "frozen and trainable under Fabric"):
             assert_says(told[case], "frozen", "use_orig_params=True", "auto_wrap_policy")

@@ -31,7 +31,8 @@ def layout_of(root: FullyShardedDataParallel) -> Layout:
             length=member.length,
             replica=member.replica,
         )
-        part = Part(name=name, shape=member.shape, range=run if member.is_flat else None)
+        flat = run if member.is_flat else None
+        part = Part(name=name, shape=member.shape, range=flat, separated_by="use_orig_params=True")
         parts[member.held] = (*parts.get(member.held, ()), part)
     for name, parameter in root.module.named_parameters():
         if parameter not in parts:  # kept whole

@@ -14,7 +14,7 @@ from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizer_trial import check_steps
 from fsdp_core.sharding.owner_compute import step_on_owners
-from fsdp_core.state.layout import Layout, Part
+from fsdp_core.state.layout import Layout, Part, how_to_separate
 from fsdp_core.state.owned import owners_of
 
 __all__ = ["repoint"]
@@ -173,6 +173,5 @@ def _divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> Optimiz
     return OptimizerMismatchError(
         f"{told} are one flat parameter here, and {type(optimizer).__name__} has them in "
         "different param groups, or has not all of them.\n"
-        "Give the optimizer all of them, in one group; or use a strategy, or an option of this one, that keeps "
-        "parameters separate: `fsdp describe NAME` lists a strategy's options."
+        f"Give the optimizer all of them, in one group; or {how_to_separate(parts[0])}"
     )

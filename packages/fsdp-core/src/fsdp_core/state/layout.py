@@ -13,7 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.state.chunks import Chunk, ChunkedTensor
 
-__all__ = ["FlatRange", "Layout", "Part", "boxes", "bytes_held", "bytes_of_wholes", "stand_in", "whole_parts"]
+__all__ = [
+    "FlatRange",
+    "Layout",
+    "Part",
+    "boxes",
+    "bytes_held",
+    "bytes_of_wholes",
+    "how_to_separate",
+    "stand_in",
+    "whole_parts",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +51,14 @@ class Part:
         name: The FQN of the user's parameter.
         shape: Its unsharded shape.
         range: The elements in the held parameter; ``None`` if that is the user's parameter itself, full or a DTensor.
+        separated_by: The option with which optimizers hold each parameter separately, as users write it, such as
+            ``"use_orig_params=True"``; for messages. Empty if there is none.
     """
 
     name: str
     shape: tuple[int, ...]
     range: FlatRange | None = None
+    separated_by: str = ""
 
     def of(self, tensor: Tensor) -> Tensor | ChunkedTensor:
         """Return the user's part of ``tensor``, which is laid out as the held parameter, sharing memory with it."""
@@ -67,6 +80,13 @@ class Part:
     def is_first(self) -> bool:
         """Whether this rank holds the parameter's first element, and so describes its per-parameter state."""
         return self.range is None or (self.range.length > 0 and self.range.start == 0 and self.range.replica == 0)
+
+
+def how_to_separate(part: Part) -> str:
+    """What users can do so that an optimizer holds the parameter separately, to end a sentence with."""
+    if part.separated_by:
+        return f"write {part.separated_by}, with which each parameter is held separately."
+    return "use a strategy that keeps parameters separate."
 
 
 #: The parts of each parameter that an optimizer may hold.

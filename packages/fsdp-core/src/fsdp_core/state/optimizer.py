@@ -27,7 +27,7 @@ from fsdp_core.state.block_quantised import (
 )
 from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.filling import fill
-from fsdp_core.state.layout import Layout, Part
+from fsdp_core.state.layout import Layout, Part, how_to_separate
 from fsdp_core.state.owned import owned_groups, owned_state, owners_of
 from fsdp_core.state.saved_tensor import SavedTensor
 
@@ -347,8 +347,7 @@ def _check_alike(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) 
         if _about_whole(part, state.get(part.name, {})) != first:
             raise CheckpointMismatchError(
                 f"{parts[0].name!r} and {part.name!r} are one flat parameter here, but were saved with different "
-                "optimizer state, such as step counts.\nLoad it under a strategy, or with an option of this one, that "
-                "keeps parameters separate: `fsdp describe NAME` lists a strategy's options."
+                f"optimizer state, such as step counts.\nTo load it, {how_to_separate(part)}"
             )
 
 

@@ -40,7 +40,7 @@ def layout_of(root: nn.Module) -> Layout:
     parts: dict[nn.Parameter, tuple[Part, ...]] = {}
     for name, member in named_members(root):
         run = FlatRange(offset=member.offset, start=member.start, length=member.length)
-        part = Part(name=name, shape=member.shape, range=run)
+        part = Part(name=name, shape=member.shape, range=run, separated_by="flatten_parameters=False")
         parts[member.shard] = (*parts.get(member.shard, ()), part)
     return parts
 
