@@ -14,9 +14,9 @@ from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
-    from fsdp_core.lightning.devices import check_devices, reduce_op_name, set_rank_zero
     from fsdp_core.lightning.fabric import ShardedFabricStrategy
     from fsdp_core.lightning.pretrained_folders import LoadPretrained, SavePretrained
+    from fsdp_core.lightning.setup_checks import check_devices, reduce_op_name, set_rank_zero
     from fsdp_core.lightning.strategy import StrategyOptions
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 

@@ -23,16 +23,16 @@ from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabili
 from fsdp_core.gradients.zero_grad import on_zero_grad
 from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
-from fsdp_core.lightning.devices import (
+from fsdp_core.lightning.finite_gradients import check_error_if_nonfinite
+from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
+from fsdp_core.lightning.private import reset_seed
+from fsdp_core.lightning.setup_checks import (
     check_devices,
     check_state_dict_type,
     check_waiting,
     reduce_op_name,
     set_rank_zero,
 )
-from fsdp_core.lightning.finite_gradients import check_error_if_nonfinite
-from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
-from fsdp_core.lightning.private import reset_seed
 from fsdp_core.lightning.signatures import described_constructor
 from fsdp_core.mesh import GRADIENT_AXES, Mesh
 from fsdp_core.plugins.strategy_info import Capability

@@ -25,7 +25,7 @@ for _name in os.environ.get("FSDP_TESTS_PRELOAD", "").split():
     except (Exception, SystemExit) as _error:
         FAILURES[_name] = f"{type(_error).__name__}: {_error}"
 
-for _name in ("torch", "lightning.pytorch", "lightning.fabric", "fsdp_core.testing.suite.whole"):
+for _name in ("torch", "lightning.pytorch", "lightning.fabric", "fsdp_core.testing.suite.strategy_suite"):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
 

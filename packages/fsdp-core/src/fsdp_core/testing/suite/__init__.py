@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from fsdp_core.testing import forking
 
 if TYPE_CHECKING:
-    from fsdp_core.testing.suite.clauses import Clauses, requires
-    from fsdp_core.testing.suite.whole import PresetSuite, StrategySuite
+    from fsdp_core.testing.suite.base import Clauses, requires
+    from fsdp_core.testing.suite.strategy_suite import PresetSuite, StrategySuite
 
 __all__ = ["Clauses", "PresetSuite", "StrategySuite", "requires"]
 

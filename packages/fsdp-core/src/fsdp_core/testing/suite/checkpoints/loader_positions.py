@@ -12,6 +12,7 @@ import pytest
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.refusals import assert_says
+from fsdp_core.testing.suite.base import Clauses, each_ranks, on_ranks, requires, shares_of
 from fsdp_core.testing.suite.checkpoints.loader_runs import (
     FULL,
     TWO_EPOCHS,
@@ -28,7 +29,6 @@ from fsdp_core.testing.suite.checkpoints.loader_runs import (
     refused,
     steps_after,
 )
-from fsdp_core.testing.suite.clauses import Clauses, each_ranks, on_ranks, requires, shares_of
 
 __all__ = ["LoaderPositionsSuite"]
 
