@@ -30,6 +30,7 @@ from fsdp_fsdp2.torch_private import (
     finish_backward,
     gathered_parameters,
     gathered_shards,
+    has_run,
     is_interrupted,
     set_unreduced_gradients,
     take_unfrozen,
@@ -99,8 +100,9 @@ class FSDP2Sharded(Sharded):
             ShardingError: There was such an exception.
         """
         if self.interrupted:
+            own = next(cls for cls in type(self.root).__mro__ if not issubclass(cls, FSDPModule))
             raise ShardingError(
-                f"an exception has interrupted a step of {type(self.root).__name__}, and torch {torch.__version__} "
+                f"an exception has interrupted a step of {own.__name__}, and torch {torch.__version__} "
                 "can't recover a sharded module from that: its next losses would be wrong.\n"
                 "Build the module again and load a checkpoint, or upgrade to torch 2.13, which can recover it."
             )
@@ -162,6 +164,8 @@ class FSDP2Sharded(Sharded):
 
     def reset(self) -> None:
         self.unused.forget()
+        if not has_run(self._fsdp):
+            return
         reset = getattr(self.root, "reset_iter_state", None)
         if reset is not None:
             reset()
