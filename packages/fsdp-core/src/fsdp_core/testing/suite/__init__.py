@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Clauses", "PresetSuite", "StrategySuite", "requires"]
 
-_HOMES = {"Clauses": "clauses", "PresetSuite": "whole", "StrategySuite": "whole", "requires": "clauses"}
+_HOMES = {"Clauses": "base", "PresetSuite": "strategy_suite", "StrategySuite": "strategy_suite", "requires": "base"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if forking.tests_will_run and _HOMES[name] == "whole":
+    if forking.tests_will_run and _HOMES[name] == "strategy_suite":
         forking.prepare()  # the process from which ranks are forked imports the suite meanwhile
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -28,7 +28,7 @@ __all__ = ["COUNT", "ONLY", "SEED", "PairsSuite", "assert_equals_plain"]
 COUNT, SEED, ONLY = "FSDP_PAIRS", "FSDP_PAIRS_SEED", "FSDP_PAIRS_ONLY"
 
 #: Configurations of one test, which share a start of the ranks.
-_TOGETHER = 6
+_TOGETHER = 10
 
 #: More than these are a slow run, which draws values that take seconds too.
 _MANY = 100
@@ -155,42 +155,50 @@ def _assert_all_equal(
 
 
 def _run(ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], every: Sequence[_Drawn]) -> None:
-    """Train all of them, and then resume those that are stopped, in one call for each number of ranks."""
+    """Train all of them, and resume those that are stopped.
+
+    Runs on as many ranks share a call if they can: what libraries cache lasts as long as a process group, and most of
+    the time of a first run is spent on it.
+    """
     tmp_path.mkdir(parents=True, exist_ok=True)
-    dimensions = {one.name: one for one in suite.dimensions()}
-    for resuming in (False, True):
-        by_size: dict[int, list[tuple[_Drawn, Asked]]] = {}
-        for number, one in enumerate(every):
-            stops = one.configuration.get("resume", "no") != "no"
-            if resuming and (not stops or any(outcome.failed or outcome.refused for outcome in one.whole)):
-                continue
-            after = one.configuration.get("resumed_on", "the same")
-            mesh = suite.meshes[after if resuming and after != "the same" else one.configuration["mesh"]]
-            options = options_of(one.configuration, list(dimensions.values()))
-            path = str(tmp_path / f"checkpoint {number}") if stops else None
-            asked = Asked(
-                configuration=one.configuration,
-                strategy=suite.strategy,
-                ranks=mesh.ranks,
-                options={prefix: {**options, **mesh.options_for(prefix)} for prefix in ("", "net.")},
-                **{"loads" if resuming else "saves": path},
-            )
-            by_size.setdefault(mesh.ranks, []).append((one, asked))
-        for size, together in by_size.items():
-            results = each_ranks(ranks, ranks.run(size, run_all, [asked for _, asked in together], str(tmp_path)))
-            for (one, _), outcomes in zip(together, zip(*results, strict=True), strict=True):
-                if resuming:
-                    one.resumed = list(outcomes)
-                else:
-                    one.whole = list(outcomes)
+    dimensions = list(suite.dimensions())
+    wholes: list[tuple[Asked, list[Outcome]]] = []
+    resumed: list[tuple[Asked, list[Outcome], int]] = []  # with the number of ranks that save what it loads
+    for number, one in enumerate(every):
+        chosen = one.configuration
+        mesh, after = suite.meshes[chosen["mesh"]], chosen.get("resumed_on", "the same")
+        options = options_of(chosen, dimensions)
+        path = str(tmp_path / f"checkpoint {number}") if chosen.get("resume", "no") != "no" else None
+
+        def asked(mesh: DeclaredMesh, chosen: Configuration = chosen, options: Any = options, **path: Any) -> Asked:
+            given = {prefix: {**options, **mesh.options_for(prefix)} for prefix in ("", "net.")}
+            return Asked(configuration=chosen, strategy=suite.strategy, ranks=mesh.ranks, options=given, **path)
+
+        wholes.append((asked(mesh, saves=path), one.whole))
+        if path is not None:
+            again = asked(mesh if after == "the same" else suite.meshes[after], loads=path)
+            resumed.append((again, one.resumed, mesh.ranks))
+
+    saved: set[int] = set()
+    sizes = sorted({run.ranks for run, _ in wholes})
+    for size in (*sizes, *sorted({run.ranks for run, *_ in resumed})):
+        together = [] if size in saved else [(run, outcomes) for run, outcomes in wholes if run.ranks == size]
+        saved.add(size)
+        ready = [(run, outcomes) for run, outcomes, of in resumed if run.ranks == size and of in saved and not outcomes]
+        together += ready
+        if together:
+            results = ranks.run(size, run_all, [run for run, _ in together], str(tmp_path))
+            for (_, outcomes), of_ranks in zip(together, zip(*each_ranks(ranks, results), strict=True), strict=True):
+                outcomes.extend(of_ranks)
 
 
 def _judged(one: _Drawn) -> list[str]:
     """What is wrong with the runs of a configuration."""
     chosen = one.configuration
-    failed = [outcome.failed or outcome.refused for outcome in (*one.whole, *one.resumed)]
-    if any(failed):
-        return list(dict.fromkeys(text for text in failed if text))
+    for outcomes in (one.whole, one.resumed):
+        failed = dict.fromkeys(outcome.failed or outcome.refused for outcome in outcomes)
+        if any(failed):
+            return [text for text in failed if text]
     want = train_in_one_process(chosen)
     told = differences(one.whole, want, chosen)
     if one.resumed:
