@@ -55,6 +55,8 @@ class Trained:
     def for_dcp(self) -> dict[str, Any]:
         """The same state as torch's own checkpoints take it."""
         (sharded,) = self.fabric.strategy.roots  # type: ignore[attr-defined]
+        # fsdp_native refuses state_dict() of shards; torch's own function asks FSDP1 for shards that say what they are
+        vars(sharded.root).pop("state_dict", None)
         model, optimizers = get_state_dict(sharded.root, self.optimizer.optimizer)
         return {"model": model, "optimizer": optimizers}
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
-from fsdp_core.sharding import GatheredShard
+from fsdp_core.sharding import GRADIENT_AXES, GatheredShard
 
 __all__ = [
     "AssignedData",
@@ -126,8 +126,10 @@ class UnusedParameters:
     different parameters, their inputs to the reduce-scatter don't match: one parameter's gradient is added to another's
     if the sizes agree, and gloo aborts the process if they don't. Therefore a parameter without a gradient takes part
     with zeros, in every unit that was reached by this backward pass, or by an earlier one that did not reduce. A
-    parameter that no rank has used has no gradient afterwards, as in plain torch: once per backward pass, ranks
-    exchange on the host which parameters they have used. Only a rank with unused parameters waits for the result.
+    parameter that no rank has used has no gradient afterwards, as in plain torch. There can be one only if every rank
+    has unused parameters; :class:`_Lacking` finds out whether, without a collective while one rank uses all. Then, and
+    from then on, ranks exchange on the host which parameters they have used, once per backward pass, and only a rank
+    with unused ones waits for the result.
 
     A unit that was called several times is reduced when the backward pass has visited it as many times. At which visit
     autograd delivers a gradient depends on the calls in which this rank has used the parameter, so ranks that reduced
@@ -146,7 +148,9 @@ class UnusedParameters:
     """
 
     def __init__(self, units: Sequence[FSDPModule], runtime: Runtime) -> None:
-        self._runtime = runtime
+        self._peers = runtime.along(*GRADIENT_AXES)
+        self._lacking = _Lacking(runtime, self._peers)
+        self._exchanges = False
         self._index: dict[Any, int] = {}
         self._filled: dict[int, tuple[nn.Parameter, bool]] = {}
         self._calls: dict[Any, int] = {}
@@ -227,6 +231,8 @@ class UnusedParameters:
             shard = parameter.sharded_param
             if group.all_reduce_grads and parameter not in self.partly.used:
                 self._filled.setdefault(self._index[parameter], (shard, shard.grad is None))
+                if not self._exchanges:
+                    self._lacking.tell()
         if not group.all_reduce_grads:
             self.partly.used.update(p for p in trainable if p not in without)
         # gradients of earlier micro-batches are in the reduce dtype, and all must share one dtype
@@ -243,13 +249,18 @@ class UnusedParameters:
         if not any(group.reduce_grads and group.all_reduce_grads for group in self._groups):
             return
         self.partly.used.clear()
+        everywhere = self._lacking.end()
+        self._exchanges = self._exchanges or everywhere
+        if not self._exchanges and self._peers.world_size > 1:
+            return  # one rank has used all parameters
         used = torch.ones(self._count, dtype=torch.uint8)
         used[list(filled)] = 0
-        if self._runtime.world_size > 1:
+        if self._peers.world_size > 1:
             # on the host, or the step would wait for the device; on the device if no host backend is available
-            on_host = self._runtime.device.type == "cpu" or "cpu" in dist.get_backend_config()
-            used = used if on_host else used.to(self._runtime.device)
-            self._telling = dist.all_reduce(used, dist.ReduceOp.MAX, async_op=True), used
+            on_host = self._peers.device.type == "cpu" or "cpu" in dist.get_backend_config()
+            used = used if on_host else used.to(self._peers.device)
+            group = self._peers.process_group
+            self._telling = dist.all_reduce(used, dist.ReduceOp.MAX, group=group, async_op=True), used
         if not filled:
             return  # a rank that has used everything informs the others, and needs no result
         if self._telling is not None:
@@ -263,6 +274,7 @@ class UnusedParameters:
         self._calls.clear()
         self._visits.clear()
         self._waiting.clear()
+        self._lacking.take_back()
         self.partly.forget()
         self._filled, self.due = {}, False
 
@@ -273,7 +285,7 @@ class UnusedParameters:
         It ends the accumulation as a backward pass that reaches no parameter would, and takes that back on exit.
         """
         waiting = self.partly.take()
-        if not any(self._runtime.gather_objects(bool(waiting))):
+        if not any(self._peers.gather_objects(bool(waiting))):
             yield
             return
         used, state = set(self.partly.used), root._get_fsdp_state()
@@ -293,6 +305,58 @@ class UnusedParameters:
             for shard, grad in before:
                 shard.grad = grad
             self.partly.put_back(waiting, used)
+
+
+class _Lacking:
+    """Whether every rank has unused parameters in a backward pass, found out without a collective.
+
+    A rank that has some counts itself, once per backward pass, in the process group's store, before it joins the
+    reduction of the unit that they are in. When its own reductions have ended, every rank has joined all of them, so
+    the count is final. A rank that uses all parameters, as in most trainings every rank does, does nothing.
+
+    Args:
+        runtime: All ranks.
+        peers: Those that reduce gradients together.
+    """
+
+    def __init__(self, runtime: Runtime, peers: Runtime) -> None:
+        self._peers = peers
+        self._pass, self._told = 0, False
+        self._before: str | None = None
+        if peers.world_size > 1:
+            self._store: Any = dist.distributed_c10d._get_default_store()
+            # the same on all ranks, since they shard the same modules with this store
+            number = self._store.add(f"fsdp2/modules of rank {runtime.rank}", 1)
+            self._name = f"fsdp2/lacking/{number}/{min(runtime.mesh.peers(runtime.rank, GRADIENT_AXES))}"
+
+    def _key(self) -> str:
+        return f"{self._name}/{self._pass}"
+
+    def tell(self) -> None:
+        """Count this rank. Called before it joins a reduction."""
+        if not self._told and self._peers.world_size > 1:
+            self._store.add(self._key(), 1)
+            self._told = True
+
+    def take_back(self) -> None:
+        """Forget a backward pass that an exception has ended, and that is run again."""
+        if self._told:
+            self._store.add(self._key(), -1)
+            self._told = False
+
+    def end(self) -> bool:
+        """End a backward pass: whether all ranks have counted themselves."""
+        told, self._told = self._told, False
+        key = self._key() if told else None
+        self._pass += 1
+        if key is None:
+            return False
+        if self._peers.device.type != "cpu":
+            torch.get_device_module(self._peers.device).current_stream().synchronize()  # it waits for reductions
+        if self._before is not None:  # all ranks have read it: they have joined a later reduction
+            self._store.delete_key(self._before)
+        self._before = key
+        return bool(self._store.add(key, 0) == self._peers.world_size)
 
 
 class PartlyReduced:
