@@ -96,7 +96,10 @@ def plainly(layers: tuple[tuple[str, ...], ...]) -> list[dict[str, torch.Tensor]
 
 
 def trained(options: dict[str, Any], folder: str) -> Any:
-    """The weights, which layers are torchao's, and the weights after the checkpoint was loaded without float8."""
+    """The weights, which layers are torchao's, the weights after the checkpoint was loaded without float8, and a call.
+
+    The call is that of a layer of the root, outside of a step.
+    """
     fabric = new_fabric("fsdp2", 2, options)
     net = Stack()
     net.blocks[0].up.noted = "by the user"  # type: ignore[assignment]
@@ -108,12 +111,14 @@ def trained(options: dict[str, Any], folder: str) -> Any:
         optimizer.zero_grad()
     fabric.save(folder, {"model": model, "optimizer": optimizer})
     state, noted = full_state(fabric.strategy), net.blocks[0].up.noted
+    with torch.no_grad():
+        outside = net.first(batches()[0][0])
     converted = [name for name, module in net.named_modules() if type(module).__name__ == "Float8Linear"]
     fabric = new_fabric("fsdp2", 2)
     other = Stack()
     model, optimizer = fabric.setup(other, sgd(other))
     fabric.load(folder, {"model": model, "optimizer": optimizer})
-    return state, converted, noted, full_state(fabric.strategy)
+    return state, converted, noted, full_state(fabric.strategy), outside
 
 
 def no_head(module: nn.Module, name: str) -> bool:
@@ -131,6 +136,8 @@ def on_rank(folder: str) -> Any:
         trained({"float8": True, "float8_filter": no_head, **compiled}, f"{folder}-2"),
         told_of({"float8": True, "auto_wrap_policy": None}, nn.Sequential(nn.Linear(6, 6), nn.ReLU())),
         told_of({"float8": True}, hooked()),
+        told_of({"float8": True}, patched()),
+        named_twice(),
         told_of({"float8": with_gathers()}, Stack()),
         told_of({"float8": "rowwise"}, Stack()),
         told_of({"float8": True, "tensor_parallel_size": 2, "tp_plan": {}}, Stack()),
@@ -141,6 +148,20 @@ def hooked() -> nn.Module:
     net = Stack()
     net.blocks[1].down.register_forward_hook(lambda *args: None)
     return net
+
+
+def patched() -> nn.Module:
+    net = Stack()
+    net.blocks[1].down.forward = torch.nn.functional.silu  # type: ignore[assignment]
+    return net
+
+
+def named_twice() -> tuple[bool, bool]:
+    """Whether a layer that has two names in a module stays one."""
+    net = Stack()
+    net.again = net.first  # type: ignore[assignment]
+    new_fabric("fsdp2", 2, {"float8": True}).setup(net)
+    return net.again is net.first, type(net.first).__name__ == "Float8Linear"
 
 
 def with_gathers() -> Any:
@@ -158,8 +179,13 @@ def test_numbers_and_refusals(ranks: RankPool, tmp_path: Path) -> None:
         pytest.fail("FSDP_TESTS_APART names no folder with torchao; type: python -m nox -s integration")
     layers = ((*LAYERS, "first"), LAYERS, ())
     *wanted, (_, without) = zip(layers, ranks.run(1, plainly, layers)[0], strict=True)
-    for *runs, too_small, hooks, gathers, recipe, divided in ranks.run(2, on_rank, str(tmp_path / "c"), timeout=240.0):
-        for (state, converted, noted, loaded), (names, want) in zip(runs, wanted, strict=True):
+    for *runs, too_small, hooks, own, twice, gathers, recipe, divided in ranks.run(
+        2, on_rank, str(tmp_path / "c"), timeout=240.0
+    ):
+        assert twice == (True, True)
+        for (state, converted, noted, loaded, outside), (names, want) in zip(runs, wanted, strict=True):
+            linear = nn.functional.linear(batches()[0][0], state["first.weight"], state["first.bias"])
+            torch.testing.assert_close(outside, linear, rtol=0, atol=0.2)  # float8 is coarse
             assert sorted(converted) == sorted(names)
             assert noted == "by the user"
             assert {tensor.dtype for tensor in state.values()} == {torch.float32}
@@ -168,6 +194,7 @@ def test_numbers_and_refusals(ranks: RankPool, tmp_path: Path) -> None:
             assert (want["blocks.0.up.weight"] - without["blocks.0.up.weight"]).abs().max() > 1e-4  # float8 is coarse
         assert_says(too_small, "multiples of 16", "Sequential has none", "'0' (6, 6)")
         assert_says(hooks, "'blocks.1.down' has hooks", "float8_filter=")
+        assert_says(own, "'blocks.1.down' has a forward of its own", "float8_filter=")
         assert_says(gathers, "enable_fsdp_float8_all_gather", "Leave it out")
         assert_says(recipe, "float8='rowwise'", "from_recipe_name('rowwise')")
         assert_says(divided, "tensor_parallel_size", "Leave out one")

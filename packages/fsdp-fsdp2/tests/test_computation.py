@@ -28,6 +28,7 @@ from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
 from fsdp_fsdp2.computation.compilation import CompiledForward, compile_units
+from fsdp_fsdp2.computation.prefetch_and_reshard import reshards
 
 
 class Operations(TorchDispatchMode):
@@ -477,6 +478,14 @@ def test_option_that_says_nothing(case: str) -> None:
     options, words = MISUSED[case]
     assert_says(refusal(UnsupportedCapabilityError, lambda: new_fabric("fsdp2", 2, options)), *words)
     assert not torch.distributed.is_initialized()
+
+
+def test_groups_of_ranks_beside_divided_layers() -> None:
+    """torch fails in the first forward pass, and with groups of other ranks on each tensor-parallel rank."""
+    net = oracle.new_net()
+    told = refusal(UnsupportedCapabilityError, lambda: reshards(2, net, [*net.blocks], 4, tensor_parallel=2))
+    assert_says(told, "reshard_after_forward=2", "tensor_parallel_size=2", "Write True, False, or None")
+    assert reshards(4, net, [*net.blocks], 4, tensor_parallel=2)[net.blocks[0]] == 4
 
 
 def compiles_already() -> nn.Module:

@@ -44,6 +44,13 @@ class Model(nn.Module):
         self.head, self.first, self.last, self.middle = (nn.Linear(4, 4) for _ in range(4))
 
 
+class NotHere(ParallelStyle):
+    """A style of somebody else's."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise NotImplementedError("it is for convolutions")
+
+
 def test_plan_that_a_model_brings() -> None:
     root = nn.ModuleDict({"model": Model()})
     styles: dict[str, Any] = dict(styles_of(root, "auto", 2).values())
@@ -71,7 +78,7 @@ def test_plan_that_a_model_brings() -> None:
     [
         (None, None),
         ("auto", "auto"),
-        ({"*.up": ColwiseParallel(), "of": RowwiseParallel()}, {"*.up": "ColwiseParallel", "of": "RowwiseParallel"}),
+        ({"of": NotHere()}, {"of": "NotHere"}),
     ],
 )
 def test_plan_as_plain_data(plan: Any, described: object) -> None:
@@ -79,11 +86,10 @@ def test_plan_as_plain_data(plan: Any, described: object) -> None:
     assert described_plan(plan) == described
 
 
-class NotHere(ParallelStyle):
-    """A style of somebody else's."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        raise NotImplementedError("it is for convolutions")
+def test_layouts_are_a_part_of_a_plan() -> None:
+    plans = [{"up": ColwiseParallel()}, {"up": ColwiseParallel()}, {"up": ColwiseParallel(output_layouts=Replicate())}]
+    same, again, other = map(described_plan, plans)
+    assert same == again != other
 
 
 def not_here() -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp.wrap import wrap as torch_wrap
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
@@ -53,3 +56,38 @@ def offloaded() -> list[tuple[bool, bool]]:
 def test_offload_policies_of_torch(ranks: RankPool) -> None:
     want = [(True, True), (False, True), (True, True), (False, True)]
     assert ranks.run(2, offloaded) == [want] * 2
+
+
+def reductions() -> tuple[list[str], list[str]]:
+    """The order in which gradients are reduced if two layers are sharded together: under Fabric, and by hand."""
+
+    def order(net: nn.Module, backward: Callable[[torch.Tensor], None]) -> list[str]:
+        names = {module: name for name, module in net.named_modules()}
+        found: list[str] = []
+        reduce = _fsdp_param_group.foreach_reduce
+
+        def note(parameters: Any, *args: Any) -> Any:
+            found.append(names[parameters[0]._module_info.module])
+            return reduce(parameters, *args)
+
+        with mock.patch.object(_fsdp_param_group, "foreach_reduce", note):
+            backward(net(torch.ones(2, 6)).square().mean())
+        return found
+
+    def new_net() -> nn.Sequential:
+        net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        fully_shard(net[0])
+        fully_shard([net[2], net[3]])
+        return net
+
+    fabric, net, by_hand = new_fabric("fsdp2", 2), new_net(), new_net()
+    fabric.setup(net)
+    fully_shard(by_hand)
+    return order(net, fabric.backward), order(by_hand, torch.Tensor.backward)
+
+
+def test_modules_sharded_together_are_reduced_when_torch_does(ranks: RankPool) -> None:
+    """They were taken for called twice, and their gradients waited for the end of the backward pass."""
+    for ours, by_hand in ranks.run(2, reductions):
+        assert ours == by_hand
+        assert ours[0] == "2"

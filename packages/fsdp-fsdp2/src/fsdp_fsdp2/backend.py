@@ -186,6 +186,11 @@ class FSDP2Backend(Backend):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The ranks as torch's mesh. All ranks must access it the first time: it creates process groups."""
+        if "runtime" not in vars(self):
+            raise ShardingError(
+                "the device mesh was asked for before the ranks have joined.\n"
+                "Under Fabric, call fabric.launch() first; under the Trainer, ask in configure_model() or later."
+            )
         if self._device_mesh is None:
             self._device_mesh = device_mesh(self.runtime)
         return self._device_mesh
@@ -241,6 +246,7 @@ class FSDP2Backend(Backend):
             refuse_beside(module, [*given, "parallelize_fn"] if self.parallelize_fn else given)
             check_no_context(self.runtime.mesh, "a module that its own code shards")
         if self.parallelize_fn is None:
+            compute_in_float8(module, self.float8, self.float8_filter, self.runtime.device)
             return
         check_no_context(self.runtime.mesh, "parallelize_fn")
         if marked(module):
@@ -248,10 +254,11 @@ class FSDP2Backend(Backend):
                 f"{type(module).__name__} has layers that are marked by wrap(), and parallelize_fn replaces what would "
                 "make units of them.\nLeave wrap() out and call fully_shard in parallelize_fn, or leave that out."
             )
-        self._prepared[module] = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
+        before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
         note_built(module)
         place([part for part in module.modules() if not _has_no_memory(part)], self.runtime)
         call_parallelize_fn(self.parallelize_fn, module, self.device_mesh, self._arguments(module))
+        self._prepared[module] = before  # not earlier: what the function has left half done is not sharded
 
     def _arguments(self, module: nn.Module) -> Mapping[str, Any]:
         """What the user's function gets beside the module and the mesh."""
@@ -301,8 +308,6 @@ class FSDP2Backend(Backend):
             refuse_changed_on_meta(module)
         given = [part for part in module.modules() if isinstance(part, FSDPModule)]
         on_host = {id(parameter) for unit in given for parameter in offloaded_parameters(unit)}
-        if self.parallelize_fn is None:
-            compute_in_float8(module, self.float8, self.float8_filter, self.runtime.device)
         styles = self._styles(module)
         units = self.units(module)
         reshard = self._reshard(module, units)
@@ -320,13 +325,13 @@ class FSDP2Backend(Backend):
             else:
                 place(own, self.runtime)
             before = {p for m in own for p in m.parameters(recurse=False)}
+            noted = [(m, name, dict(vars(p))) for m in own for name, p in _plain(m) if vars(p)]
             # tensor parallelism
             if styles:
                 tensor_parallelize(own, styles, self.device_mesh["tensor_parallel"])
+                tie_again([places for places in ties if places[0][0] in own], module)
             if unit in styles:
                 return_no_view(unit)
-            if unit is module:
-                tie_again(ties, module)
             # fully_shard
             if isinstance(unit, FSDPModule):
                 give_back()
@@ -346,6 +351,8 @@ class FSDP2Backend(Backend):
                 if not isinstance(parameter, DTensor):
                     # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                     parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+            for owner, name, attributes in noted:  # that users have set, such as hints to optimizers
+                vars(getattr(owner, name)).update(attributes)
             give_back()
         if self.parallelize_fn is None:
             prefetch(module, units, *self.prefetch_depths)
@@ -353,7 +360,7 @@ class FSDP2Backend(Backend):
             take_filled(unit)
         managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
         kept_whole = [p for p in module.parameters() if id(p) not in managed]
-        refuse_left_out(module, kept_whole)
+        refuse_left_out(module, kept_whole, is_planned=bool(styles))
         casts = compute is not None or by_user
         sharded = FSDP2Sharded(module, units, kept_whole, casts=casts, runtime=self.runtime)
         sharded.context = None if self.sequence is None else ContextParallel(module)
@@ -370,7 +377,7 @@ class FSDP2Backend(Backend):
         """Whether each unit that the user has not sharded reshards after its forward pass."""
         ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
         policy = self.reshard_after_forward if self.parallelize_fn is None else None
-        return reshards(policy, module, units, ranks)
+        return reshards(policy, module, units, ranks, self.runtime.mesh.tensor_parallel)
 
     def _styles(self, module: nn.Module) -> dict[nn.Module, tuple[str, ParallelStyle]]:
         """The style of each submodule that the plan divides; none if the user's function divides them."""
@@ -411,6 +418,12 @@ _BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
 def _has_no_memory(module: nn.Module) -> bool:
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(tensor.is_meta for tensor in tensors)
+
+
+def _plain(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """A module's own parameters that are no DTensors yet, under each of their names."""
+    named = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [(name, parameter) for name, parameter in named if not isinstance(parameter, DTensor)]
 
 
 def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:

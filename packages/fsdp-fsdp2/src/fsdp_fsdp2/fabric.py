@@ -25,6 +25,10 @@ class FSDP2Strategy(FSDP2Options, ShardedFabricStrategy):
         True
     """
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.device_mesh  # noqa: B018  # all ranks make it now, and each may look at it alone afterwards
+
     def parallelize(self) -> None:
         """Do nothing: ``fabric.setup(model)`` has sharded the model. As under the Trainer, where a stage does it.
 

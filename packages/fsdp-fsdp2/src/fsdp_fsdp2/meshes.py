@@ -5,20 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core import Runtime, UnsupportedCapabilityError
 from fsdp_core.sharding import MESH_AXES, Mesh, MeshAxis
 from fsdp_fsdp2.torch_private import joined_axes, side_by_side
 
-__all__ = ["AxesMesh", "check_sync", "device_mesh", "sharding_mesh"]
+__all__ = ["AxesMesh", "check_sync", "device_mesh", "ranks_along", "sharding_mesh"]
 
 
 class AxesMesh(DeviceMesh):
     """A mesh with those axes that have more than one rank, and ``data_parallel``; the others can be looked up too.
 
     So ``mesh["tensor_parallel"].size()`` is 1 without tensor parallelism, as in Lightning's ``ModelParallelStrategy``.
+    A rank may look an axis up by itself, however often.
     """
+
+    _left_out: dict[tuple[str, ...], DeviceMesh] | None = None
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         asked = (names,) if isinstance(names, str) else tuple(names)
@@ -31,8 +35,25 @@ class AxesMesh(DeviceMesh):
                 f"the mesh axes {', '.join(left_out)} have one rank, and can't be sliced together with others.\n"
                 f"Write device_mesh[{kept if len(kept) > 1 else kept[0]!r}], and device_mesh[{left_out[0]!r}] apart."
             )
-        rows = torch.arange(torch.distributed.get_world_size()).view(-1, *[1] * len(asked))
-        return DeviceMesh(self.device_type, rows, mesh_dim_names=("ranks", *asked))[names]
+        self._left_out = self._left_out or {}
+        if asked not in self._left_out:
+            self._left_out[asked] = self._of_one_rank(asked)
+        return self._left_out[asked]
+
+    def _of_one_rank(self, names: tuple[str, ...]) -> DeviceMesh:
+        """Axes of this rank alone, as a slice of a mesh of all ranks, which torch combines with slices of this one."""
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)  # no other rank takes part
+        assert dist.group.WORLD is not None
+        rows = torch.arange(dist.get_world_size()).view(-1, *[1] * len(names))
+        groups = [dist.group.WORLD, *[alone] * len(names)]
+        return DeviceMesh.from_group(groups, self.device_type, rows, mesh_dim_names=("ranks", *names))[names]
+
+
+def ranks_along(mesh: DeviceMesh, axis: int) -> set[int]:
+    """The ranks that differ from this one along an axis of a mesh only, itself included."""
+    here: list[Any] = list(mesh.get_coordinate() or ())
+    here[axis] = slice(None)
+    return set(mesh.mesh[tuple(here)].tolist())
 
 
 def sharding_mesh(mesh: DeviceMesh, axes: Mesh) -> DeviceMesh:

@@ -35,6 +35,7 @@ __all__ = [
     "has_run",
     "is_cast_though_stored",
     "is_interrupted",
+    "is_loss_parallel",
     "joined_axes",
     "offloaded_parameters",
     "one_for_each_state",
@@ -74,8 +75,14 @@ class Gathering:
         self._groups = [group for unit in units for group in _groups(unit)]
 
     def reshard(self) -> None:
-        """Reshard the groups that are gathered."""
+        """Reshard the groups that are gathered, and those that were gathered ahead and not used.
+
+        ``unit.reshard()`` leaves the latter as they are: their next forward pass, also after a step, would use what was
+        gathered before.
+        """
         for group in self._groups:
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
             if not group.is_sharded:
                 group.reshard()
 
@@ -171,7 +178,12 @@ class UnusedParameters:
         state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
 
     def count(self, group: Any) -> None:
-        """Record a call of a unit: a backward pass visits it once per call."""
+        """Record a call of a unit: a backward pass visits it once per call.
+
+        Modules that a user has sharded together are called one by one, which is one call for torch.
+        """
+        if group._training_state.name == "FORWARD":
+            return
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # otherwise it is a recomputation
             if self._ended:
                 self._calls.clear()  # not earlier: another backward pass may visit the same calls
@@ -769,6 +781,11 @@ def side_by_side(outer: DeviceMesh, inner: DeviceMesh, root: DeviceMesh) -> Devi
         return DeviceMesh._concatenate([outer, inner])
     both: DeviceMesh = root[(*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))]
     return both
+
+
+def is_loss_parallel() -> bool:
+    """Whether torch's ``loss_parallel()`` is on. It does not nest: the end of an inner one ends the outer one."""
+    return torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers
 
 
 def recomputes() -> bool:

@@ -115,17 +115,21 @@ def compute_in_float8(
             f"has none{' that float8_filter chooses' * (float8_filter is not None)}.\n"
             f"Its linear layers are: {', '.join(list(sizes)[:10]) or 'none'}. Leave float8 out, or change the sizes."
         )
-    hooked = next((name for name, module in fits.items() if has_hooks(module)), None)
-    if hooked is not None:
-        raise ShardingError(
-            f"{hooked!r} has hooks, which the layer that torchao puts in its place would not have.\n"
-            "Register them on the module around it, or exclude the layer: float8_filter=lambda module, name: ..."
-        )
+    for name, module in fits.items():
+        own = "hooks" if has_hooks(module) else "a forward of its own" if "forward" in vars(module) else ""
+        if own:
+            raise ShardingError(
+                f"{name!r} has {own}, which the layer that torchao puts in its place would not have.\n"
+                "Give it to the module around it, or exclude the layer: float8_filter=lambda module, name: ..."
+            )
     config = Float8LinearConfig(emulate=_emulated(device)) if float8 is True else float8
     chosen = {id(module) for module in fits.values()}
     convert_to_float8_training(root, config=config, module_filter_fn=lambda module, name: id(module) in chosen)
+    made: dict[int, nn.Module] = {}
     for name, module in fits.items():
-        new = root.get_submodule(name)
+        if root.get_submodule(name) is module:  # torchao replaces it under the first of its names in one parent
+            root.set_submodule(name, made[id(module)])
+        new = made[id(module)] = root.get_submodule(name)
         assert isinstance(new, Float8Linear)
         new.training = module.training
         for key, value in module.__dict__.items():  # that it is a unit, and what the user has noted

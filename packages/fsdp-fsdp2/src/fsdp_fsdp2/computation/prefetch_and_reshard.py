@@ -80,7 +80,11 @@ def described_reshard(policy: bool | int | ReshardPolicy | None) -> object:
 
 
 def reshards(
-    policy: bool | int | ReshardPolicy | None, root: nn.Module, units: Sequence[nn.Module], ranks: int
+    policy: bool | int | ReshardPolicy | None,
+    root: nn.Module,
+    units: Sequence[nn.Module],
+    ranks: int,
+    tensor_parallel: int = 1,
 ) -> dict[nn.Module, bool | int | None]:
     """Which units reshard after their forward pass, as ``fully_shard`` takes it.
 
@@ -93,12 +97,14 @@ def reshards(
         root: The module, which follows no policy.
         units: Its units.
         ranks: The number of ranks that parameters are sharded over.
+        tensor_parallel: The number of ranks that divide layers.
 
     Raises:
         ShardingError: No unit is of the classes.
-        UnsupportedCapabilityError: A number does not divide the ranks, or a function returned something else.
+        UnsupportedCapabilityError: A number does not divide the ranks, or goes with divided layers, or a function
+            returned something else.
     """
-    _check_divides(policy, ranks)
+    _check_divides(policy, ranks, tensor_parallel)
     found: dict[nn.Module, bool | int | None] = {root: False if policy is False else None}
     of_class = tuple(policy) if isinstance(policy, Collection) else None
     if of_class is not None and not any(isinstance(unit, of_class) for unit in units):
@@ -116,14 +122,22 @@ def reshards(
                 f"reshard_after_forward={describe_policy(policy)} returned {chosen!r} for a {type(unit).__name__}.\n"
                 "Return True, False, None, or the number of ranks to shard over."
             )
-        _check_divides(chosen, ranks)
+        _check_divides(chosen, ranks, tensor_parallel)
         found[unit] = False if chosen is None and unit is units[-1] else chosen
     return found
 
 
-def _check_divides(size: object, ranks: int) -> None:
-    if type(size) is int and (size < 1 or ranks % size):
+def _check_divides(size: object, ranks: int, tensor_parallel: int) -> None:
+    if type(size) is not int:
+        return
+    if size < 1 or ranks % size:
         raise UnsupportedCapabilityError(
             f"reshard_after_forward={size} does not divide the {ranks} ranks into groups.\n"
             "Write a number that divides them, or True, False, or None: all but the root and the last unit reshard."
+        )
+    if tensor_parallel > 1 and 1 < size < ranks:
+        raise UnsupportedCapabilityError(
+            f"reshard_after_forward={size} does not go together with tensor_parallel_size={tensor_parallel}: torch "
+            "can't keep parameters that tensor-parallel ranks divide over groups of ranks.\n"
+            "Write True, False, or None: all but the root and the last unit reshard."
         )

@@ -27,6 +27,9 @@ from fsdp_fsdp2.torch_private import recomputes
 
 __all__ = ["ContextParallel", "check_splittable", "checked_dims"]
 
+#: The parameters of torch's losses after their input and target, in order; not all have the last.
+_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
 #: torch's functions that are replaced, by name.
 _torchs: dict[str, Any] = {}
 
@@ -237,7 +240,11 @@ def _attend_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 def _acting() -> ContextParallel | None:
     """The module whose forward pass is running, or is being recomputed."""
-    return _active or (_latest() if _latest is not None and recomputes() else None)
+    if _active is not None or _latest is None or not recomputes():
+        return _active
+    latest = _latest()
+    # after the latest, a strategy without context parallelism may have begun: what is recomputed is a module of that
+    return latest if latest is not None and latest.split is current_split() else None
 
 
 def _replace_functions() -> None:
@@ -299,7 +306,7 @@ def _nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _mean_over_ranks(name: str, input: Tensor, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A loss of labels; if it is the mean over those of a part, this rank's share of the mean over the sequence."""
     split, loss = current_split(), _torchs[name]
-    options = dict(zip(("weight", "size_average", "ignore_index", "reduce", "reduction"), args, strict=False)) | kwargs
+    options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
     is_mean = (options.get("reduction", "mean"), options.get("size_average"), options.get("reduce")) == (
         "mean",
         None,

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fsdp_core import UnsupportedCapabilityError
+from fsdp_fsdp2.torch_private import is_loss_parallel
 
 __all__ = ["check_loss_parallel", "with_parallel_loss"]
 
@@ -33,9 +34,9 @@ def check_loss_parallel(option: object) -> None:
 def with_parallel_loss(enabled: bool = True) -> Iterator[None]:
     """A context in which cross entropy is computed over sharded logits, without gathering them.
 
-    It is torch's :func:`~torch.distributed.tensor.parallel.loss_parallel`, which must hold in the backward pass too.
-    What the losses return, which is the same on all ranks, becomes a plain tensor, so that it can be logged and added
-    to others. An exception ends it.
+    It is torch's :func:`~torch.distributed.tensor.parallel.loss_parallel`, which must hold in the backward pass too,
+    and which this one may be entered in. What the losses return, which is the same on all ranks, becomes a plain
+    tensor, so that it can be logged and added to others. An exception ends it.
 
     Args:
         enabled: Whether to do anything.
@@ -43,13 +44,22 @@ def with_parallel_loss(enabled: bool = True) -> Iterator[None]:
     if not enabled:
         yield
         return
+    with _in_loss_parallel(), _PlainLosses():
+        yield
+
+
+@contextmanager
+def _in_loss_parallel() -> Iterator[None]:
+    if is_loss_parallel():  # as in a backward pass inside of a training step
+        yield
+        return
     context = loss_parallel()
     context.__enter__()
     try:
-        with _PlainLosses():
-            yield
+        yield
     finally:
-        context.__exit__(None, None, None)  # as if nothing was raised: it has no finally of its own
+        if is_loss_parallel():  # the user's own may have ended it
+            context.__exit__(None, None, None)  # as if nothing was raised: it has no finally of its own
 
 
 class _PlainLosses(TorchFunctionMode):

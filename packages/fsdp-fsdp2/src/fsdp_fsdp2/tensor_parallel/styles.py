@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -71,7 +72,12 @@ def described_plan(plan: TensorParallelPlan | None) -> object:
     """The plan as plain data, for comparison between ranks and strategies."""
     if plan is None or isinstance(plan, str):
         return plan
-    return {pattern: type(style).__name__ for pattern, style in plan.items()}
+    return {pattern: _described_style(style) for pattern, style in plan.items()}
+
+
+def _described_style(style: ParallelStyle) -> str:
+    """A style with its layouts, if it shows them, as those of torch do; otherwise the name of its class."""
+    return type(style).__name__ if type(style).__repr__ is object.__repr__ else repr(style)
 
 
 def styles_of(root: nn.Module, plan: TensorParallelPlan, size: int) -> dict[nn.Module, tuple[str, ParallelStyle]]:
@@ -182,6 +188,10 @@ def tensor_parallelize(
         if module not in styles:
             continue
         name, style = styles[module]
+        if isinstance(style, ColwiseParallel | RowwiseParallel) and style.use_local_output:
+            divided = [layout.dim for layout in style.output_layouts if isinstance(layout, Shard)]
+            module.register_forward_hook(partial(_refuse_uneven, name, divided, mesh.size()))  # before the style's
+        frozen = {own for own, parameter in module.named_parameters() if not parameter.requires_grad}
         try:
             parallelize_module(module, mesh, style, src_data_rank=None)
         except (NotImplementedError, ValueError, AssertionError, RuntimeError) as error:
@@ -189,6 +199,24 @@ def tensor_parallelize(
                 f"tp_plan gives {name!r} the style {type(style).__name__}, which torch can't apply to a "
                 f"{type(module).__name__}: {error}\nGive it another style, or leave it out of the plan."
             ) from error
+        for own, parameter in module.named_parameters():
+            parameter.requires_grad_(own not in frozen)  # SequenceParallel makes new ones, all of them trained
+
+
+def _refuse_uneven(name: str, dims: Iterable[int], size: int, module: nn.Module, args: object, output: object) -> None:
+    """Refuse to give ranks unequal parts of what a layer returns, of which each would infer another whole.
+
+    Raises:
+        ShardingError: The ranks don't divide a dimension.
+    """
+    for dim in dims if isinstance(output, DTensor) else ():
+        if output.shape[dim] % size:
+            whole = -(-output.shape[dim] // size) * size
+            raise ShardingError(
+                f"tp_plan divides dimension {dim} of what {name!r} returns, of shape {tuple(output.shape)}, among "
+                f"tensor_parallel_size={size} ranks, which does not divide it.\n"
+                f"Pad it, such as a sequence to {whole}; or leave the tensor whole, with output_layouts=Replicate()."
+            )
 
 
 def return_no_view(unit: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core import Runtime, ShardingError
 from fsdp_core.state import Layout
+from fsdp_fsdp2.meshes import ranks_along
 
 __all__ = ["check_unplanned"]
 
@@ -35,8 +36,9 @@ def check_unplanned(parameters: Iterable[Tensor], layout: Layout, runtime: Runti
     if runtime.mesh.tensor_parallel == 1:
         return
     peers = runtime.along("tensor_parallel")
-    unplanned = [p for p in parameters if _is_same_on_peers(p)]
-    apart = [_distance(p, peers) for p in unplanned]
+    ranks = set(runtime.mesh.peers(runtime.rank, ("tensor_parallel",)))
+    unplanned = [p for p in parameters if _is_same_on_peers(p, ranks)]
+    apart = [_distance(p, peers).to(runtime.device) for p in unplanned]  # offloaded ones are in host memory
     if not apart:
         return
     worst = runtime.all_reduce(torch.stack(apart), "max").tolist()
@@ -52,14 +54,14 @@ def check_unplanned(parameters: Iterable[Tensor], layout: Layout, runtime: Runti
         )
 
 
-def _is_same_on_peers(parameter: Tensor) -> bool:
-    """Whether tensor-parallel ranks hold the same part of a trained parameter."""
+def _is_same_on_peers(parameter: Tensor, peers: Collection[int]) -> bool:
+    """Whether tensor-parallel ranks hold the same part of a trained parameter, on whatever mesh of theirs it is."""
     if not parameter.requires_grad:
         return False
     if not isinstance(parameter, DTensor):
         return True
-    axes = parameter.device_mesh.mesh_dim_names or ()
-    return "tensor_parallel" not in axes or parameter.placements[axes.index("tensor_parallel")].is_replicate()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return not any(ranks_along(mesh, i) == peers for i, one in enumerate(placements) if not one.is_replicate())
 
 
 def _distance(parameter: Tensor, peers: Runtime) -> Tensor:

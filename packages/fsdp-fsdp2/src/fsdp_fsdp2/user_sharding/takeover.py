@@ -172,12 +172,13 @@ def _another_mesh(name: str, parameter: DTensor, is_unit: bool, data: DeviceMesh
     )
 
 
-def refuse_left_out(module: nn.Module, whole: Sequence[nn.Parameter]) -> None:
-    """Refuse parameters that are divided among tensor-parallel ranks, but that no unit holds.
+def refuse_left_out(module: nn.Module, whole: Sequence[nn.Parameter], *, is_planned: bool) -> None:
+    """Refuse parameters that tensor-parallel ranks have as DTensors, but that no unit holds.
 
     Args:
         module: The root, sharded.
         whole: The parameters that no unit holds.
+        is_planned: Whether a plan has made them DTensors, and not the user's code.
 
     Raises:
         ShardingError: One of them is a DTensor.
@@ -185,8 +186,17 @@ def refuse_left_out(module: nn.Module, whole: Sequence[nn.Parameter]) -> None:
     names = {id(parameter): clean_name(name) for name, parameter in module.named_parameters()}
     for parameter in whole:
         if isinstance(parameter, DTensor):
+            why, instead = (
+                "fully_shard was told to ignore it",
+                "Leave it out of ignored_params, or register it before fully_shard is called.",
+            )
+            if is_planned:
+                why, instead = (
+                    f"fully_shard can't take it, with its shape {tuple(parameter.shape)} and its dtype",
+                    "Leave its module out of tp_plan, and give its neighbours layouts of whole tensors, such as "
+                    "ColwiseParallel(output_layouts=Replicate()); or give the parameter one dimension of size 1.",
+                )
             raise ShardingError(
-                f"{names[id(parameter)]!r} is divided among tensor-parallel ranks, and fully_shard was told to ignore "
-                "it, so nothing would average its gradients over the data-parallel ranks.\n"
-                "Leave it out of ignored_params, or register it before fully_shard is called."
+                f"{names[id(parameter)]!r} is a DTensor of the tensor-parallel ranks, and {why}, so nothing would "
+                f"average its gradients over the data-parallel ranks.\n{instead}"
             )

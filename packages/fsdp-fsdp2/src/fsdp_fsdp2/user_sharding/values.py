@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_core import Runtime, ShardingError
 from fsdp_core.sharding import MESH_AXES, MeshAxis, place
 from fsdp_core.state import chunked, clean_name
+from fsdp_fsdp2.meshes import ranks_along
 from fsdp_fsdp2.user_sharding.built_parameters import has_noted, is_dtensor, noted_parameter
 
 __all__ = ["place_sharded", "refuse_changed_on_meta"]
@@ -104,12 +105,10 @@ def _places(root: nn.Module, parameter: Tensor) -> list[tuple[nn.Module, str]]:
 
 def _take_first_copy(parameter: DTensor, runtime: Runtime) -> None:
     """Broadcast a shard along the axes over which ranks hold copies of it: ranks may have drawn other values."""
-    mesh, others = parameter.device_mesh, set[int]()
+    others = set[int]()
     for axis, placement in enumerate(parameter.placements):
         if not isinstance(placement, Replicate):
-            here: list[Any] = list(mesh.get_coordinate() or ())
-            here[axis] = slice(None)
-            others.update(mesh.mesh[tuple(here)].tolist())
+            others |= ranks_along(parameter.device_mesh, axis)
     copies: tuple[MeshAxis, ...] = tuple(
         axis for axis in MESH_AXES if not others.issuperset(runtime.mesh.peers(runtime.rank, (axis,)))
     )
