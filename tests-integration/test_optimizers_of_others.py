@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -21,7 +22,8 @@ from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError, Opti
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.training import new_fabric, whole_batches
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.training import loader, new_fabric, new_trainer, whole_batches
 
 PAGE = (Path(__file__).parents[1] / "docs/optimizers.md").read_text(encoding="utf-8")
 STEPS = 5
@@ -314,3 +316,37 @@ def test_low_bit_state_is_saved_and_resumed(ranks: RankPool, tmp_path: Path) -> 
         assert "nothing was raised" in told[f"fsdp2 sharded {kind}"]
         assert "nothing was raised" in told[f"fsdp2 full {kind}"]
         assert_says(told[f"fsdp_native sharded {kind}"], "'exp_avg' of '0.weight'", "keeps whole rows on each rank")
+
+
+class GrowingWide(LightningModule):
+    """Its optimizer gets its second layer in a hook."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = new_wide(), kind
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return by_path("torchao.optim", self.kind, lr=0.01)(list(self.net[0].parameters()))  # type: ignore[index]
+
+    def on_train_start(self) -> None:
+        self.optimizers().add_param_group({"params": list(self.net[2].parameters())})  # type: ignore[union-attr,index]
+
+
+def low_bit_grown(tmp: str, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """On a rank: the weights after an uninterrupted run, and after one that was resumed."""
+    see_others()
+    run, first, resumed = (new_trainer(tmp, "fsdp2", 2, max_epochs=epochs) for epochs in (2, 1, 2))
+    with torch.compiler.set_stance("force_eager"):
+        run.fit(GrowingWide(kind), loader(2, 2))
+        first.fit(GrowingWide(kind), loader(2, 2))
+        first.save_checkpoint(f"{tmp}/{kind}")
+        resumed.fit(GrowingWide(kind), loader(2, 2), ckpt_path=f"{tmp}/{kind}")
+    return full_state(run.strategy), full_state(resumed.strategy)
+
+
+def test_low_bit_state_of_param_groups_that_are_added_late(ranks: RankPool, tmp_path: Path) -> None:
+    for whole, resumed in ranks.run(2, low_bit_grown, str(tmp_path), "AdamW8bit", timeout=500.0):
+        torch.testing.assert_close(resumed, whole, atol=0, rtol=0)

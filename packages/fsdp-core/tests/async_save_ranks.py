@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_ranks import KINDS, bits, sharded, started
-from fsdp_core.checkpoint import fill, is_checkpoint, load, read_manifest, remove, save, verify
+from fsdp_core.checkpoint import async_save, fill, is_checkpoint, load, read_manifest, remove, save, verify
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointError, CheckpointValueError
+from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.testing.disks import disk
 
 
@@ -200,6 +201,25 @@ def refused(path: Path) -> str:
     with pytest.raises(CheckpointValueError) as error:
         saves.save(path, **as_given(state))
     saves.close()
+    return str(error.value)
+
+
+def written_to_on_one_rank(path: Path) -> str:
+    """Write to shards on one rank before their deferred copies are made; gives what is told."""
+    runtime = started()
+    saves, state = AsyncSaves(runtime), state_of(sharded("flat"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "_HEAD_START", 1e6)  # the thread waits until somebody waits for it
+        saves.save(path, deferred=lambda tensor: tensor, **as_given(state))
+        if runtime.rank == 1:
+            for weight in state["model"].values():
+                local_tensor(weight).zero_()
+        with pytest.raises(CheckpointError) as error:
+            saves.wait()
+    assert not path.exists()
+    saves.save(path, **as_given(state_of(sharded("flat"))))  # the ranks are not out of step
+    saves.close()
+    assert_unchanged(path)
     return str(error.value)
 
 

@@ -71,7 +71,7 @@ class TestStaging:
         weight, buffer = torch.ones(2), torch.ones(3)
         staging = Staging()
         plan = Plan(tensors={"weight": weight, "buffer": buffer})
-        copies = staging.copy(plan, rank=0, deferred=lambda tensor: tensor is weight).tensors
+        copies = staging.copy(plan, rank=0, deferred=lambda tensor: tensor if tensor is weight else None).tensors
         copies["weight"].fill_(5.0)  # the memory of what is not copied yet
         staging.finish()
         weight.zero_()
@@ -83,7 +83,7 @@ class TestStaging:
         weight = torch.ones(2)
         state = {"model": {"weight": weight}}
         staging = Staging()
-        staging.copy(plan_save(state, {"model": "model"}, {}, rank=0), rank=0, deferred=lambda tensor: True)
+        staging.copy(plan_save(state, {"model": "model"}, {}, rank=0), rank=0, deferred=lambda tensor: tensor)
         weight[:1].zero_()  # through a view
         with pytest.raises(CheckpointError, match="'model/weight' was written to while it was being"):
             staging.wait()
@@ -236,6 +236,12 @@ class TestRanks:
             assert "'hook'" in told
             assert "in the background" not in told
         assert not (tmp_path / "it").exists()
+
+    def test_what_one_rank_has_written_to_is_raised_on_all(self, pool: RankPool, tmp_path: Path) -> None:
+        first, second = pool.run(2, async_save_ranks.written_to_on_one_rank, tmp_path / "it", timeout=60)
+        assert first == second
+        assert "was written to while it was being copied" in first
+        assert "on rank 1 of 2" in first
 
     def test_nothing_is_left_of_it(self, pool: RankPool, tmp_path: Path) -> None:
         for before, during, after, threads in pool.run(

@@ -109,3 +109,28 @@ def test_helpers_without_context_parallelism() -> None:
     assert fsdp_core.sequence_positions(3).tolist() == [0, 1, 2]
     assert fsdp_core.shift_labels(WHOLE)[:, -2:].tolist() == [[5, -100], [11, -100]]
     assert fsdp_core.token_mean(torch.tensor(6.0), 3) == 2
+
+
+class Twice(Second):
+    """Its peer has what it has."""
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return torch.stack([tensor, tensor])
+
+    def reduce_scatter(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        return 2 * tensor[1]
+
+
+def test_double_precision_stays_double() -> None:
+    """Of a mean over tokens, and of the gradient of what is gathered."""
+    third = torch.tensor(1.0, dtype=torch.float64) / 3
+    part = third.repeat(1, 2).requires_grad_()
+    use_split(SequenceSplit(Twice()))
+    try:
+        weighted = fsdp_core.token_mean(third, torch.tensor(3))
+        (fsdp_core.gather_sequence(part) * third).sum().backward()
+    finally:
+        use_split(None)
+    assert weighted.item() == pytest.approx(1 / 9, rel=1e-15)
+    assert part.grad is not None
+    assert part.grad.tolist() == [[2 / 3, 2 / 3]]

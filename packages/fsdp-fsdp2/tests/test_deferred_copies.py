@@ -7,11 +7,14 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from fsdp_core.checkpoint import async_save
+from fsdp_core.errors import CheckpointError
 from fsdp_core.testing import RankPool
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
 from fsdp_core.testing.training import Lit, loader, new_trainer
@@ -38,6 +41,35 @@ class Hooked(Watching):
     def on_train_batch_end(self, *args: Any) -> None:
         for parameter in self.parameters():
             parameter.data.mul_(0.9)
+
+
+class WritesBetween(Watching):
+    """Writes at the moments around a step at which no hook of a batch does."""
+
+    def _write(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.mul_(0.9)
+
+    def on_train_start(self) -> None:
+        self._write()  # a callback has saved before
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._write()  # the save of another callback is not copied yet
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self._write)  # called before the closure
+        return optimizer
+
+
+class AtStart(pl.Callback):
+    """Saves before the first step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
 
 
 def saved(tmp: str, hooked: bool, asynchronous: bool) -> tuple[list[int], list[dict[str, Any]]]:
@@ -81,3 +113,57 @@ def test_a_save_waits_for_hooks_alone(ranks: RankPool, tmp_path: Path, hooked: b
         assert all(not count if hooked else count > 10 for count in others), pending
         for mine, theirs in zip(states, synchronous, strict=True):
             assert_bit_equal(mine, theirs)
+
+
+def saved_between(tmp: str, asynchronous: bool) -> tuple[list[int], list[dict[str, Any]]]:
+    """The same for a module that writes between hooks, with two callbacks that save, and one at the start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "_HEAD_START", 1e6)
+        folder = f"{tmp}/{'async' if asynchronous else 'sync'}"
+        every: dict[str, Any] = {"save_top_k": -1, "every_n_train_steps": 1}
+        twice = [
+            ModelCheckpoint(f"{folder}/{name}", "{step}", monitor=by, mode="max", **every)
+            for name, by in (("first", None), ("second", "step"))
+        ]
+        callbacks = [AtStart(f"{folder}/start"), *twice]
+        module = WritesBetween()
+        run = new_trainer(tmp, "fsdp2", 2, {"async_save": asynchronous}, callbacks=callbacks, enable_checkpointing=True)
+        run.fit(module, loader(2, 2))
+    paths = ["start", "first/step=1.ckpt", "second/step=1.ckpt"]
+    return module.pending, [_state_of(tmp, f"{folder}/{path}", hooked=False) for path in paths]
+
+
+def test_what_is_written_between_hooks_is_not_in_an_earlier_save(ranks: RankPool, tmp_path: Path) -> None:
+    """Before the first step, before an optimizer calls its closure, and while a further checkpoint is put together."""
+    want = ranks.run(2, saved_between, str(tmp_path), False)
+    got = ranks.run(2, saved_between, str(tmp_path), True)
+    for ((at_start, later), states), (_, synchronous) in zip(got, want, strict=True):
+        assert at_start == 0
+        assert later == 0  # the hook before the step was known
+        for mine, theirs in zip(states, synchronous, strict=True):
+            assert_bit_equal(mine, theirs)
+
+
+class WritesInItsStep(Watching):
+    """Writes to a shard in its training step, before its unit is gathered, as momentum encoders do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx:
+            with torch.no_grad():
+                self.net.blocks[1].up.weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+def written_in_a_step(tmp: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "_HEAD_START", 1e6)
+        saves = ModelCheckpoint(tmp, "{step}", every_n_train_steps=1)
+        run = new_trainer(tmp, "fsdp2", 2, {"async_save": True}, callbacks=[saves], enable_checkpointing=True)
+        return refusal(CheckpointError, lambda: run.fit(WritesInItsStep(), loader(3, 2)))
+
+
+def test_a_step_that_writes_to_shards_makes_the_save_fail(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(2, written_in_a_step, str(tmp_path)):
+        assert_says(
+            told, "'model/net.blocks.1.up.weight' was written to while it was being copied", "on_train_batch_end"
+        )

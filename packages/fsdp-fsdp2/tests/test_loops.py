@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fsdp_core
+from fsdp_core.errors import ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.parity import assert_numbers_alone
 from fsdp_core.testing.suite.training.loops import assert_root_stays_gathered
-from fsdp_core.testing.training import loader, new_trainer
+from fsdp_core.testing.training import loader, new_fabric, new_trainer
 
 
 @pytest.mark.parametrize("reshard", [None, True, False, 1, 2])
@@ -114,3 +117,22 @@ def test_a_parameter_without_elements_is_trained_and_saved_with_the_rest(ranks: 
         assert state["none"].shape == (0, FEATURES)
         for name, want in module.state_dict().items():
             torch.testing.assert_close(state[name], want)
+
+
+def _added_on_one_rank() -> str:
+    fabric = new_fabric("fsdp2")
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.blocks[0].parameters(), lr=0.1))
+    used: Any = fabric.strategy
+    used.runtime.patience = timedelta(seconds=1)
+    (x, y), *_ = oracle.global_batches(1)
+    fabric.backward(mse_loss(model(x), y))
+    if fabric.global_rank == 0:
+        optimizer.add_param_group({"params": list(net.blocks[1].parameters())})
+    return refusal(ShardingError, optimizer.step)
+
+
+def test_parameters_that_one_rank_adds_are_refused_there(ranks: RankPool) -> None:
+    """The others would train without them, or take part in other collectives."""
+    added, _ = ranks.run(2, _added_on_one_rank)
+    assert_says(added, "a change of the parameters of SGD", "rank 1 did not do", "All ranks must do it")

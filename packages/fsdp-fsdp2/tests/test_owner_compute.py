@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import StepLR
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.suite.checkpoints.late_param_groups import Growing
 from fsdp_core.testing.suite.training.whole_matrices import (
     OwnMuon,
     assert_same_steps,
@@ -24,7 +30,7 @@ from fsdp_core.testing.suite.training.whole_matrices import (
     plain_steps,
     steps_on,
 )
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.training import loader, means, new_fabric, new_trainer
 
 MATRICES = 7  # of the net: its tied pair, and two in each block
 
@@ -181,3 +187,136 @@ def test_parameters_without_gradients_and_added_ones(ranks: RankPool) -> None:
     for moved, _ in got:
         torch.testing.assert_close(moved, [w.detach() for w in want], atol=oracle.FP32_TOLERANCE, rtol=0)
     assert sum(count for _, (count,) in got) == 3
+
+
+class NeedsOne(OwnMuon):
+    """Looks up the device of the first parameter, which a rank that owns none has not."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["params"][0].device.type == "cpu"
+        return super().step(closure)
+
+
+def one_matrix() -> Tensor:
+    fabric = new_fabric("fsdp2")
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, NeedsOne([net.blocks[0].up.weight]))
+    x, y = oracle.global_batches(1)[0]
+    fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+    moved: Tensor = net.blocks[0].up.weight.full_tensor().detach()
+    return moved
+
+
+def test_an_optimizer_that_needs_a_parameter_has_no_owners(ranks: RankPool) -> None:
+    """On two ranks, one would own nothing of a single matrix, and fail while the other waits for it."""
+    net: Any = oracle.new_net()
+    optimizer = NeedsOne([net.blocks[0].up.weight])
+    x, y = oracle.global_batches(1)[0]
+    mse_loss(net(x), y).backward()
+    optimizer.step()
+    for moved in ranks.run(2, one_matrix):
+        torch.testing.assert_close(moved, net.blocks[0].up.weight.detach(), atol=oracle.FP32_TOLERANCE, rtol=0)
+
+
+class FillsIn(OwnMuon):
+    """Takes a missing gradient for one of zeros, as the Muon that many have copied does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.add_(self._update(group, parameter, self.state[parameter]), alpha=-group["lr"])
+        return loss
+
+
+def scheduled(net: Any) -> tuple[FillsIn, StepLR]:
+    """An optimizer that has a schedule before it is set up, as in configure_optimizers()."""
+    optimizer = FillsIn([net.blocks[0].up.weight, net.blocks[1].up.weight])
+    return optimizer, StepLR(optimizer, 1, 0.5)
+
+
+def few_steps(
+    net: Any, model: Any, optimizer: Any, schedule: StepLR, backward: Callable[[Tensor], Any], value: Any
+) -> list[Any]:
+    """Three steps with hooks; what the hooks see, and the weights."""
+    seen: list[Any] = []
+    plain: Any = getattr(optimizer, "optimizer", optimizer)
+    plain.register_step_pre_hook(lambda *_: seen.append(net.blocks[0].up.weight.grad is None))
+    plain.register_step_post_hook(lambda *_: seen.append(value(net.blocks[0].up.weight)))
+    x, y = oracle.global_batches(1)[0]
+
+    def evaluate() -> Tensor:
+        loss = mse_loss(model(x), y)
+        backward(loss)
+        if len(seen) > 1:
+            net.blocks[1].up.weight.grad = None  # it had one before, and has momentum
+        return loss
+
+    for _ in range(3):
+        model.zero_grad()
+        optimizer.step(evaluate)
+        schedule.step()
+    return [*seen, *(value(net.blocks[i].up.weight) for i in range(2))]
+
+
+def with_hooks() -> tuple[list[Any], list[str]]:
+    fabric = new_fabric("fsdp2")
+    net = oracle.new_net()
+    plain, schedule = scheduled(net)
+    model, optimizer = fabric.setup(net, plain)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        value = lambda p: p.full_tensor().detach().clone()  # noqa: E731
+        seen = few_steps(net, model, optimizer, schedule, fabric.backward, value)
+    return seen, [str(one.message) for one in told if "lr_scheduler" in str(one.message)]
+
+
+def test_schedules_hooks_and_missing_gradients(ranks: RankPool) -> None:
+    """A schedule may be older than the shards, hooks see weights before and after, and no gradient may mean zeros."""
+    net = oracle.new_net()
+    want = few_steps(net, net, *scheduled(net), Tensor.backward, lambda p: p.detach().clone())
+    for got, told in ranks.run(2, with_hooks):
+        assert told == []
+        assert [one for one in got if isinstance(one, bool)] == [True] * 3
+        torch.testing.assert_close(got, want, atol=oracle.FP32_TOLERANCE, rtol=0)
+
+
+class GrowingMuon(Growing):
+    """Its optimizer steps over whole matrices, with a schedule, and gets param groups in hooks."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OwnMuon([self.net.blocks[0].up.weight])
+        return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+    def _add(self, block: int) -> None:
+        optimizer: Any = self.optimizers()
+        if len(optimizer.param_groups) <= block:
+            optimizer.add_param_group({"params": [self.net.blocks[block].up.weight], "lr": 0.02 * block})
+
+
+def grown(tmp: str) -> tuple[list[float], list[float], Any, Any]:
+    """Losses and the state at the end, of an uninterrupted run and of one that was stopped and resumed."""
+    whole, first, second = GrowingMuon(), GrowingMuon(), GrowingMuon()
+    run = new_trainer(tmp, "fsdp2", 2, max_epochs=2)
+    run.fit(whole, loader(2, 2))
+    new_trainer(tmp, "fsdp2", 2, callbacks=[ModelCheckpoint(tmp, "one")], enable_checkpointing=True).fit(
+        first, loader(2, 2)
+    )
+    resumed = new_trainer(tmp, "fsdp2", 2, max_epochs=2)
+    resumed.fit(second, loader(2, 2), ckpt_path=f"{tmp}/one.ckpt")
+    states = [
+        (full_state(one.strategy), full_optimizer_state(one.strategy, one.optimizers[0])) for one in (run, resumed)
+    ]
+    return means(whole.losses[2:]), means(second.losses), states[0], states[1]
+
+
+def test_param_groups_that_are_added_late_have_owners(ranks: RankPool, tmp_path: Path) -> None:
+    for losses, of_resumed, state, resumed in ranks.run(2, grown, str(tmp_path)):
+        assert losses == of_resumed
+        assert state[1].keys() == resumed[1].keys()
+        torch.testing.assert_close(resumed, state, atol=0, rtol=0)

@@ -345,6 +345,7 @@ class ProcessGroupRuntime(Runtime):
             timeout=timeout,
         )
         forget_meshes()
+        self._along.clear()  # groups of a former world
         self._owns_group = True
         # gloo's threads abort the interpreter (exit status 134) if the group still exists when it ends
         atexit.register(self.stop)

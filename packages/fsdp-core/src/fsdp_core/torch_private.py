@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 # The base class of every batch norm, including SyncBatchNorm; no public name exists.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
+# Hooks before the steps of all optimizers; no public name tells whether there are some.
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
 # The only way to intercept every operation and traverse its arguments; no public names exist.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -42,6 +45,7 @@ __all__ = [
     "foreach_norm",
     "forget_meshes",
     "forget_unscaled",
+    "has_hooks_before_steps",
     "hooks_on",
     "in_backward",
     "is_exhausted",
@@ -55,6 +59,7 @@ __all__ = [
     "process_groups",
     "queue_backward_callback",
     "refuse_unreduced_values",
+    "replace_step",
     "skipped_initialiser",
     "times_written",
     "tree_flatten",
@@ -354,6 +359,44 @@ def skipped_initialiser(asked: Callable[..., Any]) -> tuple[Callable[..., Any], 
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return frame.f_globals[code.co_name], {name: frame.f_locals[name] for name in names}
+
+
+def has_hooks_before_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks of the user's run before an optimizer's ``step()`` calls its closure. No public name tells."""
+    return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
+    """Put a function in the place of an optimizer's ``step``.
+
+    A learning-rate scheduler wraps ``step`` at the instance, to note the first call in ``_opt_called``, recognises its
+    wrapper by ``_wrapped_by_lr_sched``, and warns if there is another. torch wraps the method of the class to call
+    hooks, and marks it ``hooked``.
+
+    Args:
+        optimizer: The optimizer, before or after a scheduler was made for it.
+        step: Called with the optimizer and the arguments of ``step()``.
+
+    Returns:
+        What ``step`` was, as a function of the optimizer and the arguments; and whether torch called hooks around it,
+        which it does not call.
+    """
+    there: Any = optimizer.step
+    is_followed = hasattr(there, "_wrapped_by_lr_sched")
+    own: Any = there.__wrapped__ if is_followed else getattr(there, "__func__", None)
+    of_class: Any = type(optimizer).step
+    is_hooked = own is of_class and bool(getattr(own, "hooked", False))
+
+    def note_and_step(self: Any, *args: Any, **options: Any) -> Any:
+        self._opt_called = True
+        return step(self, *args, **options)
+
+    note_and_step.__dict__["_wrapped_by_lr_sched"] = True
+    instance: Any = optimizer
+    instance.step = MethodType(note_and_step if is_followed else step, optimizer)
+    if own is None:  # a function that the user has put there, without the optimizer among its arguments
+        return (lambda _, *args, **options: there(*args, **options)), False
+    return (own.__wrapped__ if is_hooked else own), is_hooked
 
 
 def times_written(tensor: Tensor) -> int:

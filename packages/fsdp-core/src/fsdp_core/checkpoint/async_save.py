@@ -70,7 +70,7 @@ class AsyncSaves:
         path: StrPath,
         state: Mapping[str, Any],
         *,
-        deferred: Callable[[Tensor], bool] | None = None,
+        deferred: Callable[[Tensor], Tensor | None] | None = None,
         **options: Any,
     ) -> None:
         """Copy a state, and write the copy in the background. Waits for pending jobs first.
@@ -78,7 +78,8 @@ class AsyncSaves:
         Args:
             path: As in :func:`~fsdp_core.checkpoint.save`.
             state: The state to save; it may be changed as soon as this returns, except for deferred tensors.
-            deferred: Which tensors in host memory are copied in the background, too. They must not be changed before
+            deferred: Which tensors in host memory are copied in the background, too; see
+                :meth:`~fsdp_core.checkpoint.staging.Staging.copy`. They must not be changed before
                 :meth:`finish_copying` has returned.
             **options: The other arguments of :func:`~fsdp_core.checkpoint.save`, except ``runtime``.
 
@@ -95,7 +96,8 @@ class AsyncSaves:
         )
 
         def write(channel: Runtime) -> None:
-            self._staging.wait()
+            # on all ranks before the first collective: what one of them finds written to may be copied on others
+            together(channel, f"copying what {os.fspath(path)} is to hold", self._staging.wait)
             prepared.write(channel)
 
         self.run(f"saving {os.fspath(path)}", write)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,25 @@ __all__ = ["Staging"]
 # A power of two, because torch's pinned-memory allocator rounds up to one.
 _BLOCK_BYTES = 512 * 2**20
 _ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Deferred:
+    """A tensor that is copied later.
+
+    Attributes:
+        name: Its path in the state.
+        memory: Where it is copied to.
+        original: What is copied.
+        watched: What counts writes to it.
+        written: How many there were when the copy was deferred.
+    """
+
+    name: str
+    memory: Tensor
+    original: Tensor
+    watched: Tensor
+    written: int
 
 
 class Staging:
@@ -45,10 +64,10 @@ class Staging:
         self._places: list[Tensor] = []  # the memory of this layout
         self._copied: list[torch.cuda.Event] = []
         self._copying = threading.Lock()  # guards the attributes below
-        self._deferred: list[tuple[str, Tensor, Tensor, int]] = []
+        self._deferred: list[_Deferred] = []
         self._changed: list[str] = []
 
-    def copy(self, plan: Plan, rank: int, *, deferred: Callable[[Tensor], bool] | None = None) -> Plan:
+    def copy(self, plan: Plan, rank: int, *, deferred: Callable[[Tensor], Tensor | None] | None = None) -> Plan:
         """Copy the tensors of a plan that ``rank`` writes. Copies of the previous plan must no longer be in use.
 
         Copies from a CUDA device are asynchronous, on its current stream, so later work on the stream doesn't change
@@ -57,8 +76,9 @@ class Staging:
         Args:
             plan: The plan.
             rank: This rank. Only rank 0 writes the tensors of the plain data.
-            deferred: Which tensors in host memory are copied by :meth:`finish` instead. They must not be written to
-                until then.
+            deferred: Which tensors in host memory are copied by :meth:`finish` instead: returns the tensor through
+                which one would be written to, such as the DTensor that it belongs to, or ``None`` to copy it now. They
+                must not be written to until then.
 
         Returns:
             The plan over the copies, which may be read after :meth:`wait`. A tensor that is read only when it is
@@ -75,9 +95,17 @@ class Staging:
         later = []
         with torch.no_grad():
             for identity, original in distinct.items():
-                if deferred is not None and original.device.type == "cpu" and deferred(original):
-                    name = names.get(id(original), "a tensor")
-                    later.append((name, made[identity], original, times_written(original)))
+                watched = deferred(original) if deferred is not None and original.device.type == "cpu" else None
+                if watched is not None:
+                    later.append(
+                        _Deferred(
+                            name=names.get(id(original), "a tensor"),
+                            memory=made[identity],
+                            original=original,
+                            watched=watched,
+                            written=times_written(watched),
+                        )
+                    )
                 else:
                     made[identity].copy_(original, non_blocking=original.is_cuda)
         with self._copying:
@@ -97,10 +125,10 @@ class Staging:
     def finish(self) -> None:
         """Make the deferred copies, or wait for the thread that is making them. Any thread may call this."""
         with self._copying, torch.no_grad():
-            for name, memory, original, written in self._deferred:
-                memory.copy_(original)
-                if times_written(original) != written:
-                    self._changed.append(name)
+            for one in self._deferred:
+                one.memory.copy_(one.original)
+                if times_written(one.watched) != one.written:
+                    self._changed.append(one.name)
             self._deferred = []
 
     def wait(self) -> None:
@@ -114,8 +142,8 @@ class Staging:
             event.synchronize()
         if self._changed:
             raise CheckpointError(
-                f"{self._changed[0]!r} was written to while it was being copied for a checkpoint, by code "
-                f"that is neither a hook nor a step of Lightning's ({len(self._changed)} tensors in all).\n"
+                f"{self._changed[0]!r} was written to while it was being copied for a checkpoint, by code that is in "
+                f"no hook of Lightning's, such as training_step() ({len(self._changed)} tensors in all).\n"
                 "Write to parameters and optimizer state in hooks, such as on_train_batch_end(), or leave async_save "
                 "out."
             )

@@ -19,13 +19,17 @@ from fsdp_core.huggingface.stored_folder import RangeReader, StoredTensor, list_
 from fsdp_core.huggingface.stored_names import hub_renamings, is_expected_surplus, kept_names, stored_views
 from fsdp_core.huggingface.views import View, by_source, whole_view
 from fsdp_core.state.chunks import Chunk, ChunkedTensor
-from fsdp_core.state.coverage import find_fault
+from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.dtypes import dtype_name
 from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["LoadedFolder", "load_pretrained"]
 
 _SHOWN = 10
+_COMPARED_BYTES = 16 * 2**20
+
+#: What the names of scales end with that belong to weights in 8 bits, after the name of the weight.
+_SCALES = ("_scale_inv", "_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +86,26 @@ def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, 
     held = find_model(module, "load_pretrained()")
     runtime, doing = held.runtime, f"loading {os.fspath(folder)}"
     state, tied = held.state(), held.tied()
-    reader = RangeReader(folder)
+    readers: list[RangeReader] = []
 
     def plan() -> _Plan | None:
+        readers.append(RangeReader(folder))  # a host may lack the package for a file system
         with held.as_written() as model:  # on every rank
-            return None if runtime.rank else _planned(model, state, tied, list_folder(reader), str(reader.folder))
+            if runtime.rank:
+                return None
+            made = _planned(model, state, tied, list_folder(readers[0]))
+        _check_doubles(made.doubles, readers[0], type(model).__name__)
+        return made
 
     try:
         chosen = together(runtime, doing, plan)[0]
         assert chosen is not None  # rank 0 returns one
+        (reader,) = readers
         together(runtime, doing, lambda: chosen.check(str(reader.folder), strict=strict, cast=cast))
         bytes_read = _fill(held, state, chosen, reader, doing)
     finally:
-        reader.close()
+        for reader in readers:
+            reader.close()
     return LoadedFolder(
         missing=chosen.missing, unexpected=chosen.unexpected, tensors=len(chosen.parts), bytes_read=bytes_read
     )
@@ -110,6 +121,8 @@ class _Plan:
         unexpected: Names that the model lacks.
         unlike: Shapes that differ, in words.
         dtypes: Dtypes that differ, in words.
+        scaled: Names in the folder of quantised tensors whose scales the model has no place for.
+        doubles: Pairs of tensors of the folder, with their names, that fill the same part of a tensor of the model.
     """
 
     parts: Mapping[str, Sequence[tuple[StoredTensor, View]]] = field(repr=False)
@@ -117,9 +130,12 @@ class _Plan:
     unexpected: tuple[str, ...]
     unlike: tuple[str, ...]
     dtypes: tuple[str, ...]
+    scaled: tuple[str, ...]
+    doubles: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]] = field(repr=False)
 
     def check(self, where: str, *, strict: bool, cast: bool) -> None:
         groups = [("have another shape", self.unlike)]
+        groups += [("are quantised, and the model has no place for their scales; dequantise them first", self.scaled)]
         groups += [] if cast else [("have another dtype; pass cast=True to convert them", self.dtypes)]
         if strict:
             groups += [("are missing in it", self.missing), ("are only in it", self.unexpected)]
@@ -143,7 +159,6 @@ def _planned(
     state: Mapping[str, ChunkedTensor],
     tied: Mapping[str, str],
     stored: Mapping[str, StoredTensor],
-    where: str,
 ) -> _Plan:
     """Find the place of each tensor of the folder in the model."""
     base = base_names(model, state)  # of the model without adapters
@@ -153,7 +168,8 @@ def _planned(
     kept = kept_names(base.model, inner, ties)
     views = stored_views(base.model, inner, kept)
     found: dict[str, list[tuple[StoredTensor, View]]] = {}
-    unexpected, unlike = [], []
+    unexpected, unlike, scaled, doubles = [], [], [], []
+    first: dict[tuple[str, Box], tuple[str, StoredTensor]] = {}
     place_of = _places(base.model, views, inner)
     for name, tensor in stored.items():
         place = place_of(name)
@@ -161,21 +177,29 @@ def _planned(
             if not is_expected_surplus(base.model, name):
                 unexpected.append(name)
             continue
+        scales = [f"{name}{ending}" for ending in _SCALES if f"{name}{ending}" in stored]
+        if tensor.place.dtype_name.startswith("float8") and any(place_of(scale) is None for scale in scales):
+            scaled.append(name)
         view = views[place] if place in views else whole_view(place, inner[place].shape)
         if tensor.place.shape != view.shape:
             unlike.append(f"{name}: {tensor.place.shape} in it, and {view.shape} here")
             continue
-        found.setdefault(ties.get(view.source, view.source), []).append((tensor, view))
+        source = ties.get(view.source, view.source)
+        known = first.setdefault((source, (view.offsets, view.lengths)), (name, tensor))
+        if known[0] != name:  # a folder may hold a tied parameter under each of its names
+            doubles.append((known, (name, tensor)))
+            continue
+        found.setdefault(source, []).append((tensor, view))
     parts, missing, dtypes = {}, [], []
     every = by_source(views)
     for name in inner:
         if name in ties:
             continue
-        given = _once(found.get(name, []))
+        given = found.get(name, [])
         lacking = find_fault(inner[name].shape, [(view.offsets, view.lengths) for _, view in given])
         if lacking is not None:
-            known = {view for _, view in given}
-            names = [saved for saved, view in every.get(name, []) if view not in known]
+            filled = {view for _, view in given}
+            names = [saved for saved, view in every.get(name, []) if view not in filled]
             missing += names or [name]
             continue
         wanted, own = inner[name].dtype, {tensor.place.dtype_name for tensor, _ in given}
@@ -184,13 +208,39 @@ def _planned(
         for place in base.places[name]:
             parts[place] = given
     return _Plan(
-        parts=parts, missing=tuple(missing), unexpected=tuple(unexpected), unlike=tuple(unlike), dtypes=tuple(dtypes)
+        parts=parts,
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        unlike=tuple(unlike),
+        dtypes=tuple(dtypes),
+        scaled=tuple(scaled),
+        doubles=doubles,
     )
 
 
-def _once(given: Sequence[tuple[StoredTensor, View]]) -> list[tuple[StoredTensor, View]]:
-    """Each part once: a folder may hold a tied parameter under each of its names."""
-    return list({(view.offsets, view.lengths): (tensor, view) for tensor, view in reversed(given)}.values())
+def _check_doubles(
+    doubles: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]], reader: RangeReader, model: str
+) -> None:
+    """Refuse a folder with several values for one parameter, of which either would be taken silently."""
+    for (name, tensor), (other, twin) in doubles:
+        if tensor.place.dtype_name != twin.place.dtype_name or not _same_bytes(reader, tensor, twin):
+            raise CheckpointMismatchError(
+                f"{name!r} and {other!r} are one parameter of this {model}, and {reader.folder} has other values for "
+                "each, so nothing was loaded from it.\nBuild the model with tie_word_embeddings=False in its "
+                "configuration, or untie the parameter before it is sharded; or remove the stale one from the folder."
+            )
+
+
+def _same_bytes(reader: RangeReader, one: StoredTensor, other: StoredTensor) -> bool:
+    size = one.place.nbytes
+    for begin in range(0, size, _COMPARED_BYTES):
+        length = min(_COMPARED_BYTES, size - begin)
+        first, second = bytearray(length), bytearray(length)
+        for stored, buffer in ((one, first), (other, second)):
+            reader.fill(stored.file, memoryview(buffer), stored.place.start + begin)
+        if first != second:
+            return False
+    return True
 
 
 def _places(

@@ -76,14 +76,14 @@ def shared_boxes(runtime: Runtime, held: Mapping[str, ChunkedTensor]) -> dict[st
     }
     needed: dict[int, dict[int, tuple[MeshAxis, ...]]] = {}
     for at in range(len(held)):
-        for rank in range(runtime.world_size):
-            own = by_rank[rank][at]
-            if not own:
-                continue
-            holders = tuple(other for other in range(runtime.world_size) if by_rank[other][at] == own)
-            along = next((chosen for chosen in sets if peers_of[chosen][rank] == holders), None)
-            if len(holders) > 1 and along is not None:
-                needed.setdefault(at, {})[rank] = along
+        holders: dict[object, list[int]] = {}
+        for rank, of_rank in enumerate(by_rank):
+            if of_rank[at]:
+                holders.setdefault(of_rank[at], []).append(rank)
+        for ranks in holders.values():
+            along = next((chosen for chosen in sets if peers_of[chosen][ranks[0]] == tuple(ranks)), None)
+            if len(ranks) > 1 and along is not None:
+                needed.setdefault(at, {}).update(dict.fromkeys(ranks, along))
     used = sorted({along for by in needed.values() for along in by.values()}, key=sets.index)
     groups: dict[tuple[MeshAxis, ...], Runtime] = {}
     for along in used:  # every rank, in the same order

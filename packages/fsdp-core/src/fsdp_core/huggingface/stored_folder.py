@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -58,6 +59,28 @@ class RangeReader:
         self.folder: Folder = replace(folder, root=os.path.realpath(folder.root)) if folder.local else folder
         self.bytes_read = 0
         self._open: dict[str, int] = {}
+
+    def place_of(self, name: str) -> tuple[Folder, str]:
+        """Where a file is: the folder that holds it, and its name there.
+
+        In the cache of huggingface_hub, the files of ``snapshots/COMMIT`` are links to ``blobs`` beside ``snapshots``.
+        """
+        for parent in Path(self.folder.root).parents if self.folder.local else ():
+            if parent.name == "snapshots":
+                blobs = os.path.join(os.path.realpath(parent.parent), "blobs")
+                real = os.path.realpath(self.folder.path(name))
+                if os.path.dirname(real) == blobs and not os.path.islink(blobs):
+                    return replace(self.folder, root=blobs), os.path.basename(real)
+        return self.folder, name
+
+    def size(self, name: str) -> int | None:
+        """The size of a file in bytes, or ``None`` if there is none.
+
+        Raises:
+            CheckpointFormatError: A link leads elsewhere than into the hub's cache, or this user may not access it.
+        """
+        folder, own = self.place_of(name)
+        return folder.size(own)
 
     def close(self) -> None:
         """Close the files."""
@@ -127,7 +150,7 @@ class RangeReader:
     def _descriptor(self, name: str) -> int:
         found = self._open.pop(name, None)
         if found is None:
-            if self.folder.size(name) is None:  # which refuses links that lead out of the folder
+            if self.size(name) is None:  # which refuses links that lead out of the folder
                 raise CheckpointFormatError(
                     f"{self.folder.path(name)} is missing here. Restore the file; all ranks must see the folder."
                 )
@@ -155,7 +178,7 @@ def list_folder(reader: RangeReader) -> dict[str, StoredTensor]:
     files = [WEIGHTS] if place is None else sorted(set(place.values()))
     found: dict[str, StoredTensor] = {}
     for name in files:
-        size = folder.size(name)
+        size = reader.size(name)
         if size is None:
             raise CheckpointFormatError(f"{folder.path(name)} is missing: the folder is not complete. Restore it.")
         for key, tensor in parse_header(reader.bytes_of(name), size, folder.path(name)).items():
@@ -180,10 +203,10 @@ def _index(reader: RangeReader) -> dict[str, str] | None:
             f"there is no folder {folder}. Check the path; a model on a hub is downloaded first, with "
             "huggingface_hub.snapshot_download(), once on each file system."
         )
-    size = folder.size(INDEX)
+    size = reader.size(INDEX)
     if size is not None:
         return parse_index(reader.bytes_of(INDEX)(0, size), folder.path(INDEX))
-    if folder.size(WEIGHTS) is not None:
+    if reader.size(WEIGHTS) is not None:
         return None
     names = [name for name in folder.files() if "/" not in name]
     torch_files = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]

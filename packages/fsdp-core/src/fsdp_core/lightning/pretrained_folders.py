@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 import torch
@@ -74,6 +75,9 @@ class SavePretrained(pl.Callback):
         self.written: list[str] = []
         self._step_saved = -1
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._step_saved = -1  # of an earlier run with this callback; that of a checkpoint is restored after this
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -90,10 +94,11 @@ class SavePretrained(pl.Callback):
             self._save(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"written": list(self.written)}
+        return {"written": list(self.written), "step_saved": self._step_saved}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.written = list(state_dict["written"])
+        self._step_saved = state_dict.get("step_saved", -1)
 
     @normal_tensors()
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> SavedFolder | None:
@@ -162,8 +167,14 @@ class LoadPretrained(pl.Callback):
 
     @normal_tensors()  # validation runs in inference mode, and what is read here is trained later
     def _load(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.loaded is None and trainer.ckpt_path is None and trainer.global_step == 0:
+        last = _loaded_into.get(self)
+        if (last is None or last() is not pl_module) and trainer.ckpt_path is None and trainer.global_step == 0:
             self.loaded = load_pretrained(_chosen(pl_module, self.model), self.folder, **self.options)
+            _loaded_into[self] = ref(pl_module)
+
+
+#: The module that a callback has read its folder into; not at the callback, which may be pickled.
+_loaded_into: WeakKeyDictionary[LoadPretrained, ref[pl.LightningModule]] = WeakKeyDictionary()
 
 
 def _free(path: str) -> str:

@@ -213,6 +213,8 @@ class RanksOfStrategy:
         """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
         now, known = _parameters_of(optimizer), _held.get(optimizer, [])
         if len(now) != len(known) or any(one is not other() for one, other in zip(now, known, strict=True)):
+            name = type(optimizer).__name__
+            self.runtime.meet(f"a change of the parameters of {name}, of which all ranks hold parts,")
             self._repoint([optimizer], roots)
 
     def _check_first_gradients(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:

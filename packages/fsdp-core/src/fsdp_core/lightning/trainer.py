@@ -488,6 +488,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         """
         sharded = self.sharded
         self._check_saving([sharded])
+        if self.fit_saves is not None:
+            self.fit_saves.finish_copying()  # of the last save: on_save_checkpoint() of this one may write to shards
         if self.state_dict_type == "full":
             return whole_state(sharded)
         refuse_values_of_parts(True)  # in hooks, until the checkpoint is saved or a step begins
@@ -524,6 +526,11 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def fit_saves(self) -> AsyncSaves | None:
         """Writes in the background of a fit; ``None`` without training, where a save returns once all is written."""
         return self.async_saves if self._fitting else None
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the fit has taken a training step: hooks of its beginning, which may write to shards, are past."""
+        return not self._is_first_step
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         refuse_values_of_parts(False)

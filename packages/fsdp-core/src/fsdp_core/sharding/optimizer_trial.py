@@ -24,7 +24,7 @@ from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.sharding.observed_communication import ObservedCommunication
 from fsdp_core.state.layout import Layout
 
-__all__ = ["check_steps"]
+__all__ = ["check_steps", "moves_without_gradients"]
 
 #: The number of steps, and of values of a parameter that are compared; some optimizers evaluate often in a step.
 _STEPS = 6
@@ -155,6 +155,38 @@ def check_steps(optimizer: torch.optim.Optimizer, layout: Layout, *, owners: boo
     )
 
 
+def moves_without_gradients(optimizer: torch.optim.Optimizer, layout: Layout) -> bool:
+    """Whether a step also changes parameters that have no gradient, as if it were zero.
+
+    A copy of the optimizer steps over small tensors, with gradients and then without. No rank waits for another.
+
+    Args:
+        optimizer: An optimizer that holds the sharded parameters. It is not changed.
+        layout: The parts of the user's parameters that each of them holds.
+    """
+    kinds = {p: _kind(p, layout) for group in optimizer.param_groups for p in group["params"]}
+    smalls, memo = _smalls(optimizer, kinds, _as_it_is, torch.Generator().manual_seed(0))
+    _, step = _copied(optimizer, memo)
+    held = [small.held for small in smalls.values()]
+
+    def evaluate() -> Tensor:
+        return torch.ones(())
+
+    try:
+        with _ALONE, torch.compiler.set_stance("force_eager"):
+            for small in smalls.values():
+                if small.held.requires_grad:
+                    small.set_gradient(0)
+            step(evaluate)
+            before = [parameter.detach().clone() for parameter in held]
+            for parameter in held:
+                parameter.grad = None
+            step(evaluate)
+    except Exception:  # it needs gradients
+        return False
+    return any(not torch.equal(parameter.detach(), one) for parameter, one in zip(held, before, strict=True))
+
+
 def _is_right_in_runs(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind], whole: _Course) -> bool:
     """Whether steps over runs of elements are those over whole tensors."""
     first, last = (_course(optimizer, kinds, run) for run in (_first_run, _last_run))
@@ -165,7 +197,8 @@ def _is_right_on_owners(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Para
     """Whether an optimizer can step over each parameter apart from the others, and only then is right.
 
     One whose update is elementwise needs no whole parameters. One that communicates in its step expects all parameters
-    on each rank. One that keeps its parameters besides its groups would go on with the shards.
+    on each rank. One that keeps its parameters besides its groups would go on with the shards. One that needs a
+    parameter in each group would fail on a rank that owns none.
     """
     if _keeps_parameters(optimizer) or callable(getattr(optimizer, "eval", None)):
         return False
@@ -178,11 +211,22 @@ def _is_right_on_owners(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Para
             return False
     try:
         with ObservedCommunication() as communication:
+            _step_over_nothing(optimizer, kinds)
             alone = {key: _course(optimizer, kinds, _as_it_is, key)[key] for key in whole}
             beside = {key: _course(optimizer, kinds, _as_it_is, key, True)[key] for key in whole}
     except Exception:
         return False
     return _alike(whole, alone) and _alike(alone, beside) and not communication.sizes
+
+
+def _step_over_nothing(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind]) -> None:
+    """Step a copy of an optimizer whose param groups are empty, as they are on a rank that owns no parameter."""
+    _, memo = _smalls(optimizer, kinds, _as_it_is, torch.Generator().manual_seed(0))
+    copied, step = _copied(optimizer, memo)
+    for group in copied.param_groups:
+        group["params"].clear()
+    with _ALONE, torch.compiler.set_stance("force_eager"):
+        step(lambda: torch.ones(()))
 
 
 def _keeps_parameters(optimizer: torch.optim.Optimizer) -> bool:
@@ -352,14 +396,7 @@ def _course(
     now much larger and now much smaller: this one's steps must be the same.
     """
     generator = torch.Generator().manual_seed(0)
-    smalls: dict[tuple[int, _Kind], _Small] = {}
-    memo: dict[int, Any] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            kind = kinds[parameter]
-            if (index, kind) not in smalls:
-                smalls[index, kind] = _small(kind, parameter.device, shown, generator)
-            memo[id(parameter)] = smalls[index, kind].held
+    smalls, memo = _smalls(optimizer, kinds, shown, generator)
     seen: list[list[Tensor]] = []
     copied, step = _copied(optimizer, memo)
     for index, group in enumerate(copied.param_groups if only is not None else ()):
@@ -390,6 +427,21 @@ def _course(
     if shown is not _as_it_is:
         _check_state(copied, [small.held for small in smalls.values()])
     return dict(zip(smalls, (torch.stack(values) for values in zip(*seen, strict=True)), strict=True))
+
+
+def _smalls(
+    optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, _Kind], shown: _Shown, generator: torch.Generator
+) -> tuple[dict[tuple[int, _Kind], _Small], dict[int, Any]]:
+    """A small tensor for each kind in each param group, and what it replaces, by the id of the parameter."""
+    smalls: dict[tuple[int, _Kind], _Small] = {}
+    memo: dict[int, Any] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            kind = kinds[parameter]
+            if (index, kind) not in smalls:
+                smalls[index, kind] = _small(kind, parameter.device, shown, generator)
+            memo[id(parameter)] = smalls[index, kind].held
+    return smalls, memo
 
 
 class _OtherShape(Exception):

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from types import MethodType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -18,11 +17,13 @@ from torch import Tensor, nn
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.optimizer_trial import moves_without_gradients
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.coverage import Box
 from fsdp_core.state.full_tensor import each_whole
 from fsdp_core.state.layout import Layout, Part
 from fsdp_core.state.owned import Owners, set_owners
+from fsdp_core.torch_private import replace_step
 
 __all__ = ["assign_owners", "step_on_owners"]
 
@@ -39,6 +40,7 @@ class _Member:
         owner: The rank that updates it.
         boxes: By rank, the boxes that it holds.
         replicas: By rank, which copy of the parameter these are of.
+        has_gradient: Whether it has a gradient in this step.
         whole: On its owner, what the optimizer steps over; its memory is given back after the step.
     """
 
@@ -47,6 +49,7 @@ class _Member:
     owner: int
     boxes: list[list[Box]]
     replicas: list[int]
+    has_gradient: bool = False
     whole: nn.Parameter | None = None
 
     def boxes_to_send(self, rank: int) -> list[Box]:
@@ -67,10 +70,14 @@ class _Plan:
         runtime: The ranks.
         members: Its parameters, in the order of its param groups.
         step: Its own step, as a function of the optimizer: a plan must not keep the optimizer alive.
+        is_hooked: Whether hooks are called around its step. They see the shards, before and after it.
+        moves_all: Whether a step also changes parameters that have no gradient.
     """
 
     runtime: Runtime
     step: Callable[..., Any]
+    is_hooked: bool
+    moves_all: bool
     members: list[_Member] = field(default_factory=list)
 
 
@@ -112,8 +119,17 @@ def step_on_owners(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Ru
         layout: The parts of the user's parameters that they hold; one each.
         runtime: The ranks.
     """
-    known = _plans.get(optimizer)
-    plan = known or _Plan(runtime=runtime, step=cast("Any", optimizer.step).__func__)
+    plan = _plans.get(optimizer)
+    if plan is None:
+        moves_all = moves_without_gradients(optimizer, layout)
+        step, is_hooked = replace_step(optimizer, _step)
+        plan = _Plan(runtime=runtime, step=step, is_hooked=is_hooked, moves_all=moves_all)
+        if runtime.rank == 0:
+            _log.info(
+                "%s looks at whole parameters: each of them is updated on one of the %d ranks (owner-compute).",
+                type(optimizer).__name__,
+                runtime.world_size,
+            )
     before = {id(member.held): member for member in plan.members}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     new = [p for p in held if id(p) not in before]
@@ -137,14 +153,6 @@ def step_on_owners(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Ru
     set_owners(optimizer, Owners(rank=runtime.rank, by_parameter={m.held: m.owner for m in plan.members}))
     _take_first_state(optimizer, [before[id(p)] for p in new], runtime)
     _plans[optimizer] = plan
-    if known is None:
-        cast("Any", optimizer).step = MethodType(_step, optimizer)
-        if runtime.rank == 0:
-            _log.info(
-                "%s looks at whole parameters: each of them is updated on one of the %d ranks (owner-compute).",
-                type(optimizer).__name__,
-                runtime.world_size,
-            )
 
 
 def _take_first_state(optimizer: torch.optim.Optimizer, members: Sequence[_Member], runtime: Runtime) -> None:
@@ -163,17 +171,22 @@ def _take_first_state(optimizer: torch.optim.Optimizer, members: Sequence[_Membe
             optimizer.state[member.held] = {key: wholes.get(key, value) for key, value in state.items()}
 
 
-def _step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+def _step(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
     """Replaces an optimizer's ``step``."""
     plan = _plans.get(self)
     if plan is None:  # of a copy
-        return type(self).step(self, closure, **options)
+        return type(self).step(self, *args, **options)
+    return (_hooked_step if plan.is_hooked else _step_over_wholes)(self, *args, **options)
+
+
+def _step_over_wholes(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    plan = _plans[self]
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
     with torch.no_grad():
-        members = _with_gradients(plan)
+        members = _moved(plan)
         _gather(plan, members)
         with _over_wholes(self, plan, members):
             plan.step(self, **options)
@@ -181,14 +194,21 @@ def _step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None,
     return loss
 
 
-def _with_gradients(plan: _Plan) -> list[_Member]:
-    """The parameters that have gradients, on any rank: one that holds nothing of a parameter can't know."""
+_hooked_step = torch.optim.Optimizer.profile_hook_step(_step_over_wholes)
+
+
+def _moved(plan: _Plan) -> list[_Member]:
+    """The parameters that have gradients, on any rank: one that holds nothing of a parameter can't know.
+
+    All of them, if the optimizer takes no gradient for one of zeros.
+    """
     members, runtime = plan.members, plan.runtime
     if not members:
         return []
     has = torch.tensor([float(member.held.grad is not None) for member in members], device=runtime.device)
-    flags = runtime.all_reduce(has, "max").tolist()
-    return [member for member, flag in zip(members, flags, strict=True) if flag]
+    for member, flag in zip(members, runtime.all_reduce(has, "max").tolist(), strict=True):
+        member.has_gradient = bool(flag)
+    return [member for member in members if plan.moves_all or member.has_gradient]
 
 
 def _gather(plan: _Plan, members: Sequence[_Member]) -> None:
@@ -199,6 +219,9 @@ def _gather(plan: _Plan, members: Sequence[_Member]) -> None:
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
         for member in alike:
             if member.boxes_to_send(rank):
+                outgoing[member.owner] += member.chunks(member.held, rank)
+                if not member.has_gradient:
+                    continue
                 grad = member.held.grad
                 if grad is None or grad.dtype != member.held.dtype:
                     raise ShardingError(
@@ -207,22 +230,28 @@ def _gather(plan: _Plan, members: Sequence[_Member]) -> None:
                         "Let the gradient be in the parameter's dtype; or use an optimizer whose update is "
                         "elementwise, such as AdamW."
                     )
-                outgoing[member.owner] += [*member.chunks(member.held, rank), *member.chunks(grad, rank)]
+                outgoing[member.owner] += member.chunks(grad, rank)
         mine = [member for member in alike if member.owner == rank]
-        sizes = [2 * sum(prod(box) for m in mine for _, box in m.boxes_to_send(sender)) for sender in ranks]
+        sizes = [
+            sum((1 + m.has_gradient) * prod(box) for m in mine for _, box in m.boxes_to_send(sender))
+            for sender in ranks
+        ]
         incoming = _exchanged(runtime, outgoing, sizes, kind)
         for member in mine:
-            weight, grad = (torch.empty(member.part.shape, dtype=kind[1], device=kind[0]) for _ in range(2))
+            weight, *grads = (
+                torch.empty(member.part.shape, dtype=kind[1], device=kind[0]) for _ in range(1 + member.has_gradient)
+            )
             if member.whole is None:
                 member.whole = nn.Parameter(weight, requires_grad=member.held.requires_grad)
-            member.whole.data, member.whole.grad = weight, grad
+            member.whole.requires_grad_(member.held.requires_grad)  # it may have been frozen since
+            member.whole.data, member.whole.grad = weight, grads[0] if grads else None
         for sender, run in enumerate(incoming):
             pieces = _Pieces(run)
             for member in mine:
-                assert member.whole is not None and member.whole.grad is not None
-                boxes = member.boxes_to_send(sender)
-                for whole in (member.whole.data, member.whole.grad):
-                    for box in boxes:
+                assert member.whole is not None
+                gradient = [] if member.whole.grad is None else [member.whole.grad]
+                for whole in (member.whole.data, *gradient):
+                    for box in member.boxes_to_send(sender):
                         whole[_place(box)] = pieces.take(box[1])
 
 

@@ -157,7 +157,8 @@ class SequenceSplit:
             total: The sum over this rank's tokens.
             count: The number, or the weight, of these tokens.
         """
-        summed = torch.as_tensor(count, device=total.device).detach().to(torch.float32).clone()
+        wide = torch.promote_types(total.dtype, torch.float32)
+        summed = torch.as_tensor(count, device=total.device).detach().to(wide).clone()
         summed = self.ranks.all_reduce(summed, "sum")
         if torch.is_grad_enabled():
             self._weighted = True
@@ -198,8 +199,9 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ranks = ctx.ranks
-        # in fp32, as the gradient of the unsplit keys would be accumulated
-        rows = torch.stack(gradient.chunk(ranks.world_size, ctx.dim)).float()
+        # in fp32 or wider, as the gradient of the unsplit keys would be accumulated
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        rows = torch.stack(gradient.chunk(ranks.world_size, ctx.dim)).to(wide)
         return ranks.reduce_scatter(rows, "sum").to(gradient.dtype), None, None
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_fsdp2.tensor_parallel.model_plans import matches, own_plan
+from fsdp_fsdp2.user_sharding.built_parameters import is_dtensor
 
 __all__ = [
     "TensorParallelPlan",
@@ -209,7 +210,9 @@ def _refuse_uneven(name: str, dims: Iterable[int], size: int, module: nn.Module,
     Raises:
         ShardingError: The ranks don't divide a dimension.
     """
-    for dim in dims if isinstance(output, DTensor) else ():
+    if not isinstance(output, Tensor):
+        return
+    for dim in dims if is_dtensor(output) else ():
         if output.shape[dim] % size:
             whole = -(-output.shape[dim] // size) * size
             raise ShardingError(

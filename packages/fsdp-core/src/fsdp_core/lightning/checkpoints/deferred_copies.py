@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.torch_private import has_hooks_before_steps
 
 __all__ = ["copied_after", "copied_before_a_step", "hooks_that_may_write"]
 
@@ -35,8 +36,9 @@ _READERS = (
     callbacks.Timer,
 )
 
-#: Hooks that are not called between a save and the next step, or that Lightning documents for other purposes.
-_ELSEWHERE = {"on_save_checkpoint", "on_load_checkpoint", "on_fit_start", "on_train_start", "on_exception"}
+#: Hooks that are not called between a save, once training has begun, and the next step; saves finish the copies of
+#: earlier ones before ``on_save_checkpoint``.
+_ELSEWHERE = {"on_save_checkpoint", "on_load_checkpoint", "on_fit_start", "on_train_start"}
 
 #: The hooks of a LightningModule that replace a part of a step, besides those that begin with ``on_``.
 _OF_STEPS = ("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
@@ -58,28 +60,34 @@ def hooks_that_may_write(trainer: pl.Trainer) -> list[str]:
     """
     found = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if not (isinstance(callback, _READERS) and type(callback).__module__.startswith("lightning.")):
-            found += _overridden(type(callback), pl.Callback, ())
+        is_reader = isinstance(callback, _READERS) and type(callback).__module__.startswith("lightning.")
+        found += _overridden(callback, type(callback) if is_reader else pl.Callback, ())
     module = trainer.strategy.lightning_module
     if module is not None:
-        found += _overridden(type(module), pl.LightningModule, _OF_STEPS)
+        found += _overridden(module, pl.LightningModule, _OF_STEPS)
         if not module.automatic_optimization:
             found.append(f"{type(module).__name__}.training_step")
     return found
 
 
-def _overridden(cls: type, base: type, more: Sequence[str]) -> list[str]:
+def _overridden(of: object, base: type, more: Sequence[str]) -> list[str]:
+    """The hooks that an object's class has, or the object itself, as ``LambdaCallback`` does."""
+    cls, own = type(of), vars(of)
     names = [name for name in dir(base) if name.startswith("on_") and name not in _ELSEWHERE]
-    return [f"{cls.__name__}.{name}" for name in (*names, *more) if getattr(cls, name) is not getattr(base, name)]
+    return [
+        f"{cls.__name__}.{name}"
+        for name in (*names, *more)
+        if name in own or getattr(cls, name) is not getattr(base, name)
+    ]
 
 
 def copied_before_a_step(
     trainer: pl.Trainer, sharded: Sharded, optimizers: Sequence[Optimizer]
-) -> Callable[[Tensor], bool] | None:
+) -> Callable[[Tensor], Tensor | None] | None:
     """Return which tensors of a state may be copied until the optimizer's next step; ``None`` if none may be.
 
     They are the shards and the optimizers' state. Buffers, which a forward pass may write to, and unreduced gradients
-    are copied at once.
+    are copied at once. A write through a DTensor is counted there, and not at the part that this rank holds.
 
     Args:
         trainer: The Trainer.
@@ -88,22 +96,35 @@ def copied_before_a_step(
     """
     if hooks_that_may_write(trainer):
         return None
-    lasting = {_memory(tensor) for tensor in _shards_and_state(sharded, optimizers) if tensor.device.type == "cpu"}
-    return lambda tensor: _memory(tensor) in lasting
+    lasting: set[int] = set()
+    whole: dict[int, Tensor] = {}
+    for tensor in _shards_and_state(sharded, optimizers):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.device.type == "cpu":
+            lasting.add(local.untyped_storage().data_ptr())
+            if isinstance(tensor, DTensor):
+                whole[local.data_ptr()] = tensor
+
+    def watched(tensor: Tensor) -> Tensor | None:
+        if tensor.untyped_storage().data_ptr() not in lasting:
+            return None
+        return whole.get(tensor.data_ptr(), tensor)
+
+    return watched
 
 
 def copied_after(closure: Callable[[], Any], saves: AsyncSaves, optimizer: Optimizer) -> Callable[[], Any]:
     """Return a closure at the end of which the last save's tensors are copied.
 
     With automatic optimization the closure runs the forward and the backward pass. torch's optimizers write nothing
-    before it; for others, the copies are finished now.
+    before it; for others, and for those with hooks before their steps, the copies are finished now.
 
     Args:
         closure: What the optimizer is to call before it writes.
         saves: The saves.
         optimizer: The optimizer.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not type(optimizer).__module__.startswith("torch.optim.") or has_hooks_before_steps(optimizer):
         saves.finish_copying()
         return closure
 
@@ -121,8 +142,3 @@ def _shards_and_state(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Iter
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _memory(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()

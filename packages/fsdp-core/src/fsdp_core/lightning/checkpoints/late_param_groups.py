@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -65,15 +66,16 @@ class LateParamGroups:
         groups = [group for group in saved["param_groups"] if not any(group is one for one in late)]
         return {**saved, "state": now, "param_groups": groups}, {"state": later, "param_groups": late}
 
-    def check(self, sharded: Sharded, late: Mapping[str, Any]) -> None:
+    def check(self, optimizer: Optimizer, sharded: Sharded, late: Mapping[str, Any]) -> None:
         """Check that a state fits the parameters, before anything is changed.
 
         Raises:
-            CheckpointMismatchError: A shape differs.
+            CheckpointMismatchError: A shape differs, or the optimizer keeps no such state.
         """
         if late:
             groups = [{**group, "params": _parameters(sharded, group["params"])} for group in late["param_groups"]]
-            sharded.load_optimizer_state(_of_groups(groups), late, check_only=True)
+            with _these_groups_alone(optimizer, groups):
+                sharded.load_optimizer_state(optimizer, late, check_only=True)
 
     def expect(self, optimizer: Optimizer, late: Mapping[str, Any], appeared: Callable[[Optimizer], None]) -> None:
         """Wait for the param groups of a state.
@@ -118,10 +120,9 @@ class LateParamGroups:
             return
         groups = [late["param_groups"][index] for index in sorted(indexes)]
         names_now = {name for group in groups for name in group["params"]}
-        only = _of_groups(arrived)
         state = {name: values for name, values in late["state"].items() if name in names_now}
-        sharded.load_optimizer_state(only, {"state": state, "param_groups": groups})
-        optimizer.state.update(only.state)
+        with _these_groups_alone(optimizer, arrived):
+            sharded.load_optimizer_state(optimizer, {"state": state, "param_groups": groups})
         left = [group for index, group in enumerate(late["param_groups"]) if index not in indexes]
         if left:
             waiting = {name: values for name, values in late["state"].items() if name not in names_now}
@@ -180,16 +181,20 @@ class LateParamGroups:
             )
 
 
-class _Groups:
-    """Some param groups of an optimizer, and a state of their own, for functions that restore an optimizer."""
+@contextmanager
+def _these_groups_alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """A context in which an optimizer has only these param groups, for functions that restore all that it has.
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        self.param_groups = groups
-        self.state: dict[nn.Parameter, dict[str, Any]] = {}
-
-
-def _of_groups(groups: list[dict[str, Any]]) -> Any:
-    return _Groups(groups)
+    It stays the same object: how its state is kept, whole on owners or quantised, is known of it.
+    """
+    held, state = list(optimizer.param_groups), dict(optimizer.state)
+    optimizer.param_groups[:] = groups  # in place: other objects may hold the list
+    try:
+        yield
+    finally:
+        optimizer.param_groups[:] = held
+        for parameter, values in state.items():
+            optimizer.state.setdefault(parameter, values)
 
 
 def _names(optimizer: Optimizer, sharded: Sharded) -> list[str]:
@@ -235,7 +240,7 @@ def _call_when_added(optimizer: Optimizer, then: Callable[[Optimizer], None]) ->
 @wraps(_torchs_own)
 def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
     _torchs_own(self, param_group)
-    plain = getattr(self, "_optimizer", self)  # Lightning's wrappers have the user's there
+    plain = vars(self).get("_optimizer", self)  # Lightning's wrappers have the user's there
     then = _when_added.get(plain)
     if then is not None:
         then(plain)

@@ -84,7 +84,7 @@ def write_folder(
     *,
     kinds: Mapping[str, str],
     aliases: Mapping[str, str],
-    deferred: Callable[[Tensor], bool] | None = None,
+    deferred: Callable[[Tensor], Tensor | None] | None = None,
 ) -> None:
     """Write each rank's part of a sharded folder. All ranks must call it.
 

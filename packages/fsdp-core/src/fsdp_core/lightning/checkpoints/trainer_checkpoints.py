@@ -40,6 +40,9 @@ class _Strategy(SavingStrategy, Protocol):
     @property
     def fit_saves(self) -> AsyncSaves | None: ...
 
+    @property
+    def has_trained(self) -> bool: ...
+
 
 def save_checkpoint(
     strategy: _Strategy,
@@ -84,7 +87,7 @@ def save_checkpoint(
         kinds=kinds,
         aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
         deferred=None
-        if strategy.fit_saves is None
+        if strategy.fit_saves is None or not strategy.has_trained
         else copied_before_a_step(strategy.lightning_module.trainer, sharded, strategy.optimizers),
     )
 
@@ -140,7 +143,7 @@ def load_optimizers(strategy: _Strategy, states: Sequence[Mapping[str, Any]], *,
         now, late = late_groups.divide(optimizer, sharded, state, elsewhere)
         sharded.load_optimizer_state(optimizer, now, check_only=check_only)
         if check_only:
-            late_groups.check(sharded, late)
+            late_groups.check(optimizer, sharded, late)
         else:
             late_groups.expect(optimizer, late, strategy.param_groups_added)
     if not check_only:

@@ -1,0 +1,62 @@
+"""Which hooks of callbacks and LightningModules make an async save copy everything before it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, Timer
+
+from fsdp_core.lightning.checkpoints.deferred_copies import hooks_that_may_write
+from fsdp_core.testing.training import Lit
+
+
+def nothing(*args: Any) -> None: ...
+
+
+class Hooked(Lit):
+    def on_after_backward(self) -> None: ...
+
+
+class Clips(Lit):
+    def configure_gradient_clipping(self, *args: Any, **options: Any) -> None: ...
+
+
+class ByHand(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Ends(pl.Callback):
+    def on_train_epoch_end(self, *args: Any) -> None: ...
+
+
+def replaced(obj: Any, name: str) -> Any:
+    """With a hook of the object itself, and not of its class."""
+    setattr(obj, name, nothing)
+    return obj
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "found"),
+    [
+        (Lit(), [Timer(), ModelCheckpoint()], []),
+        (Lit(), [Ends()], ["Ends.on_train_epoch_end"]),
+        (Lit(), [LambdaCallback(on_train_batch_end=nothing)], ["LambdaCallback.on_train_batch_end"]),
+        (Lit(), [LambdaCallback(setup=nothing, on_save_checkpoint=nothing)], []),
+        (Lit(), [LambdaCallback(on_exception=nothing)], ["LambdaCallback.on_exception"]),
+        (Lit(), [replaced(Timer(), "on_before_zero_grad")], ["Timer.on_before_zero_grad"]),
+        (replaced(Lit(), "on_train_batch_end"), [], ["Lit.on_train_batch_end"]),
+        (Hooked(), [], ["Hooked.on_after_backward"]),
+        (Clips(), [], ["Clips.configure_gradient_clipping"]),
+        (ByHand(), [], ["ByHand.training_step"]),
+    ],
+)
+def test_hooks_of_classes_and_of_objects(module: pl.LightningModule, callbacks: Any, found: list[str]) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.strategy.connect(module)
+    assert hooks_that_may_write(trainer) == found
