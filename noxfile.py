@@ -87,6 +87,7 @@ class Package:
     tests_need: tuple[str, ...]
     tests_need_apart: tuple[str, ...]
     slow: tuple[str, ...]
+    pairs: int
     pins: Path
 
     @property
@@ -117,6 +118,7 @@ def found_packages() -> dict[str, Package]:
             strategies=tuple(project.get("entry-points", {}).get("fsdp.strategies", ())),
             tests_need=tuple(own.get("requires", ())),
             slow=tuple(own.get("slow", ())),
+            pairs=own.get("pairs", 0),
             tests_need_apart=tuple(own.get("requires-apart", ())),
             pins=file.parent / own["constraints"] if "constraints" in own else PINS,
         )
@@ -330,6 +332,18 @@ def tests(session: nox.Session, package: str) -> None:
         python, side_by_side = own_python(session, chosen), CLASSES_SIDE_BY_SIDE
     slow = [f"--deselect={chosen.path.as_posix()}/{test}" for test in chosen.slow]
     run_pytest(session, "--doctest-modules", *slow, *places, side_by_side=side_by_side, python=python)
+
+
+@nox.session(python=False)
+def pairs(session: nox.Session) -> None:
+    """Pairs of options, more of them than `tests` draws. Words after `--` go to pytest."""
+    for chosen in PACKAGES.values():
+        if chosen.pairs:
+            python = layered(session, f"tests-{chosen.name}", with_dependencies(chosen), *chosen.tests_need)
+            session.env["FSDP_PAIRS"] = str(chosen.pairs)
+            place = f"{chosen.path.as_posix()}/tests/test_conformance.py"
+            drawn = ("-k", "test_pairs_of_options")
+            run_pytest(session, *drawn, place, side_by_side=CLAUSES_SIDE_BY_SIDE, python=python)
 
 
 @nox.session(python=False)

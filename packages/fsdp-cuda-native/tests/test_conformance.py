@@ -32,7 +32,6 @@ class TestNative(StrategySuite):
             ranks=4, options={"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
         ),
     }
-    drawn_pairs = 20
     own_dimensions: ClassVar = (
         of_option("sharding_strategy", "SHARD_GRAD_OP", "NO_SHARD"),
         of_option("use_orig_params", False),

@@ -128,7 +128,7 @@ def saved_between(tmp: str, asynchronous: bool) -> tuple[list[int], list[dict[st
         callbacks = [AtStart(f"{folder}/start"), *twice]
         module = WritesBetween()
         run = new_trainer(tmp, "fsdp2", 2, {"async_save": asynchronous}, callbacks=callbacks, enable_checkpointing=True)
-        run.fit(module, loader(2, 2))
+        run.fit(module, loader(3, 2))
     paths = ["start", "first/step=1.ckpt", "second/step=1.ckpt"]
     return module.pending, [_state_of(tmp, f"{folder}/{path}", hooked=False) for path in paths]
 
@@ -137,9 +137,9 @@ def test_what_is_written_between_hooks_is_not_in_an_earlier_save(ranks: RankPool
     """Before the first step, before an optimizer calls its closure, and while a further checkpoint is put together."""
     want = ranks.run(2, saved_between, str(tmp_path), False)
     got = ranks.run(2, saved_between, str(tmp_path), True)
-    for ((at_start, later), states), (_, synchronous) in zip(got, want, strict=True):
+    for ((at_start, *later), states), (_, synchronous) in zip(got, want, strict=True):
         assert at_start == 0
-        assert later == 0  # the hook before the step was known
+        assert not any(later)  # the hook before the step was known
         for mine, theirs in zip(states, synchronous, strict=True):
             assert_bit_equal(mine, theirs)
 

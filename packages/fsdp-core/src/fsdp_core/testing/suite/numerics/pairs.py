@@ -57,7 +57,7 @@ class PairsSuite(Clauses):
     """
 
     meshes: ClassVar[Mapping[str, DeclaredMesh]] = LINES
-    drawn_pairs: ClassVar[int] = 60
+    drawn_pairs: ClassVar[int] = 12
     own_dimensions: ClassVar[Sequence[Dimension]] = ()
     not_in_pairs: ClassVar[Mapping[str, str]] = {}
     refused_pairs: ClassVar[Sequence[Rule]] = ()
