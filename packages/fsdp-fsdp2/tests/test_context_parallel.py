@@ -345,6 +345,11 @@ def test_dropout_differs_between_parts_and_other_numbers_do_not(ranks: RankPool)
         torch.testing.assert_close(once[2], again[2])
 
 
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    """With all arguments by position."""
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), None, None, -100, None, "mean", 0.1)
+
+
 def losses_by_hand() -> Any:
     """Losses whose weighting is the user's, of logits that are the batch itself."""
     fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2})
@@ -375,6 +380,7 @@ def losses_by_hand() -> Any:
         run(token_mean),
         run(lambda logits, labels: loss_of(logits, fsdp_core.shift_labels(labels))),
         run(lambda logits, labels: functional.nll_loss(logits.log_softmax(-1).movedim(-1, 1), labels)),
+        run(smoothed),
         refusal(ShardingError, lambda: run(masked_mean)),
         refusal(ShardingError, lambda: run(lambda y, labels: loss_of(y[:, :-1], labels[:, 1:]))),
     )
@@ -396,6 +402,7 @@ def test_losses_are_means_over_all_tokens_or_refused(ranks: RankPool) -> None:
         loss_of(LOGITS, labels),
         loss_of(LOGITS[:, :-1], labels[:, 1:]),
         loss_of(LOGITS, labels),
+        smoothed(LOGITS, labels),
     ]
     for *got, by_hand, shifted in ranks.run(2, losses_by_hand):
         assert got == pytest.approx(list(map(float, want)), abs=oracle.FP32_TOLERANCE)
