@@ -290,7 +290,7 @@ KNOWN_ATTRIBUTES = {
     "fsdp_fsdp2/trainer.py": {"_device_mesh"},  # of LightningModule, whose public property can't be set
     "autoload.py": {"_initializing"},  # of a module that is being imported
     "state/block_quantised.py": {"_subclass_zeros"},  # of torchao's optimizers: makes the kind of state that one keeps
-    "state/fqn.py": {"_orig_mod"},  # where torch.compile keeps the module
+    "state/fqn.py": {"_orig_mod", "_non_persistent_buffers_set"},  # where torch.compile keeps the module; of nn.Module
     "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
     "hooks/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging
     "checkpoints/late_param_groups.py": {"_restarting"},  # of Lightning's BaseFinetuning: to restore groups again

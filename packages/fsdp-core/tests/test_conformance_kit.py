@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
-from fsdp_core.testing.suite.base import Clauses
+from fsdp_core.testing.suite.base_class import Clauses
 from fsdp_core.testing.suite.interface.capabilities import ASKED
 from fsdp_core.testing.suite.interface.contract import misfits
 
@@ -23,7 +23,7 @@ TINY = 'name="tiny", summary="s", trainer="tiny:T", accelerators=("cpu",), capab
 SUITE = """
     import pytest
     from fsdp_core import Capability
-    from fsdp_core.testing.suite.base import Clauses, requires, undeclared
+    from fsdp_core.testing.suite.base_class import Clauses, requires, undeclared
 
 
     class Suite(Clauses):

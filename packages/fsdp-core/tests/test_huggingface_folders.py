@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.huggingface import load_pretrained
 from fsdp_core.lightning import LoadPretrained, SavePretrained
+from fsdp_core.lightning.pretrained_folders import _is_step_in
 from fsdp_core.testing.refusals import assert_says, refusal
 
 
@@ -153,3 +154,19 @@ def test_a_resumed_run_does_not_write_the_last_folder_again(tmp_path: Path) -> N
     later = new_trainer(2, SavePretrained(out, every_n_train_steps=1), accumulate=2)
     later.fit(Lit(), batches(), ckpt_path=tmp_path / "one.ckpt")
     assert sorted(os.listdir(out)) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_own"),
+    [
+        ("out/step-00000100", True),
+        ("out/step-00000100-v1", True),
+        ("elsewhere/step-00000100", False),
+        ("out/notes", False),
+        ("out/../step-00000100", False),
+        ("out", False),
+    ],
+)
+def test_folders_that_may_be_removed(path: str, is_own: bool) -> None:
+    """A resumed run has the list from its checkpoint, whose folders may be those of another run, or anything."""
+    assert _is_step_in("out/", path) is is_own

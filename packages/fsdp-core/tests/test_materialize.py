@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_core import Runtime
 from fsdp_core.sharding import place
+from fsdp_core.state.fqn import aliases
 
 RANKS = 2
 
@@ -64,3 +65,12 @@ def test_each_rank_gets_the_values_of_rank_0() -> None:
             assert torch.equal(value, wanted[name]), name
             if value.is_floating_point():
                 assert torch.equal(value.signbit(), wanted[name].signbit()), name
+
+
+def test_shared_buffers_that_are_not_saved_have_no_further_names() -> None:
+    """A checkpoint would look for the first of them."""
+    table = nn.Module()
+    table.register_buffer("angles", torch.ones(2), persistent=False)
+    table.register_buffer("count", torch.zeros(()))
+    layers = nn.ModuleDict({name: nn.ModuleDict({"table": table}) for name in ("a", "b")})
+    assert aliases(layers) == {"b.table.count": "a.table.count"}

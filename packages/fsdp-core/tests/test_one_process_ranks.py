@@ -138,7 +138,7 @@ def test_what_becomes_of_a_process_that_answers_nothing() -> None:
 
 
 SUITE = """
-    from fsdp_core.testing.suite.base import Clauses, on_ranks
+    from fsdp_core.testing.suite.base_class import Clauses, on_ranks
     from test_one_process_ranks import ThreadRanks, look
 
 

@@ -114,3 +114,12 @@ def test_recomputation_is_set_up_once() -> None:
     forward = model["members"][0].forward
     assert checkpoint_activations(model, {Block}) == 2
     assert model["members"][0].forward is forward
+
+
+def test_blocks_that_contain_one_module_are_no_units() -> None:
+    """Its parameters would be in the unit that is sharded first, and missing in the others."""
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(*(nn.Sequential(shared, nn.Linear(2, 2)) for _ in range(2)))
+    assert select_units(model, lambda module: module in list(model)) == []
+    around = nn.Sequential(model, nn.Linear(2, 2))
+    assert select_units(around, lambda module: module is model) == [model]

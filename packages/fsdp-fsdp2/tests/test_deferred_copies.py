@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fsdp_core.checkpoint import async_save
 from fsdp_core.errors import CheckpointError
-from fsdp_core.testing import RankPool
+from fsdp_core.lightning.checkpoints import deferred_copies
+from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
@@ -62,6 +63,19 @@ class WritesBetween(Watching):
         return optimizer
 
 
+class Teaching(Watching):
+    """Averages a teacher in its training step, through ``.data``, which counts no writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = oracle.new_net().requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for kept, now in zip(self.teacher.blocks.parameters(), self.net.blocks.parameters(), strict=True):
+            kept.data.lerp_(now.data, 0.5)
+        return super().training_step(batch, batch_idx)
+
+
 class AtStart(pl.Callback):
     """Saves before the first step."""
 
@@ -72,23 +86,28 @@ class AtStart(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def saved(tmp: str, hooked: bool, asynchronous: bool) -> tuple[list[int], list[dict[str, Any]]]:
+#: What writes to a model while a save is copied.
+KINDS = {"nothing": Watching, "hooks": Hooked, "a step, to a teacher": Teaching}
+
+
+def saved(tmp: str, kind: str, asynchronous: bool) -> tuple[list[int], list[dict[str, Any]]]:
     """How many tensors were to be copied in each forward pass, and what the checkpoints of three steps hold."""
-    async_save._HEAD_START, kept = 1e6, async_save._HEAD_START  # the thread waits until somebody waits for it
+    kept = async_save._HEAD_START, deferred_copies._SMALL
+    async_save._HEAD_START, deferred_copies._SMALL = 1e6, 0  # the thread waits until somebody waits for it
     try:
         folder = f"{tmp}/{'async' if asynchronous else 'sync'}"
         checkpoints = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-        module = Hooked() if hooked else Watching()
+        module = KINDS[kind]()
         run = new_trainer(
             tmp, "fsdp2", 2, {"async_save": asynchronous}, callbacks=[checkpoints], enable_checkpointing=True
         )
         run.fit(module, loader(3, 2))
     finally:
-        async_save._HEAD_START = kept
-    return module.pending, [_state_of(tmp, f"{folder}/step={step}.ckpt", hooked) for step in (1, 2, 3)]
+        async_save._HEAD_START, deferred_copies._SMALL = kept
+    return module.pending, [_state_of(tmp, f"{folder}/step={step}.ckpt", kind) for step in (1, 2, 3)]
 
 
-def _state_of(tmp: str, path: str, hooked: bool) -> dict[str, Any]:
+def _state_of(tmp: str, path: str, kind: str) -> dict[str, Any]:
     read: dict[str, Any] = {}
 
     class Reading(pl.Callback):
@@ -97,20 +116,20 @@ def _state_of(tmp: str, path: str, hooked: bool) -> dict[str, Any]:
             read["optimizer"] = full_optimizer_state(trainer.strategy, trainer.optimizers[0])
             trainer.should_stop = True
 
-    module = Hooked() if hooked else Watching()
+    module = KINDS[kind]()
     new_trainer(tmp, "fsdp2", 2, callbacks=[Reading()], max_epochs=9).fit(module, loader(3, 2), ckpt_path=path)
     return read
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_save_waits_for_hooks_alone(ranks: RankPool, tmp_path: Path, hooked: bool) -> None:
-    """Checkpoints hold what they would if saves were synchronous; buffers are never copied late."""
-    want = ranks.run(2, saved, str(tmp_path), hooked, False)
-    got = ranks.run(2, saved, str(tmp_path), hooked, True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_waits_for_hooks_alone(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """Checkpoints hold what they would if saves were synchronous; buffers and teachers are never copied late."""
+    want = ranks.run(2, saved, str(tmp_path), kind, False)
+    got = ranks.run(2, saved, str(tmp_path), kind, True)
     for (pending, states), (_, synchronous) in zip(got, want, strict=True):
         first, *others = pending
         assert first == 0
-        assert all(not count if hooked else count > 10 for count in others), pending
+        assert all(not count if kind == "hooks" else count > 10 for count in others), pending
         for mine, theirs in zip(states, synchronous, strict=True):
             assert_bit_equal(mine, theirs)
 
@@ -119,6 +138,7 @@ def saved_between(tmp: str, asynchronous: bool) -> tuple[list[int], list[dict[st
     """The same for a module that writes between hooks, with two callbacks that save, and one at the start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_save, "_HEAD_START", 1e6)
+        patch.setattr(deferred_copies, "_SMALL", 0)
         folder = f"{tmp}/{'async' if asynchronous else 'sync'}"
         every: dict[str, Any] = {"save_top_k": -1, "every_n_train_steps": 1}
         twice = [
@@ -130,7 +150,7 @@ def saved_between(tmp: str, asynchronous: bool) -> tuple[list[int], list[dict[st
         run = new_trainer(tmp, "fsdp2", 2, {"async_save": asynchronous}, callbacks=callbacks, enable_checkpointing=True)
         run.fit(module, loader(3, 2))
     paths = ["start", "first/step=1.ckpt", "second/step=1.ckpt"]
-    return module.pending, [_state_of(tmp, f"{folder}/{path}", hooked=False) for path in paths]
+    return module.pending, [_state_of(tmp, f"{folder}/{path}", "nothing") for path in paths]
 
 
 def test_what_is_written_between_hooks_is_not_in_an_earlier_save(ranks: RankPool, tmp_path: Path) -> None:
@@ -157,6 +177,7 @@ class WritesInItsStep(Watching):
 def written_in_a_step(tmp: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_save, "_HEAD_START", 1e6)
+        patch.setattr(deferred_copies, "_SMALL", 0)
         saves = ModelCheckpoint(tmp, "{step}", every_n_train_steps=1)
         run = new_trainer(tmp, "fsdp2", 2, {"async_save": True}, callbacks=[saves], enable_checkpointing=True)
         return refusal(CheckpointError, lambda: run.fit(WritesInItsStep(), loader(3, 2)))

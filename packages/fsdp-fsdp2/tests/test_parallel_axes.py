@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -42,13 +42,15 @@ MESHES: dict[str, tuple[dict[str, Any], int]] = {
         {"data_parallel_replicate_size": 2, "data_parallel_size": 1, "tensor_parallel_size": 2},
         4,
     ),
+    "tensor 4": ({"tensor_parallel_size": 4}, 4),
 }
 
 
 def options_of(mesh: str, under_lightning_module: bool = False) -> dict[str, Any]:
     options, _ = MESHES[mesh]
     prefix = "net." if under_lightning_module else ""
-    own = {f"{prefix}{name}": style for name, style in plan().items()}
+    blocks_alone = mesh == "tensor 4"  # which does not divide the other layers
+    own = {f"{prefix}{name}": style for name, style in plan().items() if not blocks_alone or "blocks" in name}
     return {**options, "tp_plan": own} if "tensor_parallel_size" in options else options
 
 
@@ -227,6 +229,18 @@ def device_mesh_of_module(tmp: str) -> tuple[int, int]:
     run.validate(Looks(width=WIDTH), DataLoader([torch.ones(oracle.FEATURES)] * 0, batch_size=1), verbose=False)
     (mesh,) = found
     return mesh["data_parallel_replicate"].size(), mesh["tensor_parallel"].size()
+
+
+def reduced_losses() -> Any:
+    strategy: Any = new_fabric("fsdp2", 4, {"tensor_parallel_size": 2}).strategy
+    own = torch.tensor(float(strategy.runtime.data_parallel_rank))
+    loss = DTensor.from_local(own, strategy.device_mesh["tensor_parallel"], [Replicate()], run_check=False)
+    return strategy.all_reduce(loss).item()
+
+
+def test_losses_that_are_dtensors_are_averaged_over_data_parallel_ranks(ranks: RankPool) -> None:
+    """As inside of torch's loss_parallel(): each rank got its own."""
+    assert ranks.run(4, reduced_losses) == [0.5] * 4
 
 
 def test_configure_model_has_the_mesh(ranks: RankPool, tmp_path: Path) -> None:
@@ -444,8 +458,11 @@ class NormedHeads(nn.Module):
         return self.down(heads.flatten(-2).relu())
 
 
-def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str]:
-    """The refusals under Fabric and under the Trainer, of a norm that sees the heads of one rank."""
+def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str, str]:
+    """The refusals under Fabric and under the Trainer, of a norm that sees the heads of one rank.
+
+    The last is of one whose first gradient is zero.
+    """
     style = {"norm": SequenceParallel(sequence_dim=1, use_local_output=True)} if planned else {}
     own = {"up": ColwiseParallel(), "down": RowwiseParallel(), **style}
     torch.manual_seed(0)
@@ -456,11 +473,23 @@ def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str]:
     fabric.backward(nn.functional.mse_loss(model(x), y))
     told = refusal(ShardingError, optimizer.step)
 
+    gated = NormedHeads()
+    nn.init.zeros_(gated.down.weight)
+    model_of_gated, second = fabric.setup(gated, oracle.sgd(gated))
+
+    def train() -> None:
+        for x, y in oracle.global_batches(3):
+            second.zero_grad()
+            fabric.backward(nn.functional.mse_loss(model_of_gated(x), y))
+            second.step()
+
+    late = refusal(ShardingError, train)
+
     module = OwnLoader("sgd", width=WIDTH)
     module.net, module.steps = NormedHeads(), 1
     prefixed = {f"net.{name}": style for name, style in own.items()}
     run = new_trainer("unused", "fsdp2", MESHES[mesh][1], {**MESHES[mesh][0], "tp_plan": prefixed})
-    return told, refusal(ShardingError, lambda: run.fit(module))
+    return told, refusal(ShardingError, lambda: run.fit(module)), late
 
 
 @pytest.mark.parametrize("mesh", ["tensor 2", "shard 2 x tensor 2"])
@@ -470,7 +499,7 @@ def test_what_the_plan_forgets_is_refused_before_the_first_step(ranks: RankPool,
         for told in refused:
             assert_says(told, "norm.weight'", "norm.bias' differ between tensor-parallel ranks", "SequenceParallel(")
     for taken in ranks.run(MESHES[mesh][1], unplanned_norm, mesh, True):
-        assert [told.split(": ", 1)[1] for told in taken] == ["nothing was raised"] * 2
+        assert [told.split(": ", 1)[1] for told in taken] == ["nothing was raised"] * 3
 
 
 class Backwards:

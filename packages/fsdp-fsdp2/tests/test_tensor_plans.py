@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+import fsdp_core
 from fsdp_core.errors import ShardingError
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.training import new_fabric
+from fsdp_fsdp2.tensor_parallel.model_plans import own_units
 from fsdp_fsdp2.tensor_parallel.styles import described_plan, styles_of
+from fsdp_fsdp2.user_sharding.parallelize_fn import check_parallelize_fn
 
 
 class Layer(nn.Module):
@@ -100,3 +106,34 @@ def not_here() -> str:
 def test_style_that_torch_cannot_apply(ranks: RankPool) -> None:
     for told in ranks.run(2, not_here):
         assert_says(told, "'layers.0.up' the style NotHere", "to a Linear: it is for convolutions", "another style")
+
+
+class WithoutLayers(nn.Module):
+    """Brings a plan of units that none of its modules matches, as a model of transformers with unusual names does."""
+
+    _fsdp_plan: ClassVar = {"layers.*": "free_full_weight"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(2, 2)
+
+
+def test_a_plan_of_units_that_names_nothing_is_none() -> None:
+    assert own_units(WithoutLayers()) is None
+
+
+def keyword_needed(module: Any, mesh: Any, *, mp_policy: Any, **options: Any) -> Any:
+    return module
+
+
+def test_a_parallelize_fn_may_need_an_option() -> None:
+    check_parallelize_fn(keyword_needed, ["compile"])
+
+
+@pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+def test_parts_of_the_data_are_known_before_the_ranks_join(front_end: FrontEnd) -> None:
+    """As under Lightning's own strategies: each rank read all of the data."""
+    made: Any = fsdp_core.resolve("fsdp2", front_end)(tensor_parallel_size=2, tp_plan="auto")
+    made.parallel_devices = [torch.device("cpu")] * 4
+    made.cluster_environment = LightningEnvironment()
+    assert made.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 0}

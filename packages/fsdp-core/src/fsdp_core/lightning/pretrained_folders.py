@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,9 @@ from fsdp_core.huggingface import LoadedFolder, SavedFolder, load_pretrained, sa
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 
 __all__ = ["LoadPretrained", "SavePretrained"]
+
+#: The names of folders that :class:`SavePretrained` writes.
+_STEP = re.compile(r"step-\d{8,}(-v\d+)?")
 
 
 class SavePretrained(pl.Callback):
@@ -114,7 +118,8 @@ class SavePretrained(pl.Callback):
         self.written.append(saved.path)
         while self.keep is not None and len(self.written) > self.keep:
             older = self.written.pop(0)
-            if trainer.is_global_zero:
+            # the list comes from a checkpoint, which another run, with another folder, may have written
+            if trainer.is_global_zero and _is_step_in(self.dirpath, older):
                 shutil.rmtree(older, ignore_errors=True)
         return saved
 
@@ -175,6 +180,11 @@ class LoadPretrained(pl.Callback):
 
 #: The module that a callback has read its folder into; not at the callback, which may be pickled.
 _loaded_into: WeakKeyDictionary[LoadPretrained, ref[pl.LightningModule]] = WeakKeyDictionary()
+
+
+def _is_step_in(dirpath: str, path: str) -> bool:
+    """Whether a path is one of a step in a folder of steps."""
+    return os.path.dirname(path) == dirpath.rstrip(os.sep) and _STEP.fullmatch(os.path.basename(path)) is not None
 
 
 def _free(path: str) -> str:

@@ -34,7 +34,7 @@ from fsdp_core.lightning.setup_checks import (
     set_rank_zero,
 )
 from fsdp_core.lightning.signatures import described_constructor
-from fsdp_core.mesh import GRADIENT_AXES, Mesh
+from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -140,7 +140,7 @@ class RanksOfStrategy:
         self.timeout = timeout
         self.async_saves = AsyncSaves(self.runtime) if async_save else None
         self._unreduced = WeakSet()
-        self._compared: WeakSet[Optimizer] = WeakSet()
+        self._steps_compared: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def require(self, capability: Capability, asked: str) -> None:
         """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare it."""
@@ -218,11 +218,16 @@ class RanksOfStrategy:
             self._repoint([optimizer], roots)
 
     def _check_first_gradients(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
-        """Let roots check the gradients of an optimizer's first step. All ranks must call it."""
+        """Let roots check the gradients of an optimizer's first step. All ranks must call it.
+
+        With tensor parallelism, those of the second, fourth, eighth step and so on too: a gradient may be zero at
+        first, behind a gate or a layer that is initialised to zeros, and parameters may be unfrozen or added later.
+        """
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
-        if optimizer in self._compared or self.runtime.world_size == 1:
+        step = self._steps_compared[optimizer] = self._steps_compared.get(optimizer, 0) + 1
+        is_due = step == 1 or (self.runtime.mesh.tensor_parallel > 1 and step & (step - 1) == 0)
+        if not is_due or self.runtime.world_size == 1:
             return
-        self._compared.add(optimizer)
         for root in roots:
             layout = root.layout()
             root.check_gradients([p for p in _parameters_of(optimizer) if p in layout])
@@ -321,7 +326,14 @@ class RanksOfStrategy:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The sampler's arguments: every data-parallel rank gets its own part of the data."""
+        """The sampler's arguments: every data-parallel rank gets its own part of the data.
+
+        Before the ranks have joined, they follow from their numbers, as under Lightning's own strategies.
+        """
+        ranks = self.num_nodes * self.num_processes
+        if self.runtime.world_size == 1 < ranks:
+            mesh, rank = self.backend.mesh(ranks), self.node_rank * self.num_processes + self.local_rank
+            return {"num_replicas": mesh.size(DATA_AXES), "rank": mesh.coordinate(rank, DATA_AXES)}
         return {"num_replicas": self.runtime.data_parallel_world_size, "rank": self.runtime.data_parallel_rank}
 
     def _number_ranks(self) -> None:
@@ -363,6 +375,8 @@ class RanksOfStrategy:
         """Reduce a tensor over the ranks with different batches or parts; other values are returned unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor
+        if isinstance(tensor, DTensor):  # such as a loss inside loss_parallel(): its ranks have parts, or copies, of it
+            tensor = tensor.full_tensor()
         ranks = self.runtime.along(*GRADIENT_AXES) if group is None else self.runtime
         return ranks.all_reduce(tensor, reduce_op_name(reduce_op), group)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
@@ -284,16 +284,20 @@ def _told(failure: object) -> str:
 
 
 def _kind(parameter: nn.Parameter, layout: Layout) -> _Kind:
-    part, *others = layout[parameter]
-    written = (prod(part.shape),) if others else part.shape
+    part, *more = layout[parameter]
+    written = (prod(part.shape),) if more else part.shape
     shape = _SHAPES.get(len(written), (6, 5, 4, *(3 for _ in written[3:])))
     is_flat = part.range is not None and bool(shape)
     if not isinstance(parameter, DTensor):
         return _Kind(shape, is_flat, parameter.requires_grad)
     ranks = parameter.device_mesh.size()
     rows, uneven = parameter.shape[0], parameter.shape[0] % ranks
-    first = 1 if rows < ranks else shape[0] // ranks * ranks + (1 if uneven else 0)
-    return _Kind((first, *shape[1:]), False, parameter.requires_grad, parameter.device_mesh, parameter.placements)
+    first = 1 if rows < ranks else max(1, shape[0] // ranks) * ranks + (1 if uneven else 0)
+    dims = [first, *shape[1:]]
+    for dim in {placement.dim for placement in parameter.placements if isinstance(placement, Shard)} - {0}:
+        dims[dim] = max(1, dims[dim] // ranks) * ranks
+        dims[-1] = -(-dims[-1] // (2 * ranks)) * 2 * ranks  # parts of a row have pairs of elements, as rows have
+    return _Kind(tuple(dims), False, parameter.requires_grad, parameter.device_mesh, parameter.placements)
 
 
 #: By param group and kind, the flattened values of the small tensor at each gradient computation, of shape

@@ -254,7 +254,9 @@ class Sharded(ABC):
         """
 
     def check_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse gradients that ranks should have alike, and have not. Called before an optimizer's first step.
+        """Refuse gradients that ranks should have alike, and have not.
+
+        Called before an optimizer's first step, and with tensor parallelism before its second, fourth, eighth one ….
 
         All ranks must call it. The default checks nothing.
 

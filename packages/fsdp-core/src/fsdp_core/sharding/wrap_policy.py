@@ -10,7 +10,7 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from torch import nn
@@ -112,8 +112,9 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
     _refuse_containers(chosen, policy, "auto_wrap_policy")
     chosen_set = set(chosen)
     depth_first = [m for m in _post_order(module) if m in chosen_set]
-    owners = _owners(module)
-    return [unit for unit in depth_first if any(True for _ in unit.parameters()) and not _shares_outside(unit, owners)]
+    names, places = _names(module), _places(module)
+    with_parameters = (unit for unit in depth_first if any(True for _ in unit.parameters()))
+    return [unit for unit in with_parameters if not _shares_outside(unit, names[unit], places)]
 
 
 def checkpoint_activations(
@@ -278,23 +279,28 @@ def _post_order(module: nn.Module) -> Iterator[nn.Module]:
     yield from visit(module)
 
 
-def _owners(root: nn.Module) -> dict[int, list[nn.Module]]:
-    """The modules that hold a parameter directly, by the parameter's id."""
-    owners: dict[int, list[nn.Module]] = {}
-    for module in root.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(module)
-    return owners
+def _names(root: nn.Module) -> dict[nn.Module, list[str]]:
+    """All names of each submodule: one that is registered in several modules has several."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
-def _shares_outside(unit: nn.Module, owners: dict[int, list[nn.Module]]) -> bool:
-    """Whether a parameter of ``unit`` is also a parameter of a module outside it."""
-    inside = set(unit.modules())
-    outside = next((o for p in unit.parameters() for o in owners[id(p)] if o not in inside), None)
+def _places(root: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by its id."""
+    places: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    return places
+
+
+def _shares_outside(unit: nn.Module, names: Sequence[str], places: Mapping[int, Sequence[str]]) -> bool:
+    """Whether a parameter of ``unit`` is also one of a module outside it, or in a module that is also outside it."""
+    inside = tuple(f"{name}." for name in names)
+    outside = next((o for p in unit.parameters() for o in places[id(p)] if not o.startswith(inside)), None)
     if outside is not None:
-        log.info(
-            "%s shares a parameter with %s, so it is no unit of its own", type(unit).__name__, type(outside).__name__
-        )
+        log.info("%s shares the parameter %r, so it is no unit of its own", type(unit).__name__, outside)
     return outside is not None
 
 

@@ -31,7 +31,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Find the additional names of tied parameters and shared buffers.
+    """Find the additional names of tied parameters and of shared buffers that are saved.
 
     Returns:
         The first name of the same tensor, by each additional name.
@@ -44,8 +44,15 @@ def aliases(module: nn.Module) -> dict[str, str]:
     """
     first: dict[int, str] = {}
     further: dict[str, str] = {}
+    unsaved = {
+        f"{name}.{buffer}" if name else buffer
+        for name, part in module.named_modules(remove_duplicate=False)
+        for buffer in part._non_persistent_buffers_set
+    }
     for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for raw, tensor in named:
+            if raw in unsaved:
+                continue
             name = clean_name(raw)
             known = first.setdefault(id(tensor), name)
             if known != name:

@@ -13,7 +13,7 @@ from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
 from fsdp_core.testing.ranks import RankKind
 
 if TYPE_CHECKING:
-    from fsdp_core.testing.suite.base import Clauses
+    from fsdp_core.testing.suite.base_class import Clauses
 
 __all__ = ["CLAUSE", "chosen", "clauses_of", "refuse_left_out"]
 
@@ -25,7 +25,7 @@ _HERE = str(Path(__file__).parent)
 
 def clauses_of(cls: object) -> type[Clauses] | None:
     """The class, if it runs clauses; does not import the suite, which most pytest sessions don't need."""
-    module = sys.modules.get("fsdp_core.testing.suite.base")
+    module = sys.modules.get("fsdp_core.testing.suite.base_class")
     if module is None or not isinstance(cls, type) or not issubclass(cls, module.Clauses):
         return None
     return cls

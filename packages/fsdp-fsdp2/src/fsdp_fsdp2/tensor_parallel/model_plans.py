@@ -70,7 +70,7 @@ def own_units(root: nn.Module) -> list[nn.Module] | None:
     gathered between its forward and its backward pass.
 
     Returns:
-        The units; ``None`` if no submodule brings a plan, or units are marked by ``wrap``.
+        The units; ``None`` if no submodule brings a plan, or one that names no module, or units are marked by ``wrap``.
 
     Raises:
         ShardingError: A plan names something unknown.
@@ -91,7 +91,7 @@ def own_units(root: nn.Module) -> list[nn.Module] | None:
     for name, module in root.named_modules():
         if module not in inside and any(matches(name, pattern) for pattern in freed):
             chosen.add(module)
-    return select_units(root, lambda module: module in chosen)
+    return select_units(root, lambda module: module in chosen) if chosen else None
 
 
 def _plans(root: nn.Module, attribute: str) -> list[tuple[str, object, str]]:

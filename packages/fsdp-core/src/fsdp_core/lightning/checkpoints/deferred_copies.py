@@ -41,7 +41,14 @@ _READERS = (
 _ELSEWHERE = {"on_save_checkpoint", "on_load_checkpoint", "on_fit_start", "on_train_start"}
 
 #: The hooks of a LightningModule that replace a part of a step, besides those that begin with ``on_``.
-_OF_STEPS = ("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+_OF_STEPS = (
+    *("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+    *("transfer_batch_to_device",),
+)
+
+#: In bytes. What is smaller is copied at once: it takes no time, and training steps may well write to it, as to CLIP's
+#: temperature, through ``.data``, which counts no writes.
+_SMALL = 2**16
 
 
 def hooks_that_may_write(trainer: pl.Trainer) -> list[str]:
@@ -86,8 +93,9 @@ def copied_before_a_step(
 ) -> Callable[[Tensor], Tensor | None] | None:
     """Return which tensors of a state may be copied until the optimizer's next step; ``None`` if none may be.
 
-    They are the shards and the optimizers' state. Buffers, which a forward pass may write to, and unreduced gradients
-    are copied at once. A write through a DTensor is counted there, and not at the part that this rank holds.
+    They are large shards that are trained, and the optimizers' state of them. Buffers, which a forward pass may write
+    to, unreduced gradients, and what is not trained, such as the weights of a teacher, are copied at once. A write
+    through a DTensor is counted there, and not at the part that this rank holds.
 
     Args:
         trainer: The Trainer.
@@ -106,7 +114,7 @@ def copied_before_a_step(
                 whole[local.data_ptr()] = tensor
 
     def watched(tensor: Tensor) -> Tensor | None:
-        if tensor.untyped_storage().data_ptr() not in lasting:
+        if tensor.nbytes < _SMALL or tensor.untyped_storage().data_ptr() not in lasting:
             return None
         return whole.get(tensor.data_ptr(), tensor)
 
@@ -138,7 +146,7 @@ def copied_after(closure: Callable[[], Any], saves: AsyncSaves, optimizer: Optim
 
 
 def _shards_and_state(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    yield from sharded.layout()
+    yield from (held for held in sharded.layout() if held.requires_grad)
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -10,7 +10,7 @@ from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import oracle
 from fsdp_core.testing.meshes import DeclaredMesh
-from fsdp_core.testing.suite.base import needs_of
+from fsdp_core.testing.suite.base_class import needs_of
 
 __all__ = ["DIMENSIONS", "FORBIDDEN", "Configuration", "Dimension", "Value", "declared", "of_option", "options_of"]
 

@@ -21,12 +21,17 @@ from typing import TYPE_CHECKING, Any
 from fsdp_core.testing import forking
 
 if TYPE_CHECKING:
-    from fsdp_core.testing.suite.base import Clauses, requires
+    from fsdp_core.testing.suite.base_class import Clauses, requires
     from fsdp_core.testing.suite.strategy_suite import PresetSuite, StrategySuite
 
 __all__ = ["Clauses", "PresetSuite", "StrategySuite", "requires"]
 
-_HOMES = {"Clauses": "base", "PresetSuite": "strategy_suite", "StrategySuite": "strategy_suite", "requires": "base"}
+_HOMES = {
+    "Clauses": "base_class",
+    "PresetSuite": "strategy_suite",
+    "StrategySuite": "strategy_suite",
+    "requires": "base_class",
+}
 
 
 def __getattr__(name: str) -> Any:

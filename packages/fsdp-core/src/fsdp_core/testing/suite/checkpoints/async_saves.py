@@ -28,7 +28,7 @@ from fsdp_core.testing.disks import Disk, disk
 from fsdp_core.testing.processes import start
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base import KINDS, Clauses, on_ranks, requires
+from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 from fsdp_core.torch_private import process_groups

@@ -18,7 +18,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base import KINDS, Clauses, requires
+from fsdp_core.testing.suite.base_class import KINDS, Clauses, requires
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches

@@ -16,7 +16,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base import Clauses, requires
+from fsdp_core.testing.suite.base_class import Clauses, requires
 from fsdp_core.testing.suite.checkpoints.resuming import assert_same
 from fsdp_core.testing.training import Lit, loader, new_trainer
 

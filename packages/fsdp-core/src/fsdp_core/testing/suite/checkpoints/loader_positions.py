@@ -12,7 +12,7 @@ import pytest
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.refusals import assert_says
-from fsdp_core.testing.suite.base import Clauses, each_ranks, on_ranks, requires, shares_of
+from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, requires, shares_of
 from fsdp_core.testing.suite.checkpoints.loader_runs import (
     FULL,
     TWO_EPOCHS,

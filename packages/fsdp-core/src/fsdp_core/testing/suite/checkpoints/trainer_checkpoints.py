@@ -21,7 +21,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base import KINDS, Clauses, each_ranks, requires, shares_of
+from fsdp_core.testing.suite.base_class import KINDS, Clauses, each_ranks, requires, shares_of
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_trainer
 

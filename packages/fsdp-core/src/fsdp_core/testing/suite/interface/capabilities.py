@@ -19,7 +19,7 @@ from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.base import Clauses, requires, undeclared
+from fsdp_core.testing.suite.base_class import Clauses, requires, undeclared
 from fsdp_core.testing.suite.numerics.parity import assert_numbers_alone
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 

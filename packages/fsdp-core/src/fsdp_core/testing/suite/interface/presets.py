@@ -10,7 +10,7 @@ from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import train_plain
-from fsdp_core.testing.suite.base import Clauses, requires
+from fsdp_core.testing.suite.base_class import Clauses, requires
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_continues
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import fabric_fit, fit

@@ -19,7 +19,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base import Clauses, precisions, requires
+from fsdp_core.testing.suite.base_class import Clauses, precisions, requires
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 

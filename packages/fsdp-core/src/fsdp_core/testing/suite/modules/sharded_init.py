@@ -17,7 +17,7 @@ from fsdp_core.testing.oracle import FEATURES, WIDE, Block
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base import Clauses, on_ranks
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["BuiltInPartsSuite"]

@@ -26,7 +26,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base import Clauses, each_ranks, on_ranks
+from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 

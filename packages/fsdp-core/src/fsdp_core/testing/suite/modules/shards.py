@@ -25,7 +25,7 @@ from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
-from fsdp_core.testing.suite.base import Clauses, precisions, requires, with_options
+from fsdp_core.testing.suite.base_class import Clauses, precisions, requires, with_options
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["ShardsSuite", "Shared"]

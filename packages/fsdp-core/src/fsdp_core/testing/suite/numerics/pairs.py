@@ -20,7 +20,7 @@ from fsdp_core.testing.pairs.dimensions import FORBIDDEN, Configuration, Dimensi
 from fsdp_core.testing.pairs.drawing import Rule, first
 from fsdp_core.testing.pairs.oracle import train_in_one_process
 from fsdp_core.testing.pairs.running import Asked, Outcome, run_all
-from fsdp_core.testing.suite.base import Clauses, each_ranks
+from fsdp_core.testing.suite.base_class import Clauses, each_ranks
 
 __all__ = ["COUNT", "ONLY", "SEED", "PairsSuite", "assert_equals_plain"]
 

@@ -13,7 +13,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained, train_plain
-from fsdp_core.testing.suite.base import Clauses, requires, with_options
+from fsdp_core.testing.suite.base_class import Clauses, requires, with_options
 from fsdp_core.testing.training import fabric_fit, fit
 
 __all__ = ["NumbersSuite", "assert_numbers_alone", "assert_same", "options_id"]

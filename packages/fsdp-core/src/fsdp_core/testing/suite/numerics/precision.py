@@ -14,7 +14,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.state import full_state, local, poison_gradient, trained_by
-from fsdp_core.testing.suite.base import Clauses, on_ranks, precisions, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["PrecisionSuite", "seen_by_a_block"]

@@ -26,7 +26,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
 from fsdp_core.testing.state import copied_state, full_state
-from fsdp_core.testing.suite.base import KINDS, Clauses, on_ranks, requires
+from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires
 from fsdp_core.testing.suite.refusals.corruption import DAMAGE, OF_RANK_ONE
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 

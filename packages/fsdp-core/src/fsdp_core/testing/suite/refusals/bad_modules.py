@@ -20,7 +20,7 @@ from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state, sharded_by
-from fsdp_core.testing.suite.base import Clauses, on_ranks, requires, with_options
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.numerics.parity import options_id
 from fsdp_core.testing.suite.refusals.bad_options import set_up
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches

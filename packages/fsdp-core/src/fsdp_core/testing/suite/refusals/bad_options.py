@@ -29,7 +29,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.base import Clauses, requires, with_options
+from fsdp_core.testing.suite.base_class import Clauses, requires, with_options
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["BOTH", "BadOptionsSuite", "assert_refused_at_once", "set_up", "unfit_options"]

@@ -20,7 +20,7 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, poison_gradient, sharded_by, trained_by
-from fsdp_core.testing.suite.base import Clauses, requires
+from fsdp_core.testing.suite.base_class import Clauses, requires
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 
 __all__ = ["FiniteGradientsSuite"]

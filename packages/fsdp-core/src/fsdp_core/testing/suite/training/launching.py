@@ -22,7 +22,7 @@ from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
-from fsdp_core.testing.suite.base import Clauses, on_ranks
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 
 __all__ = ["COMMAND", "LaunchingSuite"]
 

@@ -22,7 +22,7 @@ from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, HALF_TOLER
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, sharded_by, trained_by
-from fsdp_core.testing.suite.base import Clauses, on_ranks, requires, with_options
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
 

@@ -17,7 +17,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import BATCH, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base import Clauses, on_ranks
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import means, new_fabric
 
 __all__ = ["OwnMuon", "Steps", "WholeMatricesSuite", "make_muon", "plain_steps", "steps_on"]
