@@ -622,8 +622,11 @@ class OptimizersAlone(LoopbackSharded):
     """Restores what an optimizer holds when a checkpoint is loaded, and nothing that it is given later."""
 
     def load_optimizer_state(self, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
-        if isinstance(optimizer, torch.optim.Optimizer):
+        restored = vars(self).setdefault("restored", set())
+        if id(optimizer) not in restored:
             super().load_optimizer_state(optimizer, state, check_only=check_only)
+        if not check_only:
+            restored.add(id(optimizer))
 
 
 class LoadedBeside(FlatShard):

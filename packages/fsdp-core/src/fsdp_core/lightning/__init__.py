@@ -38,10 +38,10 @@ _HOMES = {
     "StrategyOptions": "fsdp_core.lightning.strategy",
     "ShardedFabricStrategy": "fsdp_core.lightning.fabric",
     "ShardedTrainerStrategy": "fsdp_core.lightning.trainer",
-    "check_devices": "fsdp_core.lightning.devices",
+    "check_devices": "fsdp_core.lightning.setup_checks",
     "consolidate_lightning": "fsdp_core.lightning.checkpoints.full.consolidation",
-    "reduce_op_name": "fsdp_core.lightning.devices",
-    "set_rank_zero": "fsdp_core.lightning.devices",
+    "reduce_op_name": "fsdp_core.lightning.setup_checks",
+    "set_rank_zero": "fsdp_core.lightning.setup_checks",
 }
 
 install()
