@@ -88,6 +88,7 @@ class Package:
     tests_need_apart: tuple[str, ...]
     slow: tuple[str, ...]
     pairs: int
+    of_meshes: tuple[str, ...]
     pins: Path
 
     @property
@@ -119,6 +120,7 @@ def found_packages() -> dict[str, Package]:
             tests_need=tuple(own.get("requires", ())),
             slow=tuple(own.get("slow", ())),
             pairs=own.get("pairs", 0),
+            of_meshes=tuple(own.get("of-meshes", ())),
             tests_need_apart=tuple(own.get("requires-apart", ())),
             pins=file.parent / own["constraints"] if "constraints" in own else PINS,
         )
@@ -330,20 +332,25 @@ def tests(session: nox.Session, package: str) -> None:
             session.env["FSDP_TESTS_APART"] = apart(session, f"tests-{chosen.name}-apart", needs, sources)
     else:
         python, side_by_side = own_python(session, chosen), CLASSES_SIDE_BY_SIDE
-    slow = [f"--deselect={chosen.path.as_posix()}/{test}" for test in chosen.slow]
-    run_pytest(session, "--doctest-modules", *slow, *places, side_by_side=side_by_side, python=python)
+    elsewhere = [f"--ignore={chosen.path.as_posix()}/{test}" for test in chosen.of_meshes if "::" not in test]
+    without = (*left_out(chosen), *elsewhere)
+    run_pytest(session, "--doctest-modules", *without, *places, side_by_side=side_by_side, python=python)
+
+
+def left_out(package: Package) -> list[str]:
+    """The words that leave out what is for the slow run."""
+    return [f"--deselect={package.path.as_posix()}/{test}" for test in package.slow]
 
 
 @nox.session(python=False)
-def pairs(session: nox.Session) -> None:
-    """Pairs of options, more of them than `tests` draws. Words after `--` go to pytest."""
+def meshes(session: nox.Session) -> None:
+    """What needs meshes of several axes, and more pairs of options than `tests`. Words after `--` go to pytest."""
     for chosen in PACKAGES.values():
         if chosen.pairs:
             python = layered(session, f"tests-{chosen.name}", with_dependencies(chosen), *chosen.tests_need)
             session.env["FSDP_PAIRS"] = str(chosen.pairs)
-            place = f"{chosen.path.as_posix()}/tests/test_conformance.py"
-            drawn = ("-k", "test_pairs_of_options")
-            run_pytest(session, *drawn, place, side_by_side=CLAUSES_SIDE_BY_SIDE, python=python)
+            chosen_tests = [f"{chosen.path.as_posix()}/{test}" for test in chosen.of_meshes]
+            run_pytest(session, *left_out(chosen), *chosen_tests, side_by_side=CLAUSES_SIDE_BY_SIDE, python=python)
 
 
 @nox.session(python=False)
