@@ -116,10 +116,6 @@ OPTIMIZERS: dict[str, tuple[Make, tuple[bool, bool]]] = {
             "SGDScheduleFreeReference": {},
         }.items()
     },
-    **{
-        f"pytorch_optimizer {name}": (by_path("pytorch_optimizer", name, lr=0.01), BOTH)
-        for name in ("Shampoo", "ScalableShampoo", "SOAP", "CAME")
-    },
     "transformers Adafactor": (by_path("transformers.optimization", "Adafactor"), BOTH),
     "torchao _AdamW": (by_path("torchao.optim", "_AdamW", lr=0.01, bf16_stochastic_round=True), BOTH),
     **{

@@ -16,16 +16,19 @@ ROOT = Path(__file__).parent.parent
 LISTED = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["fsdp"]["test-seconds"]
 
 
-def slow_tests() -> dict[str, list[str]]:
-    """What each package leaves to the slow run, by the interpreter that has what its tests import."""
-    found: dict[str, list[str]] = {}
+def slow_tests() -> list[tuple[str, list[str]]]:
+    """What each package leaves to the slow run, with the interpreter that has what its tests import.
+
+    Package by package, as the slow run is: files of several have one name.
+    """
+    found: list[tuple[str, list[str]]] = []
     for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
         tests = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["fsdp"]["tests"]
         variable = f"{file.parent.name.replace('-', '_').upper()}_PYTHON"
         python = os.environ[variable] if "constraints" in tests else sys.executable
         folder = file.parent.relative_to(ROOT).as_posix()
-        found.setdefault(python, []).extend(f"{folder}/{test}" for test in tests.get("slow", ()))
-    return {python: tests for python, tests in found.items() if tests}
+        found.append((python, [f"{folder}/{test}" for test in tests.get("slow", ())]))
+    return [(python, tests) for python, tests in found if tests]
 
 
 TESTS = """
@@ -42,7 +45,7 @@ def test_budgets_are_of_files_that_are_there(file: str) -> None:
 
 
 def test_what_is_left_to_the_slow_run_is_there() -> None:
-    for python, tests in slow_tests().items():
+    for python, tests in slow_tests():
         command = (python, "-m", "pytest", "-q", "--collect-only", *tests)
         done = subprocess.run(command, cwd=ROOT, env=fresh_environment(), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
