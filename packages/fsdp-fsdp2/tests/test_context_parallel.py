@@ -418,6 +418,7 @@ class Wrong(nn.Module):
         self.kind, self.inp = kind, nn.Linear(WIDTH, WIDTH)
         self.table = nn.Parameter(torch.zeros(LENGTH, WIDTH))
         self.heads = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.turns = {"cos": torch.ones(LENGTH, WIDTH)}  # no buffer
 
     def forward(self, x: Tensor) -> Any:
         x, length = self.inp(x), x.shape[1]
@@ -427,6 +428,8 @@ class Wrong(nn.Module):
                 x = x + self.table[torch.arange(length)]
             case "table":
                 x = x + self.table[:length]
+            case "plain table":
+                x = x * self.turns["cos"][None, :length]
             case "by hand":
                 return torch.softmax(q @ q.mT, -1) @ q
             case "weights":
@@ -451,6 +454,7 @@ X = torch.zeros(2, LENGTH, WIDTH)
 WRONG: dict[str, list[str]] = {
     "arange": ["torch.arange(4)", "counts the positions", "fsdp_core.sequence_positions"],
     "table": ["(8, 16) was cut to [:4]", "first positions", "table[positions]"],
+    "plain table": ["attribute of shape (8, 16) was cut to [:4]", "first positions", "table[positions]"],
     "by hand": ["(2, 2, 4, 4)", "attention by hand", "attn_implementation='sdpa'"],
     "weights": ["need_weights=True", "need_weights=False"],
     "imported": ["imported before", "torch.nn.functional.scaled_dot_product_attention"],
@@ -488,6 +492,9 @@ def refused_on() -> dict[str, str]:
             found["not split"] = refusal(ShardingError, partial(model, X))
         part = strategy.split_batch(X)
         found[kind] = refusal(ShardingError, partial(model, part))
+    found["teacher"] = refusal(ShardingError, lambda: Wrong("")(part))  # was not set up
+    with torch.no_grad():
+        Wrong("")(X)  # whole sequences
     found["rnn"] = refusal(ShardingError, lambda: fabric.setup(nn.LSTM(2, 2)))
     fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2})
     by_hand = nn.Sequential(nn.Linear(2, 2))
@@ -509,6 +516,7 @@ def test_what_is_wrong_on_a_part_of_a_sequence(ranks: RankPool) -> None:
         assert_says(found["twice"], "'0.x'", "already the part", "split_batch()")
         assert_says(found["peers"], "different batches", "distributed_sampler_kwargs")
         assert_says(found["not split"], "no batch has been split", "split_batch(batch)")
+        assert_says(found["teacher"], "over 4 positions", "not context parallel", "fabric.setup(model)")
         assert_says(found["rnn"], "LSTM", "neighbouring positions")
         assert_says(found["own code"], "context_parallel_size=2", "a module that its own code shards", "tp_plan")
         assert_says(found["function"], "context_parallel_size=2 does not go together with parallelize_fn", "tp_plan")
@@ -540,6 +548,7 @@ def test_bf16_mixed(ranks: RankPool) -> None:
     ("options", "words"),
     [
         ({"context_parallel_size": 3}, ["context_parallel_size=3 does not divide 2 ranks"]),
+        ({"context_parallel_dims": {"ids": 1}}, ["without context_parallel_size", "context_parallel_size=2 or more"]),
         ({"context_parallel_dims": ["ids"]}, ["context_parallel_dims=['ids']", "{'input_ids': 1"]),
     ],
 )

@@ -11,16 +11,19 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 import test_conformance
 from declared_meshes import MESHES
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.modules.sharded_modules import Unfreezing
 from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
-from fsdp_core.testing.training import new_fabric, new_trainer, strategy_argument
+from fsdp_core.testing.training import means, new_fabric, new_trainer, strategy_argument
 from test_parallel_axes import OwnLoader
 
 
@@ -50,6 +53,34 @@ def test_two_optimizers_of_which_both_are_clipped_before_steps_in_fp16(
 def test_replicas_that_accumulate_offloaded_gradients(ranks: RankPool, tmp_path: Path) -> None:
     options = {"accumulate": "2", "cpu_offload": "True", "optimizer": "adamw", "resume": "amid a step"}
     combined(ranks, tmp_path, mesh="replicate 2 x shard 2", resumed_on="shard 2 x tensor 2", clip="value", **options)
+
+
+class Thawed(OwnLoader):
+    """Its optimizer gets the parameters that are trainable at the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd", width=8)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def thawed_under_half_a_plan(tmp: str) -> list[float]:
+    module = Thawed()
+    own = {f"net.blocks.*.{name}": style() for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))}
+    options = {"tensor_parallel_size": 2, "tp_plan": own}
+    new_trainer(tmp, "fsdp2", 4, options, max_epochs=2, callbacks=[Unfreezing()]).fit(module)
+    return means(module.losses)
+
+
+def test_finetuning_callback_under_a_plan_for_some_layers(ranks: RankPool, tmp_path: Path) -> None:
+    """Lightning compares what it adds with what the optimizer holds: DTensors of several meshes, and plain tensors."""
+    module = Thawed()
+    run = new_trainer(tmp_path, "auto", max_epochs=2, callbacks=[Unfreezing()])
+    run.fit(module, DataLoader(oracle.dataset(oracle.BATCH * module.steps), batch_size=oracle.BATCH))
+    want = [loss.item() for loss in module.losses]
+    for losses in ranks.run(4, thawed_under_half_a_plan, str(tmp_path)):
+        assert losses == pytest.approx(want, abs=oracle.FP32_TOLERANCE)
 
 
 class Counting(OwnLoader):

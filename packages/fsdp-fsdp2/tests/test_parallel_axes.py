@@ -318,6 +318,11 @@ SIZES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["data_parallel_replicate_size=0", "positive integer", "'auto'"],
     ),
     "a bool": ({"data_parallel_size": True}, ["data_parallel_size=True", "positive integer"]),
+    "no size": (
+        {"tp_plan": "auto"},
+        ["tp_plan was given without tensor_parallel_size", "tensor_parallel_size=1, which"],
+    ),
+    "no size for a loss": ({"loss_parallel": True}, ["loss_parallel was given without tensor_parallel_size"]),
     "no dict": ({"tp_plan": ["blocks"]}, ["tp_plan=['blocks']", "dict from patterns"]),
     "no style": ({"tp_plan": {"blocks": "colwise"}}, ["'colwise' is no style"]),
 }
@@ -500,6 +505,52 @@ def test_what_the_plan_forgets_is_refused_before_the_first_step(ranks: RankPool,
             assert_says(told, "norm.weight'", "norm.bias' differ between tensor-parallel ranks", "SequenceParallel(")
     for taken in ranks.run(MESHES[mesh][1], unplanned_norm, mesh, True):
         assert [told.split(": ", 1)[1] for told in taken] == ["nothing was raised"] * 3
+
+
+class Dropped(nn.Module):
+    """Drops out what a norm, which no plan divides, is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.norm, self.up, self.down = (
+            nn.Linear(6, 64), nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(8, 6)
+        )  # fmt: skip
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.up(self.norm(nn.functional.dropout(self.inp(x)))).relu())
+
+
+def drawn_on_one_rank() -> tuple[str, str]:
+    """The refusals after a number that rank 1 alone has drawn, and of a divided layer's error under a bad plan."""
+    own: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    fabric = new_fabric("fsdp2", 2, {"tensor_parallel_size": 2, "tp_plan": own})
+    torch.manual_seed(0)
+    net = Dropped()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    torch.manual_seed(0)
+
+    def train() -> None:
+        for step, (x, y) in enumerate(oracle.global_batches(5)):
+            optimizer.zero_grad()
+            fabric.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            if step == 2 and fabric.global_rank == 1:
+                torch.rand(1)
+
+    drawn = refusal(ShardingError, train)
+    half = new_fabric("fsdp2", 2, {"tensor_parallel_size": 2, "tp_plan": {"up": ColwiseParallel()}})
+    divided = half.setup(NormedHeads())
+    try:
+        divided(oracle.global_batches(1)[0][0])
+    except RuntimeError as error:
+        return drawn, "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return drawn, "nothing was raised"
+
+
+def test_ranks_that_draw_apart_and_half_a_plan_are_told_why(ranks: RankPool) -> None:
+    for drawn, half in ranks.run(2, drawn_on_one_rank):
+        assert_says(drawn, "'norm.weight'", "so do their random generators", "Draw on all ranks or on none")
+        assert_says(half, "mat1 and mat2", "tp_plan divides layers of NormedHeads", "RowwiseParallel", "-1")
 
 
 class Backwards:

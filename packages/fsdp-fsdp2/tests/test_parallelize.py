@@ -510,6 +510,11 @@ def marked_too(net: Any, mesh: Any) -> Any:
     return first_block_on(lambda one: one["data_parallel"])(net, mesh)
 
 
+def never_reduced(net: Any, mesh: Any) -> Any:
+    first_block_on(in_data)(divided(net, mesh), mesh).blocks[0].set_requires_gradient_sync(False)
+    return net
+
+
 def has_run_before(net: Any, mesh: Any) -> Any:
     block = first_block_on(lambda one: one["data_parallel"])(net, mesh).blocks[0]
     block(torch.ones(2, 6))
@@ -592,6 +597,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         divided_over_data,
         {},
         ["was divided over the ranks", "device_mesh['tensor_parallel']"],
+    ),
+    "never reduced": (
+        None,
+        {"parallelize_fn": never_reduced},
+        ["gradients of 'blocks.0' would not be reduced", "fabric.no_backward_sync(model)"],
     ),
     "run before": (has_run_before, {}, ["'blocks.0' of Net was called after fully_shard", "on_fit_start()"]),
     "left out": (left_out, {}, ["'blocks.0.up.weight'", "ignore", "Leave it out of ignored_params"]),

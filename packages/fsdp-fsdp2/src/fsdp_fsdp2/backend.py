@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -52,13 +52,14 @@ from fsdp_fsdp2.computation.prefetch_and_reshard import (
     reshards,
 )
 from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel, check_splittable, checked_dims
-from fsdp_fsdp2.meshes import check_sync, device_mesh, sharding_mesh
+from fsdp_fsdp2.meshes import check_sized, check_sync, device_mesh, sharding_mesh
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.tensor_parallel.model_plans import own_plan, own_units
 from fsdp_fsdp2.tensor_parallel.styles import (
     TensorParallelPlan,
     check_plan,
     described_plan,
+    explain_errors,
     missing_plan,
     return_no_view,
     styles_of,
@@ -72,6 +73,7 @@ from fsdp_fsdp2.user_sharding.takeover import (
     check_meshes,
     check_no_context,
     check_not_run,
+    check_reduces,
     is_divided,
     refuse_beside,
     refuse_left_out,
@@ -149,6 +151,8 @@ class FSDP2Backend(Backend):
             "tensor_parallel_size": tensor_parallel_size,
         }
         self.context_parallel_dims = checked_dims(context_parallel_dims)
+        check_sized("context_parallel_size", self.sizes, context_parallel_dims=context_parallel_dims)
+        check_sized("tensor_parallel_size", self.sizes, tp_plan=tp_plan)
         self.tp_plan = tp_plan
         self.parallelize_fn = parallelize_fn
         check_parallelize_fn(parallelize_fn, [_AS_ARGUMENT.get(name, name) for name in self._given()])
@@ -299,11 +303,10 @@ class FSDP2Backend(Backend):
     def shard_module(self, module: nn.Module) -> FSDP2Sharded:
         self.prepare(module)
         self._check(module)
-        if self.sequence is not None:
-            check_splittable(module)
         by_user = was_begun(module)
         if by_user:
             check_not_run(module)
+            check_reduces(module)
             check_meshes(module, self.runtime, self._fsdp_mesh)
             refuse_changed_on_meta(module)
         given = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -312,47 +315,25 @@ class FSDP2Backend(Backend):
         units = self.units(module)
         reshard = self._reshard(module, units)
         ties = _ties(module) if styles else []
-        seen: set[nn.Module] = set()
-        compute = self._mp_policy().param_dtype
         if self.parallelize_fn is None:
             self._wrap_forward(module, units)
-        for unit in (*units, module):
-            own = [m for m in unit.modules() if m not in seen]
-            seen.update(own)
-            # its values
+        for unit, own in _with_own_modules(units, module):
             if by_user:
                 place_sharded(own, module, self.runtime, on_host)
             else:
                 place(own, self.runtime)
-            before = {p for m in own for p in m.parameters(recurse=False)}
+            before = _own_parameters(own)
             noted = [(m, name, dict(vars(p))) for m in own for name, p in _plain(m) if vars(p)]
-            # tensor parallelism
             if styles:
                 tensor_parallelize(own, styles, self.device_mesh["tensor_parallel"])
                 tie_again([places for places in ties if places[0][0] in own], module)
             if unit in styles:
                 return_no_view(unit)
-            # fully_shard
-            if isinstance(unit, FSDPModule):
-                give_back()
-                continue  # the user has applied it
-            whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
-            whole |= {p for m in own for p in m.parameters(recurse=False) if is_cast_though_stored(p, compute)}
-            _check_dtypes(unit, {p for m in own for p in m.parameters(recurse=False)} - whole)
-            fully_shard(
-                unit,
-                mesh=self._fsdp_mesh,
-                reshard_after_forward=reshard[unit],
-                mp_policy=self._mp_policy(),
-                offload_policy=self._offload_policy(),
-                ignored_params=whole or None,
-            )
-            for parameter in before - whole:
-                if not isinstance(parameter, DTensor):
-                    # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
-                    parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-            for owner, name, attributes in noted:  # that users have set, such as hints to optimizers
-                vars(getattr(owner, name)).update(attributes)
+            if not isinstance(unit, FSDPModule):  # to which the user has not applied fully_shard
+                self._fully_shard(unit, own, reshard[unit])
+                _free(before - _own_parameters(own))
+                for owner, name, attributes in noted:  # that users have set, such as hints to optimizers
+                    vars(getattr(owner, name)).update(attributes)
             give_back()
         if self.parallelize_fn is None:
             prefetch(module, units, *self.prefetch_depths)
@@ -361,10 +342,28 @@ class FSDP2Backend(Backend):
         managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
         kept_whole = [p for p in module.parameters() if id(p) not in managed]
         refuse_left_out(module, kept_whole, is_planned=bool(styles))
-        casts = compute is not None or by_user
+        if styles:
+            explain_errors(module)
+        casts = self._mp_policy().param_dtype is not None or by_user
         sharded = FSDP2Sharded(module, units, kept_whole, casts=casts, runtime=self.runtime)
         sharded.context = None if self.sequence is None else ContextParallel(module)
         return sharded
+
+    def _fully_shard(self, unit: nn.Module, own: Sequence[nn.Module], reshard: bool | int | None) -> None:
+        """Apply ``fully_shard`` to a unit, without those of its own parameters that stay whole."""
+        policy = self._mp_policy()
+        compute = policy.param_dtype
+        whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
+        whole |= {p for m in own for p in m.parameters(recurse=False) if is_cast_though_stored(p, compute)}
+        _check_dtypes(unit, _own_parameters(own) - whole)
+        fully_shard(
+            unit,
+            mesh=self._fsdp_mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=self._offload_policy(),
+            ignored_params=whole or None,
+        )
 
     def _wrap_forward(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
         """Set up what begins when a unit is called: activation checkpointing, compilation, offload."""
@@ -389,6 +388,8 @@ class FSDP2Backend(Backend):
         return styles_of(module, self.tp_plan, size)
 
     def _check(self, module: nn.Module) -> None:
+        if self.sequence is not None:
+            check_splittable(module)
         for fqn, submodule in module.named_modules():
             if options_of(submodule):
                 raise UnsupportedCapabilityError(
@@ -424,6 +425,29 @@ def _plain(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """A module's own parameters that are no DTensors yet, under each of their names."""
     named = module.named_parameters(recurse=False, remove_duplicate=False)
     return [(name, parameter) for name, parameter in named if not isinstance(parameter, DTensor)]
+
+
+def _with_own_modules(units: Iterable[nn.Module], root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """The units, the root last, with the modules in each that no earlier one holds."""
+    seen: set[nn.Module] = set()
+    for unit in (*units, root):
+        own = [module for module in unit.modules() if module not in seen]
+        seen.update(own)
+        yield unit, own
+
+
+def _own_parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
+
+
+def _free(replaced: Iterable[nn.Parameter]) -> None:
+    """Free the memory of parameters, which shards have replaced, and keep their shape.
+
+    An optimizer that is re-pointed later still holds them.
+    """
+    for parameter in replaced:
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
 
 
 def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -13,6 +13,7 @@ from fsdp_core.sharding import ActivationCheckpointingPolicy, SavedOps, WrapPoli
 from fsdp_fsdp2.backend import FSDP2Backend
 from fsdp_fsdp2.computation.prefetch_and_reshard import ReshardPolicy
 from fsdp_fsdp2.data_sampler import DataSampler, check_data_sampler, sampled_by
+from fsdp_fsdp2.meshes import check_sized
 from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
 from fsdp_fsdp2.tensor_parallel.loss import check_loss_parallel
 from fsdp_fsdp2.tensor_parallel.styles import TensorParallelPlan
@@ -153,6 +154,7 @@ class FSDP2Options(StrategyOptions):
             parallelize_fn=parallelize_fn,
         )
         check_loss_parallel(loss_parallel)
+        check_sized("tensor_parallel_size", backend.sizes, loss_parallel=loss_parallel)
         self.loss_parallel = loss_parallel
         self.data_sampler = check_data_sampler(data_sampler)
         runtime = ProcessGroupRuntime(process_group_backend)

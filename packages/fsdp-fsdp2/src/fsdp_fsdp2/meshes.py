@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fsdp_core import Runtime, UnsupportedCapabilityError
 from fsdp_core.sharding import MESH_AXES, Mesh, MeshAxis
 from fsdp_fsdp2.torch_private import joined_axes, side_by_side
 
-__all__ = ["AxesMesh", "check_sync", "device_mesh", "ranks_along", "sharding_mesh"]
+__all__ = ["AxesMesh", "check_sized", "check_sync", "device_mesh", "ranks_along", "sharding_mesh"]
 
 
 class AxesMesh(DeviceMesh):
@@ -79,6 +80,27 @@ def device_mesh(runtime: Runtime) -> AxesMesh:
     axes = tuple(axis for axis in MESH_AXES if sizes[axis] > 1 or axis == "data_parallel")
     ranks = torch.arange(runtime.world_size).view(*[sizes[axis] for axis in axes])
     return AxesMesh(runtime.device.type, ranks, mesh_dim_names=axes)
+
+
+def check_sized(size_option: str, sizes: Mapping[str, object], **options: object) -> None:
+    """Refuse options about an axis whose size was not given: without it there is no such axis, and they do nothing.
+
+    A size of 1 that was written is no mistake: a script keeps its other options where it runs on one device.
+
+    Args:
+        size_option: The option with the size of the axis.
+        sizes: The sizes that were given, by option.
+        **options: The options about that axis.
+
+    Raises:
+        UnsupportedCapabilityError: One is given, and the size is ``"auto"``.
+    """
+    given = next((name for name, value in options.items() if value is not None and value is not False), None)
+    if given is not None and sizes[size_option] == "auto":
+        raise UnsupportedCapabilityError(
+            f"{given} was given without {size_option}, which is 1 by default, so it would do nothing.\n"
+            f"Write {size_option}=2 or more; or {size_option}=1, which leaves {given} unused."
+        )
 
 
 def check_sync(sync_each_batch: object, mesh: Mesh) -> None:

@@ -31,6 +31,28 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     "sequence_parallel": "Give the norms SequenceParallel() in tp_plan, and their neighbours layouts that divide the "
     "sequence.",
     "use_hf_tp_plan": "Write tp_plan={pattern: style}, or tp_plan='auto' for the model's own.",
+    **dict.fromkeys(("tp_size", "tensor_model_parallel_size"), "Write tensor_parallel_size=2."),
+    **dict.fromkeys(("cp_size", "context_parallel_degree"), "Write context_parallel_size=2."),
+    **dict.fromkeys(("dp_size", "dp_shard_size"), "Write data_parallel_size=2, or leave it out."),
+    **dict.fromkeys(("dp_replicate_size", "hsdp", "num_replicas"), "Write data_parallel_replicate_size=2."),
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"),
+        "Pipeline parallelism is not supported: leave it out, and use tensor_parallel_size or "
+        "data_parallel_replicate_size.",
+    ),
+    **dict.fromkeys(
+        ("expert_parallel_size", "expert_model_parallel_size", "ep_size"),
+        "Expert parallelism is not supported: leave it out; experts are sharded like other layers.",
+    ),
+    # DistributedDataParallel's and FSDP's
+    "find_unused_parameters": "Leave it out: parameters without gradients are found anyway.",
+    "static_graph": "Leave it out: the graph may change from step to step.",
+    "gradient_as_bucket_view": "Leave it out: gradients are sharded.",
+    **dict.fromkeys(
+        ("ignored_modules", "ignored_parameters", "ignored_states", "ignored_params"),
+        "Leave it out: frozen modules can be sharded too. strategy='fsdp_native' takes ignored_modules and "
+        "ignored_states, which stay whole on every rank.",
+    ),
     "device_mesh": "Write the sizes of its axes: data_parallel_replicate_size, data_parallel_size, "
     "context_parallel_size, tensor_parallel_size.",
     "save_distributed_checkpoint": "Write state_dict_type='sharded', which is the default, or 'full'.",

@@ -41,6 +41,7 @@ __all__ = [
     "one_for_each_state",
     "parameters_of",
     "recomputes",
+    "reduces_gradients",
     "set_unreduced_gradients",
     "side_by_side",
     "take_filled",
@@ -740,6 +741,11 @@ def has_run(unit: FSDPModule) -> bool:
 def parameters_of(unit: FSDPModule) -> list[nn.Parameter]:
     """The sharded parameters that a unit gathers."""
     return [parameter.sharded_param for parameter in _parameters(unit)]
+
+
+def reduces_gradients(unit: FSDPModule) -> bool:
+    """Whether a unit's backward pass reduces its gradients over all ranks that have them."""
+    return all(group.reduce_grads and group.all_reduce_grads for group in _groups(unit))
 
 
 def offloaded_parameters(unit: FSDPModule) -> list[nn.Parameter]:

@@ -50,6 +50,7 @@ __all__ = [
     "forget_module",
     "has_states_to_load",
     "load_loader_states",
+    "logs_graph",
     "reset_seed",
     "set_sampler_epoch",
     "wrapped_sampler",
@@ -65,6 +66,11 @@ def always_say_what_is_saved(trainer: Any) -> None:
 
 def _dump(dump: Callable[[bool], Any], weights_only: bool | None = None) -> Any:
     return dump(bool(weights_only))
+
+
+def logs_graph(logger: Any) -> bool:
+    """Whether a logger runs the model on rank 0 to draw its graph, as ``TensorBoardLogger(log_graph=True)`` does."""
+    return bool(getattr(logger, "_log_graph", False))
 
 
 def forget_module(strategy: Any) -> None:

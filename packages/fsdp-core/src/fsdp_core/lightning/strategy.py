@@ -220,12 +220,13 @@ class RanksOfStrategy:
     def _check_first_gradients(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Let roots check the gradients of an optimizer's first step. All ranks must call it.
 
-        With tensor parallelism, those of the second, fourth, eighth step and so on too: a gradient may be zero at
-        first, behind a gate or a layer that is initialised to zeros, and parameters may be unfrozen or added later.
+        With tensor parallelism, those of the second, fourth, eighth step and so on too, and of every 1,024th: a
+        gradient may be zero at first, behind a gate or a layer that is initialised to zeros, parameters may be
+        unfrozen or added later, and one rank may draw a random number that its peers do not.
         """
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
         step = self._steps_compared[optimizer] = self._steps_compared.get(optimizer, 0) + 1
-        is_due = step == 1 or (self.runtime.mesh.tensor_parallel > 1 and step & (step - 1) == 0)
+        is_due = step == 1 or (self.runtime.mesh.tensor_parallel > 1 and (step & (step - 1) == 0 or step % 1024 == 0))
         if not is_due or self.runtime.world_size == 1:
             return
         for root in roots:

@@ -45,6 +45,7 @@ from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
+from fsdp_core.lightning.setup_checks import check_loggers
 from fsdp_core.lightning.strategy import RanksOfStrategy
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
@@ -216,6 +217,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if fitting:
             check_loop(self.strategy_name, self.state_dict_type, trainer, module)
             check_pruning(trainer, self.strategy_name)
+            check_loggers(self.strategy_name, trainer, module)
         if self.backend.sequence is not None:
             refuse_loader_steps(module, self.strategy_name)
         if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -38,6 +38,15 @@ _active: ContextParallel | None = None
 _latest: ref[ContextParallel] | None = None
 
 
+class _Before(NamedTuple):
+    """What was there when a forward pass began, and the look at it if it is the first one."""
+
+    active: ContextParallel | None
+    split: SequenceSplit | None
+    fast_path: bool
+    first_pass: FirstPass | None
+
+
 class ContextParallel:
     """What is known of one context-parallel module, and its forward passes.
 
@@ -57,7 +66,7 @@ class ContextParallel:
         self.attending = False
         self.trusted = 0
         self._has_attended = False
-        self._running: list[tuple[ContextParallel | None, bool, FirstPass | None]] = []
+        self._running: list[_Before] = []
         self._looked_at: set[bool] = set()
         self._left = False
         _replace_functions()
@@ -70,10 +79,11 @@ class ContextParallel:
         """Begin a forward pass of the root."""
         global _active, _latest
         self.split = split
+        before = current_split()
         use_split(split)  # what the model gathers is gathered after a Trainer's stage too
         look = root.training not in self._looked_at and bool(split.lengths) and not self._running
         first = FirstPass(self, root) if look else None
-        self._running.append((_active, torch.backends.mha.get_fastpath_enabled(), first))
+        self._running.append(_Before(_active, before, torch.backends.mha.get_fastpath_enabled(), first))
         torch.backends.mha.set_fastpath_enabled(False)  # it does not call scaled_dot_product_attention
         _active = self
         if torch.is_grad_enabled():
@@ -91,10 +101,13 @@ class ContextParallel:
         self._left = not failed
         if not self._running:
             return
-        _active, fast, first = self._running.pop()
+        before = self._running.pop()
+        _active, first = before.active, before.first_pass
         if first is not None:
             first.end()
-        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.mha.set_fastpath_enabled(before.fast_path)
+        if before.split is None and not torch.is_grad_enabled():  # with gradients, a loss and a recomputation follow
+            use_split(None)
         if not self._running:
             self.attending, self.trusted = False, 0
         if failed:
@@ -268,13 +281,31 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     if context is not None:
         return context.attend(*args, **kwargs)
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-    if not isinstance(mask, CausalBias):
+    split = current_split()
+    if split is None and not isinstance(mask, CausalBias):
         return _torchs["scaled_dot_product_attention"](*args, **kwargs)
     options = {key: value for key, value in kwargs.items() if key not in ("query", "key", "value", "attn_mask")}
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     options.update(zip(names[4:], args[4:], strict=False))
     query, key, value = (args[i] if i < len(args) else kwargs[names[i]] for i in range(3))
+    if split is not None and not gathered_modules:
+        _check_outside(query, key, split)
     return _attend_by_torch(query, key, value, mask, **options)
+
+
+def _check_outside(query: Tensor, key: Tensor, split: SequenceSplit) -> None:
+    """Refuse attention over a part of a sequence by a model that the strategy has not set up, such as a teacher.
+
+    Raises:
+        ShardingError: Its lengths are those of parts.
+    """
+    if query.shape[-2] in split.lengths and key.shape[-2] in split.lengths:
+        raise ShardingError(
+            f"attention was called over {key.shape[-2]} positions, as many as this rank's part of a sequence has, by a "
+            "model that is not context parallel: it would see that part alone.\n"
+            "Hold the model in the LightningModule and call it in its steps, or set it up with fabric.setup(model); or "
+            "give it whole sequences, gathered with fsdp_core.gather_sequence(part)."
+        )
 
 
 def _multi_head_attention(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ class FirstPass(TorchFunctionMode):
         super().__init__()
         self._context = context
         self._lengths = frozenset(context.split.lengths)
-        self._tables = {id(table) for table in (*root.buffers(), *root.parameters())}
+        self._tables = {id(table) for table in (*root.buffers(), *root.parameters(), *_plain_tables(root))}
 
     def begin(self) -> None:
         """Look at the operations from now on."""
@@ -88,16 +88,26 @@ class FirstPass(TorchFunctionMode):
         if func is torch.arange and _counts_to(args, kwargs) in self._lengths:
             raise ShardingError(
                 f"torch.arange({_counts_to(args, kwargs)}) in the model counts the positions of this rank's part of "
-                f"the sequence from 0, on every rank.\n{_POSITIONS}; or give them to the model in the batch."
+                f"the sequence from 0, on every rank.\n{_POSITIONS}; or give them to the model in the batch. If it "
+                "counts something else, of which there are as many, make it once in __init__()."
             )
         if func is Tensor.__getitem__ and (id(args[0]) in self._tables or isinstance(args[0], nn.Parameter)):
             cut = _cut_to(args[0], args[1], self._lengths)
             if cut is not None:
                 raise ShardingError(
-                    f"a parameter or buffer of shape {tuple(args[0].shape)} was cut to [:{cut}], the length of this "
-                    f"rank's part of the sequence: every rank gets the first positions.\n{_POSITIONS}, "
+                    f"a parameter, buffer or attribute of shape {tuple(args[0].shape)} was cut to [:{cut}], the length "
+                    f"of this rank's part of the sequence: every rank gets the first positions.\n{_POSITIONS}, "
                     "with which the table can be indexed: table[positions]."
                 )
+
+
+def _plain_tables(root: nn.Module) -> Iterator[Tensor]:
+    """The tensors that modules hold as plain attributes, or in tuples, lists and dicts there, such as rotary tables."""
+    for module in root.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+                yield from (one for one in (value, *held) if isinstance(one, Tensor))
 
 
 def _counts_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

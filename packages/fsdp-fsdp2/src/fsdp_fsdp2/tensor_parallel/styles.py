@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -25,6 +26,7 @@ __all__ = [
     "TensorParallelPlan",
     "check_plan",
     "described_plan",
+    "explain_errors",
     "missing_plan",
     "return_no_view",
     "styles_of",
@@ -220,6 +222,25 @@ def _refuse_uneven(name: str, dims: Iterable[int], size: int, module: nn.Module,
                 f"tensor_parallel_size={size} ranks, which does not divide it.\n"
                 f"Pad it, such as a sequence to {whole}; or leave the tensor whole, with output_layouts=Replicate()."
             )
+
+
+def explain_errors(root: nn.Module) -> None:
+    """Let errors of torch's in a forward pass of a divided module say what a plan may have to do with them."""
+    root.register_forward_hook(_explain, always_call=True)
+
+
+def _explain(root: nn.Module, args: object, output: object) -> None:
+    error = sys.exception()  # torch calls hooks of this kind while it handles what a forward pass has raised
+    is_ours = isinstance(error, ShardingError | UnsupportedCapabilityError)
+    if output is not None or not isinstance(error, RuntimeError | ValueError) or is_ours or hasattr(error, "__notes__"):
+        return
+    error.add_note(
+        f"tp_plan divides layers of {type(root).__name__.removeprefix('FSDP')}, and the code between them sees the "
+        "local part of what a ColwiseParallel layer returns. If this error is about shapes or DTensors: end each "
+        "divided region with a RowwiseParallel layer, or with ColwiseParallel(output_layouts=Replicate()); count heads "
+        "from the tensor, view(batch, length, -1, head_size), not from a constant; and give the strategy "
+        "loss_parallel=True if the head's output stays divided (use_local_output=False)."
+    )
 
 
 def return_no_view(unit: nn.Module) -> None:

@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import Runtime, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import Mesh, marked
 from fsdp_core.state import clean_name
-from fsdp_fsdp2.torch_private import has_run, one_for_each_state, parameters_of
+from fsdp_fsdp2.torch_private import has_run, one_for_each_state, parameters_of, reduces_gradients
 
 __all__ = [
     "check_meshes",
     "check_no_context",
     "check_not_run",
+    "check_reduces",
     "is_divided",
     "refuse_beside",
     "refuse_left_out",
@@ -98,6 +99,23 @@ def check_not_run(module: nn.Module) -> None:
                 f"{clean_name(fqn) or 'the root'!r} of {type(module).__name__} was called after fully_shard was "
                 "applied to it, and before the strategy has sharded the rest: torch takes it for a root since.\n"
                 "Call the model after the set-up: in a hook such as on_fit_start(), or after fabric.setup()."
+            )
+
+
+def check_reduces(module: nn.Module) -> None:
+    """Refuse a unit whose gradients the user has turned off to reduce: each rank would step with its own.
+
+    Raises:
+        ShardingError: There is such a unit.
+    """
+    for fqn, part in module.named_modules():
+        if isinstance(part, FSDPModule) and not reduces_gradients(part):
+            raise ShardingError(
+                f"the gradients of {clean_name(fqn) or 'the root'!r} would not be reduced over ranks, since "
+                "set_requires_gradient_sync(False) or set_requires_all_reduce(False) was called where the module was "
+                "sharded: each rank would step with its own.\n"
+                "Leave the call out. To reduce once for several batches, write accumulate_grad_batches to the Trainer, "
+                "or use fabric.no_backward_sync(model)."
             )
 
 

@@ -130,7 +130,10 @@ def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> No
             "requires_grad_() there and in configure_model(); or use a strategy that keeps sharded parameters in "
             "their modules."
         )
-    if any(part.range is not None for parts in sharded.layout().values() for part in parts):
+    layout = sharded.layout()
+    in_pieces = any(part.range is not None for parts in layout.values() for part in parts)
+    meshes = {getattr(parameter, "device_mesh", None) for parameter in layout}
+    if in_pieces or len(meshes) > 1:  # torch compares no DTensors of several meshes, and none with plain tensors
         _in_pieces.update(trainer.optimizers)
         BaseFinetuning.filter_on_optimizer = staticmethod(_filter_on_optimizer)  # type: ignore[method-assign]
 
@@ -144,7 +147,7 @@ def _filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list
     """Return the parameters that an optimizer does not hold, where it holds pieces of them.
 
     Lightning compares values, and pieces may be equal on one rank, or empty, where the parameters are not: that rank
-    would not train its pieces.
+    would not train its pieces. Nor can it compare DTensors of several meshes, as a plan for some layers makes them.
     """
     plain = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper has the user's there
     if plain not in _in_pieces:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
@@ -47,6 +48,19 @@ def _pruned(strategy: str, tmp: str) -> tuple[str, int]:
     module = Lit()
     run = new_trainer(tmp, strategy, 1, callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
     return refusal(UnsupportedCapabilityError, lambda: run.fit(module, loader(1, 1))), len(module.losses)
+
+
+class _Drawing(CSVLogger):
+    """Runs the model on rank 0 to draw its graph, as ``TensorBoardLogger(log_graph=True)`` does."""
+
+    _log_graph = True
+
+
+def _drawn(strategy: str, tmp: str) -> tuple[str, int]:
+    module = Lit()
+    module.example_input_array = oracle.global_batches(1)[0][0]
+    run = new_trainer(tmp, strategy, 2, logger=_Drawing(tmp))
+    return refusal(UnsupportedCapabilityError, lambda: run.fit(module, loader(1, 2))), len(module.losses)
 
 
 def _on_other_terms(strategy: str, tmp: str, options: dict[str, Any]) -> str:
@@ -293,6 +307,12 @@ class BadModulesSuite(Clauses):
         ((told, steps),) = ranks.run(1, _pruned, self.strategy, str(tmp_path))
         assert_says(told, "ModelPruning", repr(self.own_name("trainer")), "load_from_checkpoint()", "strategy='ddp'")
         assert not steps
+
+    def test_logger_that_draws_the_graph(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A logger that would run the sharded model on rank 0 alone must be refused before training."""
+        for told, steps in ranks.run(2, _drawn, self.strategy, str(tmp_path)):
+            assert_says(told, "log_graph=True", repr(self.own_name("trainer")), "rank 0 alone", "Leave log_graph out")
+            assert not steps
 
     @pytest.mark.parametrize(
         "options",
