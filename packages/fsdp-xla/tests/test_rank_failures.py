@@ -136,7 +136,13 @@ def test_callbacks_are_told_of_an_error_in_their_ranks_and_can_save(afresh: Laun
     assert (tmp_path / "exception.ckpt").exists()
 
 
+def heed_control_c() -> None:
+    """Let SIGINT interrupt this process, also if the tests were started in the background, where shells ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def control_c(folder: Path) -> Any:
+    heed_control_c()
     with told_of_calls("interrupt") as main_thread_told:
 
         class Interrupted(Module):
@@ -168,6 +174,7 @@ def test_control_c_ends_a_fit_at_the_next_step_and_callbacks_can_save(afresh: La
 
 def control_c_twice() -> str:
     """The ranks' steps meet nobody, so that the first has nothing to stop."""
+    heed_control_c()
     with told_of_calls("interrupt") as first, told_of_calls("abort") as second:
 
         def wait(fabric: L.Fabric) -> None:

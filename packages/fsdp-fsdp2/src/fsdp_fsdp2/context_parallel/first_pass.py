@@ -122,10 +122,13 @@ def _counts_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 def _cut_to(table: Tensor, index: Any, lengths: Collection[int]) -> int | None:
     """The length among some to which an index cuts a dimension that is longer."""
-    indices = index if isinstance(index, tuple) else (index,)
+    indices = [one for one in (index if isinstance(index, tuple) else (index,)) if one is not None]
+    if any(isinstance(one, Tensor) and one.dtype == torch.bool for one in indices):
+        return None  # a mask takes several dimensions
+    if Ellipsis in [one for one in indices if not isinstance(one, Tensor)]:
+        at = next(i for i, one in enumerate(indices) if one is Ellipsis)
+        indices[at : at + 1] = [slice(None)] * (table.ndim - len(indices) + 1)
     for size, one in zip(table.shape, indices, strict=False):
-        if one is None or one is Ellipsis:
-            return None
         begins = isinstance(one, slice) and one.start in (None, 0) and one.step in (None, 1)
         if begins and type(one.stop) is int and one.stop in lengths and size > one.stop:
             return int(one.stop)
