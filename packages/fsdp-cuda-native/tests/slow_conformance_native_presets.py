@@ -38,5 +38,6 @@ class TestFairscalesName(StrategySuite):
     asks: ClassVar = ASKS
     drawn_pairs = 20
     not_in_pairs = NOT_IN_PAIRS
-    refused_pairs = test_conformance.TestNative.refused_pairs
+    # the second one is about parameters that keep their shapes, which are flat by default under this name
+    refused_pairs = test_conformance.TestNative.refused_pairs[:1]
     expected_failures: ClassVar = FAILURES

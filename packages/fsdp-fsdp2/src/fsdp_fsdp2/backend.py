@@ -246,6 +246,7 @@ class FSDP2Backend(Backend):
         if module in self._prepared:
             return
         if was_begun(module):
+            self.check_shardable(module)  # a part may be sharded because it was set up by itself
             given = [name for name in self._given() if name not in _BESIDE]
             refuse_beside(module, [*given, "parallelize_fn"] if self.parallelize_fn else given)
             check_no_context(self.runtime.mesh, "a module that its own code shards")
