@@ -40,6 +40,7 @@ __all__ = [
     "TrainerSubprocessLauncher",
     "always_load_loader_states",
     "always_say_what_is_saved",
+    "before_each_batch",
     "before_each_fetch",
     "begin_an_epoch",
     "combined_loader",
@@ -49,8 +50,10 @@ __all__ = [
     "fetcher_of",
     "forget_module",
     "has_states_to_load",
+    "instead_of_signal_handlers",
     "load_loader_states",
     "logs_graph",
+    "path_to_resume_from",
     "reset_seed",
     "set_sampler_epoch",
     "wrapped_sampler",
@@ -66,6 +69,37 @@ def always_say_what_is_saved(trainer: Any) -> None:
 
 def _dump(dump: Callable[[bool], Any], weights_only: bool | None = None) -> Any:
     return dump(bool(weights_only))
+
+
+def instead_of_signal_handlers(trainer: Any, register: Callable[[], None]) -> None:
+    """Let a function register signal handlers in place of those that Lightning registers, and restores after the stage.
+
+    It registers them between the set-up and the run of a stage, and offers no other way to choose them.
+    """
+    connector = trainer._signal_connector
+
+    def note_and_register() -> None:
+        connector.received_sigterm = False
+        connector._original_handlers = connector._get_current_signal_handlers()
+        register()
+
+    connector.register_signal_handlers = note_and_register
+
+
+def before_each_batch(trainer: Any, call: Callable[[], None]) -> None:
+    """Call a function before each batch of a fit, before it is fetched, instead of Lightning's broadcast of SIGTERM."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(data_fetcher: Any) -> None:
+        call()
+        type(loop).advance(loop, data_fetcher)
+
+    loop.advance, loop._broadcast_sigterm_tensor = advance, lambda: None
+
+
+def path_to_resume_from(trainer: Any) -> str:
+    """A new path for the checkpoint that ``ckpt_path="hpc"`` finds, and that is found without it under SLURM."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
 def logs_graph(logger: Any) -> bool:

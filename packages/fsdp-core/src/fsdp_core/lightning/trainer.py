@@ -44,6 +44,7 @@ from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_s
 from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision
+from fsdp_core.lightning.preemption import Preemption
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
 from fsdp_core.lightning.setup_checks import check_loggers
 from fsdp_core.lightning.strategy import RanksOfStrategy
@@ -125,6 +126,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
+        self._preemption = Preemption(self)
         #: Saved state of param groups that the optimizers do not hold yet.
         self.late_param_groups = LateParamGroups()
         self._in_step = self._blocking = False
@@ -210,6 +212,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         always_say_what_is_saved(trainer)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._preemption.follow(trainer, fitting=fitting)
         self._fitting = self._is_first_step = fitting
         if fitting and self.async_saves is not None:
             treat_pending_saves_as_done(trainer.checkpoint_callbacks)
@@ -571,6 +574,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def teardown(self) -> None:
         refuse_values_of_parts(False)
         use_split(None)
+        self._preemption.finish()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -32,6 +32,7 @@ from fsdp_core.testing.suite.training.launching import LaunchingSuite
 from fsdp_core.testing.suite.training.lightning_regressions import BrokenElsewhereSuite
 from fsdp_core.testing.suite.training.loops import LoopsSuite
 from fsdp_core.testing.suite.training.optimizers import OptimizersSuite
+from fsdp_core.testing.suite.training.preemption import PreemptionSuite
 from fsdp_core.testing.suite.training.resource_leaks import LeftoversSuite
 from fsdp_core.testing.suite.training.whole_matrices import WholeMatricesSuite
 
@@ -56,6 +57,7 @@ class StrategySuite(
     FiniteGradientsSuite,
     LoopsSuite,
     ExceptionsSuite,
+    PreemptionSuite,
     OutsideStepsSuite,
     CheckpointsSuite,
     FabricCheckpointsSuite,

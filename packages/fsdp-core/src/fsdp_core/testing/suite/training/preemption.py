@@ -1,0 +1,124 @@
+"""A run that a scheduler ends: a signal to any rank ends all of them at one step, after a checkpoint to go on from."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import Tensor
+
+from fsdp_core.lightning import preemption
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks
+from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
+from fsdp_core.testing.training import Lit, loader, means, new_trainer
+
+__all__ = ["PreemptionSuite"]
+
+STEPS = 8
+
+#: What a stub of SLURM's command writes down: the job, and whether the checkpoint was complete by then.
+_SCONTROL = """#!/bin/sh
+echo "$@" $(ls "{root}"/hpc_ckpt_1.ckpt/manifest.json 2>/dev/null) >> "{root}/requeued"
+"""
+
+
+class _Told(Lit):
+    """Sends a signal to its own process in a step."""
+
+    def __init__(self, signum: int | None, rank: int, step: int) -> None:
+        super().__init__("momentum")
+        self.signum, self.at = signum, (rank, step)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        if self.signum is not None and (here().rank, batch_idx) == self.at:
+            os.kill(os.getpid(), self.signum)
+            os.kill(os.getpid(), self.signum)
+        return super().training_step(batch, batch_idx)
+
+
+@contextmanager
+def _slurm(tmp: str) -> Iterator[None]:
+    """A context in which this rank is a task of SLURM's, whose command writes down what it was asked."""
+    rank = str(here().rank)
+    names = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "PROCID": rank, "LOCALID": rank, "NODEID": "0", "JOB_ID": "17"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**names, "JOB_NAME": "train"}.items():
+            patch.setenv(f"SLURM_{name}", value)
+        patch.setenv("PATH", f"{tmp}:{os.environ['PATH']}")
+        yield
+
+
+def _fit(
+    strategy: str, tmp: str, signum: int | None, at: tuple[int, int], resume: str | None, kind: str
+) -> dict[str, Any]:
+    """Fit, and return how it ended, after which step, with which losses, and what the model is then."""
+    module, code = _Told(signum, *at), None
+    asked: dict[str, Any] = {"enable_checkpointing": True, "max_steps": STEPS}
+    if kind == "callback":
+        asked["callbacks"] = [OnExceptionCheckpoint(tmp)]
+    with pytest.MonkeyPatch.context() as patch, _slurm(tmp) if kind == "slurm" else nullcontext():
+        patch.setattr(preemption, "_EVERY", 0.0)
+        if kind == "slurm":
+            asked["plugins"] = [SLURMEnvironment()]
+        run = new_trainer(tmp, strategy, 2, {"async_save": True} if kind == "callback" else None, **asked)
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            run.fit(module, loader(STEPS, 2), ckpt_path=resume)
+        except SystemExit as ended:
+            code = ended.code
+        assert signal.getsignal(signal.SIGTERM) is before
+    state = full_state(run.strategy) if code is None else {}
+    return {"code": code, "step": run.global_step, "losses": means(module.losses), "state": state}
+
+
+class PreemptionSuite(Clauses):
+    """A signal to any rank ends a fit on all ranks at one step, and the next fit goes on from there."""
+
+    @on_ranks("processes")
+    @requires(Capability.SHARDED_CHECKPOINT)
+    @pytest.mark.parametrize(
+        ("kind", "signum", "at"),
+        [
+            ("plain", signal.SIGTERM, (1, 3)),
+            ("callback", signal.SIGTERM, (0, 5)),
+            ("slurm", signal.SIGUSR1, (1, 2)),
+        ],
+        ids=["SIGTERM", "SIGTERM, a callback saves", "SLURM"],
+    )
+    def test_a_signal_to_one_rank(
+        self, ranks: Ranks, tmp_path: Path, kind: str, signum: int, at: tuple[int, int]
+    ) -> None:
+        """All ranks must end after the same step, with a complete checkpoint, from which a run goes on exactly."""
+        stub = tmp_path / "scontrol"
+        stub.write_text(_SCONTROL.format(root=tmp_path))
+        stub.chmod(0o755)
+        whole = ranks.run(2, _fit, self.strategy, str(tmp_path), None, (0, 0), None, "plain")
+        ended = ranks.run(2, _fit, self.strategy, str(tmp_path), signum, at, None, kind)
+        assert [one["code"] for one in ended] == [128 + signum, 0]
+        (step,) = {one["step"] for one in ended}
+        assert at[1] < step <= at[1] + 2  # one more if rank 0 has looked before the other has written
+        if kind == "slurm":
+            job, *complete = (tmp_path / "requeued").read_text().split()[1:]
+            assert job == "17"
+            assert complete, "it was queued again before its checkpoint was complete"
+        resumed = ranks.run(2, _fit, self.strategy, str(tmp_path), None, (0, 0), _RESUMES[kind], kind)
+        for first, rest, want in zip(ended, resumed, whole, strict=True):
+            assert rest["code"] is None
+            assert first["losses"] + rest["losses"] == pytest.approx(want["losses"], abs=FP32_TOLERANCE)
+            torch.testing.assert_close(rest["state"], want["state"], rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+
+
+#: What finds the checkpoint, by how it was saved.
+_RESUMES = {"plain": "hpc", "callback": None, "slurm": None}
