@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.errors import NonFiniteGradientError, UnsupportedCapabilityError
@@ -53,8 +55,13 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
     parts = {p: of_root for root in roots for p, of_root in root.layout().items()}
     in_order = [part.name for p in held for part in parts.get(p, ())]
-    gradients = [(part, plain(p.grad)) for p in held if p.grad is not None for part in parts.get(p, ())]
-    own = {part.name for part, gradient in gradients if not _are_finite(part.of(gradient))}
+    somewhere = runtime.all_reduce(torch.stack([_is_broken(p, runtime.device) for p in held]), "max").tolist()
+    own: set[str] = set()
+    for p in (p for p, broken in zip(held, somewhere, strict=True) if broken):  # the same ones on every rank
+        if p.grad is not None:
+            # fetched whole: ranks whose pieces differ in number would fetch, and compile, different things
+            gradient = p.grad if isinstance(p.grad, DTensor) else plain(p.grad).detach().cpu()
+            own.update(part.name for part in parts.get(p, ()) if not _are_finite(part.of(gradient)))
     broken = set().union(*runtime.gather_objects(own))
     names = [name for name in dict.fromkeys(in_order) if name in broken]
     told = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
@@ -65,6 +72,13 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
         "for the cause with torch.autograd.set_detect_anomaly(True), lower the learning rate, or skip the batch; leave "
         "error_if_nonfinite out to go on regardless."
     )
+
+
+def _is_broken(parameter: Tensor, device: torch.device) -> Tensor:
+    """1 if this rank's gradient of a parameter holds NaN or infinity, else 0, on a device, which is not waited for."""
+    if parameter.grad is None or not local_tensor(parameter.grad).numel():
+        return torch.zeros((), device=device)
+    return (~local_tensor(parameter.grad).detach().isfinite().all()).to(device, torch.float32)
 
 
 def _are_finite(part: Tensor | ChunkedTensor) -> bool:

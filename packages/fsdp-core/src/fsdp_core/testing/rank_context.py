@@ -46,6 +46,9 @@ class Here:
         """The bytes that this rank holds for a tensor, or for the tensor that it is a view of."""
         return self.local(tensor).untyped_storage().nbytes()
 
+    def settle(self) -> None:
+        """Compute what the library has only recorded until now. All ranks must call it, and may then read one by one."""
+
     def held(self, tensor: Tensor) -> int:
         """The number of elements of a tensor that this rank holds, including the library's padding."""
         return self.local(tensor).numel()

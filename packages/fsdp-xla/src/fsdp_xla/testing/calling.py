@@ -37,6 +37,9 @@ class OnThreads(Here):
             return tensor
         return torch.stack(communicator.all_gather_object(self.rank, tensor)).mean(0)
 
+    def settle(self) -> None:
+        xla.sync(wait=True)
+
     def memory(self, tensor: Tensor) -> int:
         return _memory(tensor, math.prod(tensor.shape))  # numel() does not change when a tensor is freed
 

@@ -139,6 +139,7 @@ def _gradients(layout: Layout, optimizer: Any) -> Held:
     """The gradients of what an optimizer trains."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     held: Held = {}
+    here().settle()
     for parameter, parts in layout.items():
         if parameter.grad is not None and id(parameter) in trained:
             held.update({part.name.removeprefix("net."): _piece(part.of(plain(parameter.grad))) for part in parts})
@@ -147,6 +148,7 @@ def _gradients(layout: Layout, optimizer: Any) -> Held:
 
 def _end(strategy: Any, steppers: Sequence[torch.optim.Optimizer], outcome: Outcome) -> None:
     sharded = sharded_by(strategy)
+    here().settle()
     outcome.weights = {
         name.removeprefix("net."): _piece(value)
         for name, value in sharded.model_state().items()

@@ -16,7 +16,7 @@ from fsdp_core import load_state_dict
 from fsdp_core.errors import NonFiniteGradientError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, poison_gradient, sharded_by, trained_by
@@ -69,7 +69,7 @@ def _saved_on_exception(strategy: str, tmp: str) -> tuple[str, int, dict[str, Te
 def _stepped(strategy: str, clip: bool) -> tuple[list[str], list[str], dict[str, Tensor], dict[str, Tensor]]:
     """Under Fabric: what is raised in the second step, the parameter's name, and the weights before and after."""
     fabric = new_fabric(strategy, options=STOPS)
-    net = oracle.new_net()
+    net = oracle.new_net(width=WIDE)  # of which every rank holds something, whatever a library pads shards to
     model, optimizer = fabric.setup(net, oracle.momentum(net))
     used: Any = fabric.strategy
     told, names, states = [], [], []
