@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.functional import mse_loss
 
 from fsdp_core import wrap
 from fsdp_core.errors import UnsupportedCapabilityError
@@ -69,3 +71,31 @@ def test_device_without_bf16(precision: str, instead: str) -> None:
     dtypes, device = ShardPrecision.named(precision), torch.device("cuda", 0)
     told = refusal(UnsupportedCapabilityError, lambda: dtypes.check_device(device, bf16_supported=False))
     assert_says(told, f"precision={precision!r}", "cuda:0", f"precision={instead!r}", "precision='32-true'")
+
+
+class NormsInDouble(Lit):
+    """Gradients and norms in fp64."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        norms = {name: float(value) for name, value in grad_norm(self.net, 2).items()}
+        clipped = self.trainer.strategy.sharded.clip_norm(held, float("inf"))  # type: ignore[attr-defined]
+        self.norms = {**norms, "clipped": float(clipped)}
+
+
+def _norms_in_double(tmp: str) -> dict[str, float]:
+    module = NormsInDouble()
+    new_trainer(tmp, "fsdp2", 2, precision="64-true").fit(module, loader(1, 2))
+    return module.norms
+
+
+def test_norms_in_double(ranks: RankPool, tmp_path: Path) -> None:
+    """They are added up in fp64, of which fp32 would keep half the digits."""
+    net = oracle.new_net().double()
+    (x, y), *_ = oracle.global_batches(1)
+    mse_loss(net(x.double()), y.double()).backward()
+    want = {f"grad_2.0_norm/{n}": p.grad.norm().item() for n, p in net.named_parameters() if p.grad is not None}
+    total = nn.utils.clip_grad_norm_(net.parameters(), float("inf")).item()
+    want |= {"grad_2.0_norm_total": total, "clipped": total}
+    for got in ranks.run(2, _norms_in_double, str(tmp_path)):
+        assert got == pytest.approx(want, rel=1e-12)  # of fp64's 2e-16, the order of additions takes some

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_core.checkpoint.fingerprints import fingerprint
 from fsdp_core.checkpoint.planning import Plan
 from fsdp_core.errors import CheckpointError
 from fsdp_core.torch_private import times_written
@@ -33,6 +34,7 @@ class _Deferred:
         original: What is copied.
         watched: What counts writes to it.
         written: How many there were when the copy was deferred.
+        sampled: Some of its elements, as they were then. Writes through ``.data`` are not counted.
     """
 
     name: str
@@ -40,6 +42,11 @@ class _Deferred:
     original: Tensor
     watched: Tensor
     written: int
+    sampled: Tensor
+
+    def was_written_to(self) -> bool:
+        """Whether something was written to it, once the copy is made."""
+        return times_written(self.watched) != self.written or not torch.equal(fingerprint(self.memory), self.sampled)
 
 
 class Staging:
@@ -78,7 +85,9 @@ class Staging:
             rank: This rank. Only rank 0 writes the tensors of the plain data.
             deferred: Which tensors in host memory are copied by :meth:`finish` instead: returns the tensor through
                 which one would be written to, such as the DTensor that it belongs to, or ``None`` to copy it now. They
-                must not be written to until then.
+                must not be written to until then: :meth:`wait` raises if torch has counted a write, or if elements
+                that :func:`~fsdp_core.checkpoint.fingerprints.fingerprint` looks at have changed, as they may through
+                ``.data``.
 
         Returns:
             The plan over the copies, which may be read after :meth:`wait`. A tensor that is read only when it is
@@ -104,6 +113,7 @@ class Staging:
                             original=original,
                             watched=watched,
                             written=times_written(watched),
+                            sampled=fingerprint(original),
                         )
                     )
                 else:
@@ -127,7 +137,7 @@ class Staging:
         with self._copying, torch.no_grad():
             for one in self._deferred:
                 one.memory.copy_(one.original)
-                if times_written(one.watched) != one.written:
+                if one.was_written_to():
                     self._changed.append(one.name)
             self._deferred = []
 
@@ -135,15 +145,16 @@ class Staging:
         """Wait until the last copies are complete. Any thread may call this.
 
         Raises:
-            CheckpointError: A tensor was written to before its deferred copy was made.
+            CheckpointError: A tensor was written to before its deferred copy was made; see :meth:`copy`.
         """
         self.finish()
         for event in self._copied:
             event.synchronize()
         if self._changed:
             raise CheckpointError(
-                f"{self._changed[0]!r} was written to while it was being copied for a checkpoint, by code that is in "
-                f"no hook of Lightning's, such as training_step() ({len(self._changed)} tensors in all).\n"
+                f"{self._changed[0]!r} was written to while it was being copied for a checkpoint, perhaps through "
+                ".data, by code that is in no hook of Lightning's, such as training_step() or a data loader "
+                f"({len(self._changed)} tensors in all).\n"
                 "Write to parameters and optimizer state in hooks, such as on_train_batch_end(), or leave async_save "
                 "out."
             )
