@@ -105,9 +105,9 @@ class TestStaging:
         weight = weight.clone() if weight.is_contiguous() else weight.mT.clone().mT if weight.ndim > 1 else weight
         staging, elements = Staging(), weight.numel()
         staging.copy(Plan(tensors={"weight": weight}), rank=0, deferred=lambda tensor: tensor)
-        # any run of more than one in 255 elements is found
+        # any run of more than a fifteenth of the elements is found
         begin = {"nowhere": elements, "first": 0, "last": elements - 1, "run": elements // 3}[where]
-        length = elements // 255 + 1 if where == "run" else 1
+        length = elements // 15 + 1 if where == "run" else 1
         for index in range(begin, min(begin + length, elements)):
             place = torch.unravel_index(torch.tensor(index), weight.shape)
             weight.data[tuple(one.item() for one in place)] = 1

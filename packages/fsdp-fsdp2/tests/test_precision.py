@@ -18,9 +18,10 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.precision import seen_by_a_block
 from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, loader, means, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 
 class Halves(Lit):
@@ -73,23 +74,17 @@ def test_device_without_bf16(precision: str, instead: str) -> None:
     assert_says(told, f"precision={precision!r}", "cuda:0", f"precision={instead!r}", "precision='32-true'")
 
 
-class NormsInDouble(Lit):
-    """Gradients and norms in fp64."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        norms = {name: float(value) for name, value in grad_norm(self.net, 2).items()}
-        clipped = self.trainer.strategy.sharded.clip_norm(held, float("inf"))  # type: ignore[attr-defined]
-        self.norms = {**norms, "clipped": float(clipped)}
-
-
-def _norms_in_double(tmp: str) -> dict[str, float]:
-    module = NormsInDouble()
-    new_trainer(tmp, "fsdp2", 2, precision="64-true").fit(module, loader(1, 2))
-    return module.norms
+def _norms_in_double() -> dict[str, float]:
+    fabric = new_fabric("fsdp2")
+    net = oracle.new_net().double()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    fabric.backward(mse_loss(model(x.double()), y.double()))
+    norms = {name: float(value) for name, value in grad_norm(net, 2).items()}
+    return {**norms, "clipped": float(fabric.clip_gradients(model, optimizer, max_norm=float("inf")))}
 
 
-def test_norms_in_double(ranks: RankPool, tmp_path: Path) -> None:
+def test_norms_in_double(ranks: RankPool) -> None:
     """They are added up in fp64, of which fp32 would keep half the digits."""
     net = oracle.new_net().double()
     (x, y), *_ = oracle.global_batches(1)
@@ -97,5 +92,5 @@ def test_norms_in_double(ranks: RankPool, tmp_path: Path) -> None:
     want = {f"grad_2.0_norm/{n}": p.grad.norm().item() for n, p in net.named_parameters() if p.grad is not None}
     total = nn.utils.clip_grad_norm_(net.parameters(), float("inf")).item()
     want |= {"grad_2.0_norm_total": total, "clipped": total}
-    for got in ranks.run(2, _norms_in_double, str(tmp_path)):
+    for got in ranks.run(2, _norms_in_double):
         assert got == pytest.approx(want, rel=1e-12)  # of fp64's 2e-16, the order of additions takes some

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.fingerprints import fingerprint
+from fsdp_core.checkpoint.fingerprints import differing, sample, views_of_sample
 from fsdp_core.checkpoint.planning import Plan
 from fsdp_core.errors import CheckpointError
 from fsdp_core.torch_private import times_written
@@ -44,10 +44,6 @@ class _Deferred:
     written: int
     sampled: Tensor
 
-    def was_written_to(self) -> bool:
-        """Whether something was written to it, once the copy is made."""
-        return times_written(self.watched) != self.written or not torch.equal(fingerprint(self.memory), self.sampled)
-
 
 class Staging:
     """Host memory for one rank's part of a state; pinned if the state is on CUDA devices.
@@ -69,6 +65,7 @@ class Staging:
         self._pinned = False
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._places: list[Tensor] = []  # the memory of this layout
+        self._views: dict[int, list[Tensor]] = {}  # by id of the memory
         self._copied: list[torch.cuda.Event] = []
         self._copying = threading.Lock()  # guards the attributes below
         self._deferred: list[_Deferred] = []
@@ -86,8 +83,7 @@ class Staging:
             deferred: Which tensors in host memory are copied by :meth:`finish` instead: returns the tensor through
                 which one would be written to, such as the DTensor that it belongs to, or ``None`` to copy it now. They
                 must not be written to until then: :meth:`wait` raises if torch has counted a write, or if elements
-                that :func:`~fsdp_core.checkpoint.fingerprints.fingerprint` looks at have changed, as they may through
-                ``.data``.
+                that :func:`~fsdp_core.checkpoint.fingerprints.sample` looks at have changed, as they may through ``.data``.
 
         Returns:
             The plan over the copies, which may be read after :meth:`wait`. A tensor that is read only when it is
@@ -113,7 +109,7 @@ class Staging:
                             original=original,
                             watched=watched,
                             written=times_written(watched),
-                            sampled=fingerprint(original),
+                            sampled=sample(original),
                         )
                     )
                 else:
@@ -137,8 +133,13 @@ class Staging:
         with self._copying, torch.no_grad():
             for one in self._deferred:
                 one.memory.copy_(one.original)
-                if one.was_written_to():
-                    self._changed.append(one.name)
+            samples, views = [one.sampled for one in self._deferred], [self._looked_at(one) for one in self._deferred]
+            otherwise = set(differing(samples, views))
+            self._changed += [
+                one.name
+                for index, one in enumerate(self._deferred)
+                if index in otherwise or times_written(one.watched) != one.written
+            ]
             self._deferred = []
 
     def wait(self) -> None:
@@ -162,14 +163,20 @@ class Staging:
     def free(self) -> None:
         """Release the memory."""
         self._deferred = []
-        self._blocks, self._layout, self._places, self._copied = [], [], [], []
+        self._blocks, self._layout, self._places, self._copied, self._views = [], [], [], [], {}
+
+    def _looked_at(self, one: _Deferred) -> list[Tensor]:
+        """Views of the copy's elements that are compared. They are kept as long as the memory: making them takes time."""
+        if id(one.memory) not in self._views:
+            self._views[id(one.memory)] = views_of_sample(one.memory)
+        return self._views[id(one.memory)]
 
     def _memory(self, originals: list[Tensor]) -> list[Tensor]:
         """Return memory for each tensor, of its shape and dtype; that of the last save, if its tensors were alike."""
         layout = [(tensor.shape, tensor.dtype) for tensor in originals]
         pinned = any(tensor.is_cuda for tensor in originals)
         if layout != self._layout or pinned != self._pinned:
-            self._layout, self._places = [], []  # these also keep memory alive
+            self._layout, self._places, self._views = [], [], {}  # these also keep memory alive
             self._places = list(self._new_places(originals, pinned=pinned))
             self._layout = layout
         return self._places

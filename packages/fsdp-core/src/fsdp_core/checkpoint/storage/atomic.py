@@ -210,15 +210,16 @@ def _take_place(folder: Folder, final: Folder, aside: str, replaceable: str | No
     old = replace(final, root=aside)
     try:
         _refuse_foreign(old, replaceable, str(final))  # it may have changed since that was checked
-        folder.move_to(final, aside=aside, expected=None)
-    except BaseException as error:
-        with suppress(OSError):  # a new owner of the path keeps it
-            os.rename(aside, final.root)
-        if isinstance(error, FileExistsError):
+        try:
+            folder.move_to(final, aside=aside, expected=None)
+        except FileExistsError as error:
             raise CheckpointExistsError(
                 f"another job has written {final} while this one was replacing it; what it was to replace is "
                 f"{aside}.\nGive each job paths of its own."
             ) from error
+    except BaseException:
+        with suppress(OSError):  # a new owner of the path keeps it
+            os.rename(aside, final.root)
         raise
     old.remove_all()
     sync_directory(os.path.dirname(final.root) or ".")
