@@ -334,7 +334,7 @@ class Failing(OwnMuon):
 
 
 def fails_on_its_owner() -> tuple[list[str], bool, int]:
-    """Fail at a matrix, and at a gradient in another dtype on one rank; what is told, and whether weights are as before."""
+    """Fail at a matrix, and at a gradient that one rank has not; what is told, and whether weights are as before."""
     fabric = new_fabric("fsdp2")
     net = oracle.new_net()
     matrices = {name: p for name, p in net.named_parameters() if p.ndim == 2 and p.requires_grad}

@@ -83,7 +83,7 @@ class Staging:
             deferred: Which tensors in host memory are copied by :meth:`finish` instead: returns the tensor through
                 which one would be written to, such as the DTensor that it belongs to, or ``None`` to copy it now. They
                 must not be written to until then: :meth:`wait` raises if torch has counted a write, or if elements
-                that :func:`~fsdp_core.checkpoint.fingerprints.sample` looks at have changed, as they may through ``.data``.
+                that :func:`~fsdp_core.checkpoint.fingerprints.sample` looks at have changed, as through ``.data``.
 
         Returns:
             The plan over the copies, which may be read after :meth:`wait`. A tensor that is read only when it is
@@ -166,7 +166,7 @@ class Staging:
         self._blocks, self._layout, self._places, self._copied, self._views = [], [], [], [], {}
 
     def _looked_at(self, one: _Deferred) -> list[Tensor]:
-        """Views of the copy's elements that are compared. They are kept as long as the memory: making them takes time."""
+        """Views of the copy's elements that are compared, kept as long as the memory: making them takes time."""
         if id(one.memory) not in self._views:
             self._views[id(one.memory)] = views_of_sample(one.memory)
         return self._views[id(one.memory)]

@@ -1,4 +1,4 @@
-"""Noticing what a training step, or a forward pass, writes to gathered parameters, which is lost when they are freed."""
+"""Noticing what a step or a forward pass writes to gathered parameters, which is lost when they are freed."""
 
 from __future__ import annotations
 

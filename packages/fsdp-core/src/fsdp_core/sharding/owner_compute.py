@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.owner_failures import OwnerFailure, failed_in, raise_together
 from fsdp_core.sharding.optimizer_trial import moves_without_gradients
+from fsdp_core.sharding.owner_failures import OwnerFailure, failed_in, raise_together
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.coverage import Box
 from fsdp_core.state.full_tensor import each_whole
@@ -165,7 +165,7 @@ def _check_same_order(optimizer: str, by_rank: Sequence[Sequence[str]]) -> None:
     """Refuse parameters that ranks hold in different orders: weights would be sent to the places of others."""
     for rank, names in enumerate(by_rank):
         if names != by_rank[0]:
-            first = next((pair for pair in zip_longest(by_rank[0], names) if pair[0] != pair[1]))
+            first = next(pair for pair in zip_longest(by_rank[0], names) if pair[0] != pair[1])
             raise ShardingError(
                 f"ranks have given {optimizer} parameters in different orders: where rank 0 has {first[0]!r}, rank "
                 f"{rank} has {first[1]!r}.\n"

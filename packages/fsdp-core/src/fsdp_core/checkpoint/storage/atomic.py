@@ -188,7 +188,8 @@ class NewFolder:
         """
         self.folder.sync()
         if self.final.local:
-            _take_place(self.folder, self.final, f"{self.final.root}.{self.token}.replaced", ours if overwrite else None)
+            aside = f"{self.final.root}.{self.token}.replaced"
+            _take_place(self.folder, self.final, aside, ours if overwrite else None)
 
     def discard(self) -> None:
         """Remove what was written."""

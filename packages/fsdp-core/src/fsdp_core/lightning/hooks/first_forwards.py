@@ -58,7 +58,7 @@ class FirstForwards:
             check_writes(self._writes, self._ranks, by=by, instead="after optimizer.step()")
 
     def stop(self) -> bool:
-        """Watch no longer, if there was a forward pass. Called after an optimizer's step; returns whether it is over."""
+        """After an optimizer's step, watch no longer, if there was a forward pass. Returns whether there was."""
         if self._seen:
             for hook in self._hooks:
                 hook.remove()

@@ -94,10 +94,10 @@ def of_unknown_order(loader: object) -> str | None:
     for one in unknown:
         if not _repeats_with_torch(one):
             return (
-                f"{type(one).__name__}, the sampler of {described(loader)}, has no state that restores its order within "
-                "an epoch: as many samples as were used are skipped of those that it yields now, and others are left if "
-                f"it draws another order.\nTo resume exactly, {remedy} state_dict() and load_state_dict(), or a "
-                "set_epoch(epoch) that its order follows from; or resume from a checkpoint of the end of an epoch."
+                f"{type(one).__name__}, the sampler of {described(loader)}, has no state that restores its order "
+                "within an epoch: as many samples as were used are skipped of those that it yields now, and others are "
+                f"left if it draws another order.\nTo resume exactly, {remedy} state_dict() and load_state_dict(), or "
+                "a set_epoch(epoch) that its order follows from; or resume from a checkpoint of the end of an epoch."
             )
     return None
 

@@ -200,8 +200,8 @@ def _warn_of_starting_over(combined: Any, *, has_states: bool) -> None:
     if lost or not has_states:
         which = f" ({', '.join(dict.fromkeys(lost))})" if lost else ""
         rank_zero_warn(
-            f"The checkpoint was saved within an epoch and does not hold the position of the data loader{which}, so that "
-            "epoch's samples start over. Resume from a checkpoint that was saved at the end of an epoch; or give "
+            f"The checkpoint was saved within an epoch and does not hold the position of the data loader{which}, so "
+            "that epoch's samples start over. Resume from a checkpoint that was saved at the end of an epoch; or give "
             "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
         )
     for loader in combined.flattened if has_states else ():

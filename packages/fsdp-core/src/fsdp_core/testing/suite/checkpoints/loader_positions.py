@@ -228,9 +228,7 @@ class LoaderPositionsSuite(Clauses):
             ("one of two", "does not hold the position of the data loader (Unstateful)"),
         ],
     )
-    def test_what_a_loader_can_not_restore_is_told(
-        self, ranks: Ranks, tmp_path: Path, data: str, words: str
-    ) -> None:
+    def test_what_a_loader_can_not_restore_is_told(self, ranks: Ranks, tmp_path: Path, data: str, words: str) -> None:
         """If an epoch can't go on with the samples that were left, the user must be warned, and told what to write."""
         path = str(tmp_path / "saved")
         run = Run(data=data, trainer={**TWO_EPOCHS, "use_distributed_sampler": data == "one of two"})

@@ -227,7 +227,7 @@ class Run:
                 return StatefulDataLoader(numbered, batch_sampler=BatchSampler(Counted(self.size), self.batch, False))
             case "one of two":
                 rows = [numbered[index] for index in range(self.size)]
-                short = DataLoader(rows, batch_size=self.batch, sampler=range(self.size))  # type: ignore[arg-type]
+                short: Any = DataLoader(rows, batch_size=self.batch)  # type: ignore[arg-type]
                 return {"long": DataLoader(numbered, shuffle=True, **kwargs), "short": Unstateful(short)}
             case "own sampler":
                 return StatefulDataLoader(numbered, sampler=OddsFirst(self.size), **kwargs)

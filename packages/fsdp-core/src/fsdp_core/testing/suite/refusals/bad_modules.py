@@ -283,8 +283,9 @@ class UnlikeInOptimizers(Lit):
     """Ranks with different learning rates of the second group."""
 
     def configure_optimizers(self) -> Any:
-        later = {"params": [*self.net.blocks.parameters()], "lr": 0.05 * (1 + here().rank)}
-        return torch.optim.SGD([{"params": [self.net.inp.weight]}, later], lr=0.05)
+        blocks = {"params": [*self.net.blocks.parameters()], "lr": 0.05 * (1 + here().rank)}
+        groups: list[dict[str, Any]] = [{"params": [self.net.inp.weight]}, blocks]
+        return torch.optim.SGD(groups, lr=0.05)
 
 
 def _unlike_in_optimizers(strategy: str, tmp: str) -> tuple[str, int, str]:
@@ -365,7 +366,7 @@ class BadModulesSuite(Clauses):
 
     @on_ranks("processes", "threads")
     def test_ranks_with_different_optimizers(self, ranks: Ranks, tmp_path: Path) -> None:
-        """If a setting of an optimizer differs between ranks, each must raise an error with the values: none may hang."""
+        """If optimizers differ between ranks, each must raise an error with the first difference: none may hang."""
         for told, steps, under_fabric in ranks.run(2, _unlike_in_optimizers, self.strategy, str(tmp_path)):
             assert_says(told, "'lr' in param group 1 of SGD is 0.05 on rank 0, and 0.1 on rank 1", "strategy.broadcast")
             assert not steps
