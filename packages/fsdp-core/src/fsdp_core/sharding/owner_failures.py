@@ -54,16 +54,12 @@ def failed_in(error: Exception, owned: Sequence[tuple[str, Tensor, Tensor | None
     names = {id(tensor): name for name, *tensors in owned for tensor in tensors if tensor is not None}
     at: list[str] = []
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not at and frame.f_globals.get("__name__") not in _OURS:
+        if not at:
             at = list(dict.fromkeys(names[id(value)] for value in frame.f_locals.values() if id(value) in names))
     at = at or list(dict.fromkeys(names.values()))
     more = f" and {len(at) - _SHOWN} more" if len(at) > _SHOWN else ""
     which = ("" if len(at) == 1 else "one of ") + ", ".join(map(repr, at[:_SHOWN])) + more
     return OwnerFailure(said=f"while it updated {which}: {type(error).__name__}: {error}", error=error)
-
-
-#: Modules whose variables say nothing of the optimizer.
-_OURS = (__name__, "fsdp_core.sharding.owner_compute")
 
 
 def raise_together(runtime: Runtime, optimizer: str, failure: OwnerFailure | None) -> NoReturn:
