@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.fingerprints import differing, sample, views_of_sample
+from fsdp_core.checkpoint.fingerprints import differing, sample, view_of_sample
 from fsdp_core.checkpoint.planning import Plan
 from fsdp_core.errors import CheckpointError
 from fsdp_core.torch_private import times_written
@@ -65,7 +65,7 @@ class Staging:
         self._pinned = False
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._places: list[Tensor] = []  # the memory of this layout
-        self._views: dict[int, list[Tensor]] = {}  # by id of the memory
+        self._views: dict[int, Tensor] = {}  # by id of the memory
         self._copied: list[torch.cuda.Event] = []
         self._copying = threading.Lock()  # guards the attributes below
         self._deferred: list[_Deferred] = []
@@ -165,10 +165,10 @@ class Staging:
         self._deferred = []
         self._blocks, self._layout, self._places, self._copied, self._views = [], [], [], [], {}
 
-    def _looked_at(self, one: _Deferred) -> list[Tensor]:
-        """Views of the copy's elements that are compared, kept as long as the memory: making them takes time."""
+    def _looked_at(self, one: _Deferred) -> Tensor:
+        """A view of the copy's elements that are compared, kept as long as the memory: making it takes time."""
         if id(one.memory) not in self._views:
-            self._views[id(one.memory)] = views_of_sample(one.memory)
+            self._views[id(one.memory)] = view_of_sample(one.memory)
         return self._views[id(one.memory)]
 
     def _memory(self, originals: list[Tensor]) -> list[Tensor]:
