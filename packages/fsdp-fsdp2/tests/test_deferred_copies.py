@@ -28,11 +28,14 @@ class Watching(Lit):
         super().__init__("adamw_groups")
         self.net.norm = nn.BatchNorm1d(6)
         self.pending: list[int] = []
+        self.moments = 0  # how many tensors of the optimizer's are among them
 
     def forward(self, x: Tensor) -> Any:
         strategy = cast("Any", self.trainer.strategy)
         if strategy.async_saves is not None:
-            self.pending.append(len(strategy.async_saves._staging._deferred))
+            deferred = strategy.async_saves._staging._deferred
+            self.pending.append(len(deferred))
+            self.moments = max(self.moments, sum("exp_avg" in one.name for one in deferred))
         return self.net(self.net.norm(x))  # whose statistics a forward pass changes
 
 
@@ -102,6 +105,7 @@ def saved(tmp: str, kind: str, asynchronous: bool) -> tuple[list[int], list[dict
             tmp, "fsdp2", 2, {"async_save": asynchronous}, callbacks=[checkpoints], enable_checkpointing=True
         )
         run.fit(module, loader(3, 2))
+        assert (module.moments > 20) == (asynchronous and kind != "hooks"), module.moments
     finally:
         async_save._HEAD_START, deferred_copies._SMALL = kept
     return module.pending, [_state_of(tmp, f"{folder}/step={step}.ckpt", kind) for step in (1, 2, 3)]

@@ -11,8 +11,8 @@ from torch import Tensor
 __all__ = ["differing", "sample", "view_of_sample"]
 
 #: One of so many elements is looked at, but at least and at most so many of a tensor. An element that is in no cache
-#: takes as long as copying a few hundred. For tensors of 5 MB, all of it takes 1.1 to 1.3 % of the time of the copy, most
-#: of it for four operations on each tensor; for larger ones less.
+#: takes as long as copying a few hundred. For tensors of 5 MB, all of it takes 1.1 to 1.3 % of the time of the copy,
+#: most of it for four operations on each tensor; for larger ones less.
 _ONE_OF = 131_072
 _AT_LEAST, _AT_MOST = 16, 256
 
@@ -77,7 +77,7 @@ def differing(samples: Sequence[Tensor], views: Sequence[Tensor]) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _lattice(elements: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shape and the strides of the elements that are looked at: every second one from the first on, and the rest."""
+    """The shape and the strides of the elements that are looked at: every second one from the first, and the others."""
     count = min(max(elements // _ONE_OF, _AT_LEAST), _AT_MOST) // 2 * 2
     if elements <= count:
         return (1, elements), (elements, 1)
