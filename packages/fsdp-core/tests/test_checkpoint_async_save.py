@@ -88,6 +88,36 @@ class TestStaging:
         with pytest.raises(CheckpointError, match="'model/weight' was written to while it was being"):
             staging.wait()
 
+    @pytest.mark.parametrize(
+        "weight",
+        [
+            torch.zeros(()),
+            torch.full((5, 300, 7), torch.nan),
+            torch.zeros(40, 60, dtype=torch.bfloat16).T[1:],
+            torch.zeros(1000, dtype=torch.complex128).conj(),
+            torch.zeros(300, dtype=torch.float8_e4m3fn),
+            torch.zeros(300, dtype=torch.bool),
+        ],
+        ids=["scalar", "nan", "strided", "complex", "float8", "bool"],
+    )
+    @pytest.mark.parametrize("where", ["nowhere", "first", "last", "run"])
+    def test_a_write_through_data_before_a_deferred_copy_is_told(self, weight: torch.Tensor, where: str) -> None:
+        weight = weight.clone() if weight.is_contiguous() else weight.mT.clone().mT if weight.ndim > 1 else weight
+        staging, elements = Staging(), weight.numel()
+        staging.copy(Plan(tensors={"weight": weight}), rank=0, deferred=lambda tensor: tensor)
+        # any run of more than a fifteenth of the elements is found
+        begin = {"nowhere": elements, "first": 0, "last": elements - 1, "run": elements // 3}[where]
+        length = elements // 15 + 1 if where == "run" else 1
+        for index in range(begin, min(begin + length, elements)):
+            place = torch.unravel_index(torch.tensor(index), weight.shape)
+            weight.data[tuple(one.item() for one in place)] = 1
+        assert weight._version == 0
+        if where == "nowhere":
+            staging.wait()
+            return
+        with pytest.raises(CheckpointError, match=r"perhaps through \.data"):
+            staging.wait()
+
     def test_memory_is_used_again(self) -> None:
         staging = Staging()
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
-from fsdp_core.huggingface import load_pretrained
+from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.huggingface import load_pretrained, save_pretrained
 from fsdp_core.lightning import LoadPretrained, SavePretrained
 from fsdp_core.lightning.pretrained_folders import _is_step_in
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -154,6 +154,52 @@ def test_a_resumed_run_does_not_write_the_last_folder_again(tmp_path: Path) -> N
     later = new_trainer(2, SavePretrained(out, every_n_train_steps=1), accumulate=2)
     later.fit(Lit(), batches(), ckpt_path=tmp_path / "one.ckpt")
     assert sorted(os.listdir(out)) == ["step-00000001", "step-00000002"]
+
+
+class OtherJob:
+    """Puts a file at a path while a folder is written that is to appear there, as another job may."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+
+    def save_pretrained(self, folder: str) -> None:
+        """Put it there, and write something of its own."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / self.name).write_text("theirs")
+        Path(folder, "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "overwrite", "replaced"),
+    [("model.safetensors", False, False), ("thesis.txt", True, False), ("model.safetensors", True, True)],
+)
+def test_what_appears_while_a_folder_is_written(tmp_path: Path, name: str, overwrite: bool, replaced: bool) -> None:
+    out = tmp_path / "out"
+
+    def save() -> Any:
+        return save_pretrained(Pair(), out, also=[OtherJob(out, name)], overwrite=overwrite)
+
+    if replaced:
+        save()
+        assert sorted(os.listdir(out)) == ["model.safetensors", "tokenizer.json"]
+        assert (out / "model.safetensors").read_bytes() != b"theirs"
+    else:
+        assert_says(refusal(CheckpointExistsError, save), str(out), "which is not replaced")
+        assert [(out / one).read_text() for one in os.listdir(out)] == ["theirs"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_callback_takes_the_next_name_if_another_job_has_been_faster(tmp_path: Path) -> None:
+    faster = OtherJob(tmp_path / "step-00000001", "model.safetensors")
+    save = SavePretrained(tmp_path, every_n_train_steps=1, also=[faster])
+    new_trainer(1, save).fit(Lit(), batches())
+    assert save.written == [str(tmp_path / "step-00000001-v1")]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000001-v1"]
+    assert (faster.path / faster.name).read_text() == "theirs"
+    (tmp_path / "step-00000002").symlink_to(tmp_path / "gone")  # exists, as far as a new folder is concerned
+    again = SavePretrained(tmp_path, every_n_train_steps=2)
+    new_trainer(2, again).fit(Lit(), batches())
+    assert again.written == [str(tmp_path / "step-00000002-v1")]
 
 
 @pytest.mark.parametrize(

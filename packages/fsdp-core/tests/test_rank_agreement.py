@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.optimizer_agreement import check_same_optimizers
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import RankPool
@@ -133,3 +135,69 @@ def test_packages_of_the_models_classes_are_named() -> None:
     facts = facts_of_packages(nn.ModuleList([SumMetric()]), Twin)
     assert {"version of torch", "version of torchmetrics", "version of fsdp_core"} <= facts.keys()
     assert "version of builtins" not in facts
+
+
+def settled(change: str) -> list[torch.optim.Optimizer]:
+    """Optimizers with settings of every kind, one of which is changed."""
+    net = nn.Linear(3, 3)
+    decay: Any = {"params": [net.weight], "weight_decay": 0.1, "lr": torch.tensor(float("nan"))}
+    plain: Any = {"params": [net.bias], "hook": len, "note": object(), "table": torch.zeros(2)}
+    groups = [decay, plain]
+    if change == "a scalar tensor":
+        decay["lr"] = torch.tensor(0.5)
+    elif change == "betas":
+        plain["betas"] = (0.9, 0.95)
+    elif change == "the order of groups":
+        groups.reverse()
+    elif change == "one group":
+        del groups[1]
+    elif change == "a function":
+        plain["hook"] = min
+    elif change == "a setting":
+        plain["more"] = True
+    elif change == "a number of numpy's":
+        plain["eps"] = numpy.float64(1e-8)  # AdamW's own
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.01, capturable=False)]
+    if change == "another":
+        optimizers.append(torch.optim.SGD(net.parameters(), lr=0.1))
+    if change == "the class":
+        optimizers = [torch.optim.Adam(groups, lr=0.01)]
+    return optimizers
+
+
+#: What the second of three ranks has changed, and what is said of it.
+SETTINGS = {
+    "a scalar tensor": "'lr' in param group 0 of AdamW is nan in torch.float32 on rank 0, 2, and 0.5 in .* on rank 1",
+    "betas": r"'betas' in param group 1 of AdamW is \[0.9, 0.999\] on rank 0, 2, and \[0.9, 0.95\] on rank 1",
+    "the order of groups": "in param group 0 of AdamW is ",
+    "one group": "the number of param groups of AdamW is 2 on rank 0, 2, and 1 on rank 1",
+    "a function": "'hook' in param group 1 of AdamW is len on rank 0, 2, and min on rank 1",
+    "a setting": "'more' in param group 1 of AdamW is missing on rank 0, 2, and True on rank 1",
+    "another": "the number of optimizers is 1 on rank 0, 2, and 2 on rank 1",
+    "the class": "the class of optimizer 0 is AdamW on rank 0, 2, and Adam on rank 1",
+}
+
+
+def differ_in_optimizers() -> dict[str, str]:
+    runtime = ProcessGroupRuntime()
+    rank = int(os.environ["RANK"])
+    where: dict[str, Any] = {"address": "127.0.0.1", "port": os.environ["MASTER_PORT"]}
+    runtime.start(rank=rank, local_rank=rank, world_size=3, device=torch.device("cpu"), **where)
+    check_same_optimizers(runtime, settled("nothing"))  # NaN is equal to itself, and objects differ on all ranks
+    check_same_optimizers(runtime, settled("a number of numpy's" if rank else "nothing"))
+    said = {}
+    for change in SETTINGS:
+        with pytest.raises(ShardingError) as told:
+            check_same_optimizers(runtime, settled(change if rank == 1 else "nothing"))
+        said[change] = str(told.value)
+    runtime.stop()
+    return said
+
+
+def test_every_rank_is_told_of_other_optimizers() -> None:
+    with RankPool() as ranks:
+        first, *others = ranks.run(3, differ_in_optimizers, timeout=60)
+    assert others == [first, first]
+    for change, words in SETTINGS.items():
+        assert re.search(words, first[change]), first[change]
+        assert "ranks have set up different optimizers" in first[change]

@@ -77,6 +77,24 @@ def test_named_entries_along_their_own_dimensions() -> None:
     assert_says(refusal(ShardingError, lambda: again.split(again.split(batch))), "'x'", "already the part")
 
 
+@pytest.mark.parametrize(
+    "moved",
+    [torch.clone, lambda part: part.to(torch.float64), lambda part: part.to(torch.int16)],
+)
+def test_a_part_that_was_moved_is_not_split_again(moved: Any) -> None:
+    """Fabric's loaders split on the CPU; the copy on another device has no mark."""
+    split = SequenceSplit(Second())
+    loader: Any = split_in_fabric(DataLoader(list(WHOLE), batch_size=1), split.split)  # type: ignore[arg-type]
+    for batch in loader:
+        assert_says(refusal(ShardingError, lambda b=batch: split.split(moved(b))), "already the part", "split_batch()")
+    other = torch.arange(100, 106).reshape(2, 3)[:, :2]  # of another batch, which is as long as parts are
+    split.split(WHOLE[:, :4])
+    assert split.split(other).shape == (2, 1)
+    nan = torch.full((2, 4), torch.nan)
+    split.split(nan)
+    assert_says(refusal(ShardingError, lambda: split.split(nan[:, :2].clone())), "already the part")
+
+
 def test_a_loss_is_weighted_or_refused() -> None:
     split = SequenceSplit(Second())
     uneven = torch.tensor([[1, 2, 3, 4, -100, -100]])

@@ -28,11 +28,14 @@ class Watching(Lit):
         super().__init__("adamw_groups")
         self.net.norm = nn.BatchNorm1d(6)
         self.pending: list[int] = []
+        self.moments = 0  # how many tensors of the optimizer's are among them
 
     def forward(self, x: Tensor) -> Any:
         strategy = cast("Any", self.trainer.strategy)
         if strategy.async_saves is not None:
-            self.pending.append(len(strategy.async_saves._staging._deferred))
+            deferred = strategy.async_saves._staging._deferred
+            self.pending.append(len(deferred))
+            self.moments = max(self.moments, sum("exp_avg" in one.name for one in deferred))
         return self.net(self.net.norm(x))  # whose statistics a forward pass changes
 
 
@@ -102,6 +105,7 @@ def saved(tmp: str, kind: str, asynchronous: bool) -> tuple[list[int], list[dict
             tmp, "fsdp2", 2, {"async_save": asynchronous}, callbacks=[checkpoints], enable_checkpointing=True
         )
         run.fit(module, loader(3, 2))
+        assert (module.moments > 20) == (asynchronous and kind != "hooks"), module.moments
     finally:
         async_save._HEAD_START, deferred_copies._SMALL = kept
     return module.pending, [_state_of(tmp, f"{folder}/step={step}.ckpt", kind) for step in (1, 2, 3)]
@@ -165,26 +169,48 @@ def test_what_is_written_between_hooks_is_not_in_an_earlier_save(ranks: RankPool
 
 
 class WritesInItsStep(Watching):
-    """Writes to a shard in its training step, before its unit is gathered, as momentum encoders do."""
+    """Writes to a shard, or to a moment of it, in its training step, before its unit is gathered.
+
+    Args:
+        through: ``"the parameter"``, as momentum encoders do; ``".data"``, which counts no writes; or ``"exp_avg"``.
+    """
+
+    def __init__(self, through: str) -> None:
+        super().__init__()
+        self.through = through
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx:
+        weight = self.net.blocks[1].up.weight
+        if batch_idx and self.through == "the parameter":
             with torch.no_grad():
-                self.net.blocks[1].up.weight.mul_(0.9)
+                weight.mul_(0.9)
+        elif batch_idx and self.through == ".data":
+            weight.data.mul_(0.9)
+        elif batch_idx:
+            self.trainer.optimizers[0].state[weight][self.through].data.mul_(0.9)
         return super().training_step(batch, batch_idx)
 
 
-def written_in_a_step(tmp: str) -> str:
+def written_in_a_step(tmp: str, through: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_save, "_HEAD_START", 1e6)
         patch.setattr(deferred_copies, "_SMALL", 0)
-        saves = ModelCheckpoint(tmp, "{step}", every_n_train_steps=1)
+        saves = ModelCheckpoint(f"{tmp}/{through}", "{step}", every_n_train_steps=1)
         run = new_trainer(tmp, "fsdp2", 2, {"async_save": True}, callbacks=[saves], enable_checkpointing=True)
-        return refusal(CheckpointError, lambda: run.fit(WritesInItsStep(), loader(3, 2)))
+        return refusal(CheckpointError, lambda: run.fit(WritesInItsStep(through), loader(3, 2)))
 
 
-def test_a_step_that_writes_to_shards_makes_the_save_fail(ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks.run(2, written_in_a_step, str(tmp_path)):
-        assert_says(
-            told, "'model/net.blocks.1.up.weight' was written to while it was being copied", "on_train_batch_end"
-        )
+@pytest.mark.parametrize(
+    ("through", "name"),
+    [
+        ("the parameter", "model/net.blocks.1.up.weight"),
+        (".data", "model/net.blocks.1.up.weight"),
+        ("exp_avg", "net.blocks.1.up.weight"),
+    ],
+)
+def test_a_step_that_writes_to_shards_makes_the_save_fail(
+    ranks: RankPool, tmp_path: Path, through: str, name: str
+) -> None:
+    for told in ranks.run(2, written_in_a_step, str(tmp_path), through):
+        assert_says(told, f"{name}", "was written to while it was being copied", "on_train_batch_end")
+        assert ("exp_avg" in told) == (through == "exp_avg")

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import StepLR
 
-from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.errors import OptimizerMismatchError, ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
@@ -320,3 +320,73 @@ def test_param_groups_that_are_added_late_have_owners(ranks: RankPool, tmp_path:
         assert losses == of_resumed
         assert state[1].keys() == resumed[1].keys()
         torch.testing.assert_close(resumed, state, atol=0, rtol=0)
+
+
+class Failing(OwnMuon):
+    """Can't factorise one of the matrices, as ill-conditioned ones sometimes can't be."""
+
+    fails_at: Tensor | None = None
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        if self.fails_at is not None and matrix.shape == self.fails_at.shape and torch.equal(matrix, self.fails_at):
+            torch.linalg.cholesky(torch.zeros(2, 2))
+        return super()._orthogonal(matrix)
+
+
+def fails_on_its_owner() -> tuple[list[str], bool, int]:
+    """Fail at a matrix, and at a gradient that one rank has not; what is told, and whether weights are as before."""
+    fabric = new_fabric("fsdp2")
+    net = oracle.new_net()
+    matrices = {name: p for name, p in net.named_parameters() if p.ndim == 2 and p.requires_grad}
+    optimizer = Failing(list(matrices.values()), momentum=0.0)
+    model, stepped = fabric.setup(net, optimizer)
+    (x, y), *_ = oracle.global_batches(1)
+    said = []
+
+    def step() -> None:
+        with CommDebugMode() as mode:
+            stepped.step()
+        counts.append(sum(mode.get_comm_counts().values()))
+
+    counts: list[int] = []
+    fabric.backward(mse_loss(model(x), y))
+    step()
+    before = full_state(fabric.strategy)
+    gradient = net.blocks[1].down.weight.grad
+    optimizer.fails_at = gradient.full_tensor()
+    said.append(refusal(ShardingError, step))
+    optimizer.fails_at = None
+    weight = net.blocks[0].up.weight
+    if fabric.global_rank == 1:
+        weight.grad = None
+    said.append(refusal(ShardingError, step))
+    after = full_state(fabric.strategy)
+    weight.grad = torch.zeros_like(weight)
+    step()  # ranks are not out of step
+    return said, all(torch.equal(after[name], value) for name, value in before.items()), counts[-1]
+
+
+def test_all_ranks_raise_what_one_owner_fails_with(ranks: RankPool) -> None:
+    """The failing rank takes part in the exchange that the others wait in, so it costs no collective."""
+    first, second = ranks.run(2, fails_on_its_owner, timeout=60)
+    assert first == second
+    (at_a_matrix, no_gradient), kept, collectives = first
+    assert_says(at_a_matrix, "Failing has failed on rank", "while it updated 'blocks.1.down.weight': _LinAlgError")
+    assert_says(at_a_matrix, "No weight was changed", "from a checkpoint")
+    assert_says(no_gradient, "on rank 1, which has no gradient of its part of 'blocks.0.up.weight'", "AdamW")
+    assert kept
+    assert collectives == 3  # which have gradients, then gradients and weights to the owners, and weights back
+
+
+def in_orders_of_their_own() -> str:
+    fabric = new_fabric("fsdp2")
+    net = oracle.new_net()
+    matrices = [p for p in net.parameters() if p.ndim == 2 and p.requires_grad]
+    given = matrices[::-1] if fabric.global_rank else matrices
+    return refusal(ShardingError, lambda: fabric.setup(net, OwnMuon(given)))
+
+
+def test_parameters_in_another_order_are_refused(ranks: RankPool) -> None:
+    """As those of a set are: its order differs from process to process."""
+    for told in ranks.run(2, in_orders_of_their_own):
+        assert_says(told, "where rank 0 has 'inp.weight', rank 1 has 'blocks.2.down.weight'", "the order of a set")

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.functional import mse_loss
 
 from fsdp_core import wrap
 from fsdp_core.errors import UnsupportedCapabilityError
@@ -16,9 +18,10 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.precision import seen_by_a_block
 from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, loader, means, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 
 class Halves(Lit):
@@ -69,3 +72,25 @@ def test_device_without_bf16(precision: str, instead: str) -> None:
     dtypes, device = ShardPrecision.named(precision), torch.device("cuda", 0)
     told = refusal(UnsupportedCapabilityError, lambda: dtypes.check_device(device, bf16_supported=False))
     assert_says(told, f"precision={precision!r}", "cuda:0", f"precision={instead!r}", "precision='32-true'")
+
+
+def _norms_in_double() -> dict[str, float]:
+    fabric = new_fabric("fsdp2")
+    net = oracle.new_net().double()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    fabric.backward(mse_loss(model(x.double()), y.double()))
+    norms = {name: float(value) for name, value in grad_norm(net, 2).items()}
+    return {**norms, "clipped": float(fabric.clip_gradients(model, optimizer, max_norm=float("inf")))}
+
+
+def test_norms_in_double(ranks: RankPool) -> None:
+    """They are added up in fp64, of which fp32 would keep half the digits."""
+    net = oracle.new_net().double()
+    (x, y), *_ = oracle.global_batches(1)
+    mse_loss(net(x.double()), y.double()).backward()
+    want = {f"grad_2.0_norm/{n}": p.grad.norm().item() for n, p in net.named_parameters() if p.grad is not None}
+    total = nn.utils.clip_grad_norm_(net.parameters(), float("inf")).item()
+    want |= {"grad_2.0_norm_total": total, "clipped": total}
+    for got in ranks.run(2, _norms_in_double):
+        assert got == pytest.approx(want, rel=1e-12)  # of fp64's 2e-16, the order of additions takes some

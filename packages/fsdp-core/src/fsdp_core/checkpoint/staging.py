@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_core.checkpoint.fingerprints import differing, sample, view_of_sample
 from fsdp_core.checkpoint.planning import Plan
 from fsdp_core.errors import CheckpointError
 from fsdp_core.torch_private import times_written
@@ -33,6 +34,7 @@ class _Deferred:
         original: What is copied.
         watched: What counts writes to it.
         written: How many there were when the copy was deferred.
+        sampled: Some of its elements, as they were then. Writes through ``.data`` are not counted.
     """
 
     name: str
@@ -40,6 +42,7 @@ class _Deferred:
     original: Tensor
     watched: Tensor
     written: int
+    sampled: Tensor
 
 
 class Staging:
@@ -62,6 +65,7 @@ class Staging:
         self._pinned = False
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._places: list[Tensor] = []  # the memory of this layout
+        self._views: dict[int, Tensor] = {}  # by id of the memory
         self._copied: list[torch.cuda.Event] = []
         self._copying = threading.Lock()  # guards the attributes below
         self._deferred: list[_Deferred] = []
@@ -78,7 +82,8 @@ class Staging:
             rank: This rank. Only rank 0 writes the tensors of the plain data.
             deferred: Which tensors in host memory are copied by :meth:`finish` instead: returns the tensor through
                 which one would be written to, such as the DTensor that it belongs to, or ``None`` to copy it now. They
-                must not be written to until then.
+                must not be written to until then: :meth:`wait` raises if torch has counted a write, or if elements
+                that :func:`~fsdp_core.checkpoint.fingerprints.sample` looks at have changed, as through ``.data``.
 
         Returns:
             The plan over the copies, which may be read after :meth:`wait`. A tensor that is read only when it is
@@ -104,6 +109,7 @@ class Staging:
                             original=original,
                             watched=watched,
                             written=times_written(watched),
+                            sampled=sample(original),
                         )
                     )
                 else:
@@ -127,23 +133,29 @@ class Staging:
         with self._copying, torch.no_grad():
             for one in self._deferred:
                 one.memory.copy_(one.original)
-                if times_written(one.watched) != one.written:
-                    self._changed.append(one.name)
+            samples, views = [one.sampled for one in self._deferred], [self._looked_at(one) for one in self._deferred]
+            otherwise = set(differing(samples, views))
+            self._changed += [
+                one.name
+                for index, one in enumerate(self._deferred)
+                if index in otherwise or times_written(one.watched) != one.written
+            ]
             self._deferred = []
 
     def wait(self) -> None:
         """Wait until the last copies are complete. Any thread may call this.
 
         Raises:
-            CheckpointError: A tensor was written to before its deferred copy was made.
+            CheckpointError: A tensor was written to before its deferred copy was made; see :meth:`copy`.
         """
         self.finish()
         for event in self._copied:
             event.synchronize()
         if self._changed:
             raise CheckpointError(
-                f"{self._changed[0]!r} was written to while it was being copied for a checkpoint, by code that is in "
-                f"no hook of Lightning's, such as training_step() ({len(self._changed)} tensors in all).\n"
+                f"{self._changed[0]!r} was written to while it was being copied for a checkpoint, perhaps through "
+                ".data, by code that is in no hook of Lightning's, such as training_step() or a data loader "
+                f"({len(self._changed)} tensors in all).\n"
                 "Write to parameters and optimizer state in hooks, such as on_train_batch_end(), or leave async_save "
                 "out."
             )
@@ -151,14 +163,20 @@ class Staging:
     def free(self) -> None:
         """Release the memory."""
         self._deferred = []
-        self._blocks, self._layout, self._places, self._copied = [], [], [], []
+        self._blocks, self._layout, self._places, self._copied, self._views = [], [], [], [], {}
+
+    def _looked_at(self, one: _Deferred) -> Tensor:
+        """A view of the copy's elements that are compared, kept as long as the memory: making it takes time."""
+        if id(one.memory) not in self._views:
+            self._views[id(one.memory)] = view_of_sample(one.memory)
+        return self._views[id(one.memory)]
 
     def _memory(self, originals: list[Tensor]) -> list[Tensor]:
         """Return memory for each tensor, of its shape and dtype; that of the last save, if its tensors were alike."""
         layout = [(tensor.shape, tensor.dtype) for tensor in originals]
         pinned = any(tensor.is_cuda for tensor in originals)
         if layout != self._layout or pinned != self._pinned:
-            self._layout, self._places = [], []  # these also keep memory alive
+            self._layout, self._places, self._views = [], [], {}  # these also keep memory alive
             self._places = list(self._new_places(originals, pinned=pinned))
             self._layout = layout
         return self._places

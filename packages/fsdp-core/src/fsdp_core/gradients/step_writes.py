@@ -1,4 +1,4 @@
-"""Noticing what a training step writes to gathered parameters, which is lost when they are freed."""
+"""Noticing what a step or a forward pass writes to gathered parameters, which is lost when they are freed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ComparedShards", "GatheredShard", "StepWrites", "check_writes"]
 
 
 class StepWrites(Protocol):
-    """Notices what the user's ``training_step`` writes to gathered parameters.
+    """Notices what the user's ``training_step``, or a forward pass under Fabric, writes to gathered parameters.
 
     Attributes:
         told_to_all: Whether ranks tell each other at the end of the step what they have found.
@@ -33,13 +33,21 @@ class StepWrites(Protocol):
         ...
 
 
-def check_writes(writes: StepWrites, ranks: Runtime | None = None) -> None:
+def check_writes(
+    writes: StepWrites,
+    ranks: Runtime | None = None,
+    *,
+    by: str = "training_step()",
+    instead: str = "in on_train_batch_end()",
+) -> None:
     """Refuse what was written to gathered parameters. Called before they are freed or gathered again.
 
     Args:
         writes: What has watched the step.
         ranks: The ranks, which must then all call this, at the end of a step: what one of them has found, which sees
             what was written to its own part, is raised on all. ``None`` where some may not come.
+        by: What may have written, for the error.
+        instead: Where to write, for the error.
 
     Raises:
         ShardingError: Something was written.
@@ -51,9 +59,9 @@ def check_writes(writes: StepWrites, ranks: Runtime | None = None) -> None:
         rank, name = named[0]
         where = f" on rank {rank}" if len(named) < len(everyones) else ""
         raise ShardingError(
-            f"training_step() has written to {name!r}{where}, which is gathered for the step: what is written to it is "
+            f"{by} has written to {name!r}{where}, which is gathered for the step: what is written to it is "
             "lost when it is freed.\n"
-            "Write in on_train_batch_end(), where parameters are shards: what is elementwise, such as "
+            f"Write {instead}, where parameters are shards: what is elementwise, such as "
             "p.data.clamp_(-0.01, 0.01) for p in self.critic.parameters(), is right there under every strategy. For "
             "anything else, write within fsdp_core.gathered(module, modifier_rank=0) there."
         )

@@ -99,7 +99,8 @@ def save_pretrained(
         What was saved.
 
     Raises:
-        CheckpointExistsError: There is something in the folder.
+        CheckpointExistsError: There is something in the folder, or something has appeared there when the new one is
+            complete; it is unchanged. With ``overwrite``, only what is not of this kind.
         UnsupportedCapabilityError: The folder is in an object store; the model has adapters of PEFT's; or transformers
             stores it in a form that can't be computed from shards.
         ShardingError: It was called inside a step, or another rank did not call it.
@@ -193,12 +194,13 @@ def write_folder(
     doing = f"saving {os.fspath(path)}"
     state = held.state()
     decided: FolderContent | None = None
+    ours = f"{own_files}|{OTHER_FILES}" if also else own_files
 
     def prepare() -> tuple[str, str, list[FilePlan]] | None:
         nonlocal decided
         if runtime.rank == 0:
             _refuse_object_store(path)
-            check_folder(path, overwrite=overwrite, ours=f"{own_files}|{OTHER_FILES}" if also else own_files)
+            check_folder(path, overwrite=overwrite, ours=ours)
         with held.as_written() as model:  # on every rank
             if runtime.rank:
                 return None
@@ -217,7 +219,7 @@ def write_folder(
         def finish() -> None:
             if decided is not None:
                 _write_rest(place, decided, plans, also)
-                place.put()
+                place.put(overwrite=overwrite, ours=ours)
 
         together(runtime, doing, finish)
     except FSDPError:  # on every rank

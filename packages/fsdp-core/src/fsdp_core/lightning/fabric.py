@@ -30,6 +30,7 @@ from fsdp_core.lightning.checkpoints.fabric_checkpoints import (
 )
 from fsdp_core.lightning.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.hooks.exporting import written_of
+from fsdp_core.lightning.hooks.first_forwards import FirstForwards
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
@@ -97,6 +98,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown, error_if_nonfinite
         )
         self.roots: list[Sharded] = []
+        self._first_forwards: list[FirstForwards] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._num_nodes = 1
@@ -177,6 +179,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         sharded = self._shard(module)
         if not any(known is sharded for known in self.roots):
             self.roots.append(sharded)
+            self._first_forwards.append(FirstForwards(sharded))
         return ShardedForward(sharded)
 
     def sharded_of(self, module: nn.Module) -> Sharded:
@@ -212,12 +215,12 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         forward = self.setup_module(module)
-        self._repoint(optimizers, self.roots)
+        self._take_optimizers(optimizers, self.roots)
         self.optimizers.update(optimizers)
         return forward, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._repoint([optimizer], self.roots)
+        self._take_optimizers([optimizer], self.roots)
         self.optimizers.add(optimizer)
         return optimizer
 
@@ -232,6 +235,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._check_loss()
+        for forwards in self._first_forwards:
+            forwards.check()
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -245,6 +250,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             kwargs["closure"] = partial(self._evaluate, closure, optimizer)
         output = super().optimizer_step(optimizer, **kwargs)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._first_forwards = [forwards for forwards in self._first_forwards if not forwards.stop()]
         self._backward_sync_control.accumulating.clear()
         self._unreduced.clear()
         for root in self.roots:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from fsdp_core.errors import CheckpointValueError, ShardingError
+from fsdp_core.errors import CheckpointExistsError, CheckpointValueError, ShardingError
 from fsdp_core.huggingface import LoadedFolder, SavedFolder, load_pretrained, save_adapter, save_pretrained
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 
@@ -28,7 +28,9 @@ class SavePretrained(pl.Callback):
 
     The folders are ``dirpath/step-00000100`` and so on, by the number of optimizer steps. No rank gathers the model;
     see :func:`fsdp_core.huggingface.save_pretrained`. Of a model with adapters of PEFT's, the adapters alone are
-    written. Such a folder holds weights only: save checkpoints, too, to resume training.
+    written. Such a folder holds weights only: save checkpoints, too, to resume training. What exists is never replaced:
+    a run that finds a folder of the name, or another run's that has been completed meanwhile, writes
+    ``step-00000100-v1``.
 
     Args:
         dirpath: The folder of these folders, on a file system that all ranks share.
@@ -108,12 +110,15 @@ class SavePretrained(pl.Callback):
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> SavedFolder | None:
         if trainer.global_step == self._step_saved or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
-        folder = _free(os.path.join(self.dirpath, f"step-{trainer.global_step:08d}"))
-        module = _chosen(pl_module, self.model)
-        if any(hasattr(part, "peft_config") for part in module.modules()):
-            saved = save_adapter(module, folder, **self.options)
-        else:
-            saved = save_pretrained(module, folder, **self.options, max_shard_size=self.max_shard_size)
+        saved = None
+        while saved is None:
+            path = os.path.join(self.dirpath, f"step-{trainer.global_step:08d}")
+            folder = trainer.strategy.broadcast(_free(path) if trainer.is_global_zero else path)
+            try:
+                saved = self._saved_to(folder, _chosen(pl_module, self.model))
+            except CheckpointExistsError:  # on all ranks: another job may have taken the name meanwhile
+                if not trainer.strategy.broadcast(os.path.lexists(folder)):
+                    raise
         self._step_saved = trainer.global_step
         self.written.append(saved.path)
         while self.keep is not None and len(self.written) > self.keep:
@@ -122,6 +127,11 @@ class SavePretrained(pl.Callback):
             if trainer.is_global_zero and _is_step_in(self.dirpath, older):
                 shutil.rmtree(older, ignore_errors=True)
         return saved
+
+    def _saved_to(self, folder: str, module: nn.Module) -> SavedFolder:
+        if any(hasattr(part, "peft_config") for part in module.modules()):
+            return save_adapter(module, folder, **self.options)
+        return save_pretrained(module, folder, **self.options, max_shard_size=self.max_shard_size)
 
 
 class LoadPretrained(pl.Callback):
@@ -188,9 +198,9 @@ def _is_step_in(dirpath: str, path: str) -> bool:
 
 
 def _free(path: str) -> str:
-    """The path, or one with a number behind it if another run has written there."""
+    """The path, or one with a number behind it if there is something already, such as of another run. For rank 0."""
     number, free = 0, path
-    while os.path.exists(free):
+    while os.path.lexists(free):
         number += 1
         free = f"{path}-v{number}"
     return free

@@ -42,6 +42,7 @@ from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.optimizer_agreement import check_same_optimizers
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
@@ -180,6 +181,11 @@ class RanksOfStrategy:
         """Refuse parameters that were added to the module after it was sharded."""
         with sharded.as_written():
             refuse_late(sharded.written, sharded.names, optimizers, self.make_before)
+
+    def _take_optimizers(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
+        """Compare new optimizers over all ranks, and make them hold shards. All ranks must call it."""
+        check_same_optimizers(self.runtime, optimizers)
+        self._repoint(optimizers, roots)
 
     def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Make optimizers hold shards, and refuse parameters that were added after sharding."""

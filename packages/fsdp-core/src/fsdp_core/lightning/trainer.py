@@ -241,7 +241,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 self.setup_optimizers(trainer)
                 # check here: what was added to the module in this context may be gone after it
                 refuse_late(sharded.written, sharded.names, self.optimizers, self.make_before)
-            self._repoint(self.optimizers, [sharded])
+            self._take_optimizers(self.optimizers, [sharded])
             check_finetuning(trainer, sharded, self.strategy_name)
         if not module.automatic_optimization:
             _watch_toggling(self.lightning_module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
         order: The order *p* of the norms, positive; ``inf`` for the largest absolute value.
 
     Returns:
-        0-dim tensors of at least fp32 on the CPU, by parameter name, without parameters that have no gradient.
+        0-dim tensors of at least fp32, and of the widest parameters' dtype, on the CPU, by parameter name, without
+        parameters that have no gradient.
     """
     runtime = sharded.runtime
     parts = {part.name: (p, part) for p, of_it in sharded.layout().items() for part in of_it}
@@ -40,7 +42,9 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
             has[index] = 1
             powers[index] = max(norms) if (norms := _norms(held, order)) and math.isinf(order) else _sum(norms, order)
             is_nan[index] = any(bool(one.isnan().any()) for one in held)
-    gathered = torch.stack([has, powers, is_nan]).float()
+    # not in fp64 for all: not every device has it
+    wide = reduce(torch.promote_types, (p.dtype for p, _ in parts.values() if p.is_floating_point()), torch.float32)
+    gathered = torch.stack([has, powers, is_nan]).to(wide)
     found = runtime.all_reduce(gathered.to(runtime.device), "max" if math.isinf(order) else "sum").cpu()
     values = found[1] if math.isinf(order) else found[1] ** (1 / order)
     values = values.where(found[2] == 0, torch.nan)  # gloo's maximum ignores a NaN from another rank

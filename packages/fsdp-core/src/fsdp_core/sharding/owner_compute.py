@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from math import prod
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizer_trial import moves_without_gradients
+from fsdp_core.sharding.owner_failures import OwnerFailure, failed_in, raise_together
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.coverage import Box
 from fsdp_core.state.full_tensor import each_whole
@@ -138,9 +139,14 @@ def step_on_owners(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Ru
         loads[member.owner] += prod(member.part.shape)
     owners = assign_owners([prod(layout[p][0].shape) for p in new], runtime.world_size, loads)
     found = [chunked(layout[p][0].of(p), rank=runtime.rank) for p in new]
+    names = [layout[p][0].name for p in new]
     told = runtime.gather_objects(
-        [(one.replica, [(one_.offsets, tuple(one_.data.shape)) for one_ in one.chunks]) for one in found]
+        [
+            (one.replica, [(one_.offsets, tuple(one_.data.shape)) for one_ in one.chunks], name)
+            for one, name in zip(found, names, strict=True)
+        ]
     )
+    _check_same_order(type(optimizer).__name__, [[name for *_, name in of_rank] for of_rank in told])
     for index, (parameter, owner) in enumerate(zip(new, owners, strict=True)):
         before[id(parameter)] = _Member(
             held=parameter,
@@ -153,6 +159,19 @@ def step_on_owners(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Ru
     set_owners(optimizer, Owners(rank=runtime.rank, by_parameter={m.held: m.owner for m in plan.members}))
     _take_first_state(optimizer, [before[id(p)] for p in new], runtime)
     _plans[optimizer] = plan
+
+
+def _check_same_order(optimizer: str, by_rank: Sequence[Sequence[str]]) -> None:
+    """Refuse parameters that ranks hold in different orders: weights would be sent to the places of others."""
+    for rank, names in enumerate(by_rank):
+        if names != by_rank[0]:
+            first = next(pair for pair in zip_longest(by_rank[0], names) if pair[0] != pair[1])
+            raise ShardingError(
+                f"ranks have given {optimizer} parameters in different orders: where rank 0 has {first[0]!r}, rank "
+                f"{rank} has {first[1]!r}.\n"
+                "Give it model.parameters(), or lists in the same order on every rank; the order of a set differs from "
+                "process to process."
+            )
 
 
 def _take_first_state(optimizer: torch.optim.Optimizer, members: Sequence[_Member], runtime: Runtime) -> None:
@@ -187,11 +206,24 @@ def _step_over_wholes(self: torch.optim.Optimizer, closure: Callable[[], Any] | 
             loss = closure()
     with torch.no_grad():
         members = _moved(plan)
-        _gather(plan, members)
-        with _over_wholes(self, plan, members):
-            plan.step(self, **options)
-        _scatter(plan, members)
+        failure = _gather(plan, members)
+        if failure is None:
+            failure = _own_step(self, plan, members, options)
+        _scatter(plan, members, type(self).__name__, failure)
     return loss
+
+
+def _own_step(
+    optimizer: torch.optim.Optimizer, plan: _Plan, members: Sequence[_Member], options: Mapping[str, Any]
+) -> OwnerFailure | None:
+    """Let the optimizer step over what this rank owns. Returns why it could not."""
+    try:
+        with _over_wholes(optimizer, plan, members):
+            plan.step(optimizer, **options)
+    except Exception as error:
+        mine = [m for m in members if m.owner == plan.runtime.rank and m.whole is not None]
+        return failed_in(error, [(m.part.name, m.whole, m.whole.grad) for m in mine if m.whole is not None])
+    return None
 
 
 _hooked_step = torch.optim.Optimizer.profile_hook_step(_step_over_wholes)
@@ -211,9 +243,10 @@ def _moved(plan: _Plan) -> list[_Member]:
     return [member for member in members if plan.moves_all or member.has_gradient]
 
 
-def _gather(plan: _Plan, members: Sequence[_Member]) -> None:
-    """Put whole weights and gradients together on their owners."""
+def _gather(plan: _Plan, members: Sequence[_Member]) -> OwnerFailure | None:
+    """Put whole weights and gradients together on their owners. Returns why this rank can't send its part."""
     runtime = plan.runtime
+    failure = None
     rank, ranks = runtime.rank, range(runtime.world_size)
     for kind, alike in _by_kind(members).items():
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
@@ -224,12 +257,12 @@ def _gather(plan: _Plan, members: Sequence[_Member]) -> None:
                     continue
                 grad = member.held.grad
                 if grad is None or grad.dtype != member.held.dtype:
-                    raise ShardingError(
-                        f"rank {rank} has {'no gradient' if grad is None else f'a gradient in {grad.dtype}'} of its "
-                        f"part of {member.part.name!r}, which is in {member.held.dtype}.\n"
-                        "Let the gradient be in the parameter's dtype; or use an optimizer whose update is "
-                        "elementwise, such as AdamW."
+                    failure = failure or OwnerFailure(
+                        said=f"which has {'no gradient' if grad is None else f'a gradient in {grad.dtype}'} of its "
+                        f"part of {member.part.name!r}, which is in {member.held.dtype}. Let the gradient be in the "
+                        "parameter's dtype; or use an optimizer whose update is elementwise, such as AdamW"
                     )
+                    grad = torch.zeros_like(member.held)
                 outgoing[member.owner] += member.chunks(grad, rank)
         mine = [member for member in alike if member.owner == rank]
         sizes = [
@@ -253,18 +286,37 @@ def _gather(plan: _Plan, members: Sequence[_Member]) -> None:
                 for whole in (member.whole.data, *gradient):
                     for box in member.boxes_to_send(sender):
                         whole[_place(box)] = pieces.take(box[1])
+    return failure
 
 
-def _scatter(plan: _Plan, members: Sequence[_Member]) -> None:
-    """Return the weights to all shards, and give the memory of whole ones back."""
+def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: OwnerFailure | None) -> None:
+    """Return the weights to all shards, and give the memory of whole ones back.
+
+    Before its first weights each rank sends every other an element that tells whether it has failed: all raise then.
+
+    Raises:
+        ShardingError: A rank has failed.
+    """
     runtime = plan.runtime
     rank, ranks = runtime.rank, range(runtime.world_size)
+    if failure is not None and not members:
+        raise ShardingError(f"{optimizer} has failed: {failure.said}") from failure.error  # nobody waits
+    is_told = False
     for kind, alike in _by_kind(members).items():
         mine = [member for member in alike if member.owner == rank]
         outgoing = [[cast("Tensor", m.whole).data[_place(b)] for m in mine for b in m.boxes[to]] for to in ranks]
         sizes = [sum(prod(box) for m in alike if m.owner == owner for _, box in m.boxes[rank]) for owner in ranks]
+        if not is_told:
+            flag = torch.full((1,), float(failure is not None), dtype=kind[1], device=kind[0])
+            outgoing, sizes = [[flag, *to_rank] for to_rank in outgoing], [size + 1 for size in sizes]
         incoming = [_Pieces(run) for run in _exchanged(runtime, outgoing, sizes, kind)]
         del outgoing
+        if not is_told:
+            is_told = True
+            if bool(torch.cat([pieces.take((1,)) for pieces in incoming]).any()):
+                for member in members:
+                    _give_back(member)
+                raise_together(runtime, optimizer, failure)
         for member in mine:
             _give_back(member)
         for member in alike:

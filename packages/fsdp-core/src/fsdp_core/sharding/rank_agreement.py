@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_core.errors import ShardingError
@@ -21,7 +22,7 @@ from fsdp_core.initialization.sharded_init import is_part
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["check_same", "facts_of_module", "facts_of_options", "facts_of_packages"]
+__all__ = ["check_same", "described", "facts_of_module", "facts_of_options", "facts_of_packages"]
 
 
 def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
@@ -95,7 +96,7 @@ def facts_of_options(options: Mapping[str, Any]) -> dict[str, str]:
         >>> facts_of_options({"cpu_offload": True, "auto_wrap_policy": {nn.Linear}})
         {"option 'cpu_offload'": 'True', "option 'auto_wrap_policy'": '{Linear}'}
     """
-    return {f"option {name!r}": _plain(value) for name, value in options.items()}
+    return {f"option {name!r}": described(value) for name, value in options.items()}
 
 
 def facts_of_packages(module: nn.Module, *others: type) -> dict[str, str]:
@@ -129,25 +130,43 @@ def _shape(tensor: Tensor) -> str:
     return "not known yet" if is_lazy(tensor) else f"{tuple(tensor.shape)} in {tensor.dtype}"
 
 
+def _number(tensor: Tensor) -> str:
+    if tensor.device.type in ("meta", "xla") or isinstance(tensor, DTensor):
+        return _shape(tensor)  # reading it would run a program, or a collective, that other ranks may not run
+    return f"{tensor.item()!r} in {tensor.dtype}"
+
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def _plain(value: object) -> str:
-    """Describe a value such that equal values have equal descriptions on all ranks: no addresses, no set order."""
+def described(value: object) -> str:
+    """Describe a value such that equal values have equal descriptions on all ranks: no addresses, no set order.
+
+    Of functions and objects it is the name of the function or of the class; of tensors that hold one number, the
+    number; of other tensors, shape and dtype.
+
+    Example:
+        >>> described((0.9, torch.tensor(0.5), float("nan"), torch.zeros(2), len, nn.Identity()))
+        '[0.9, 0.5 in torch.float32, nan, (2,) in torch.float32, len, a Identity]'
+    """
+    if isinstance(value, Tensor):
+        return _number(value) if value.numel() == 1 else _shape(value)
     if isinstance(value, str):
         return " ".join(sorted(_words(value))) if _ADDRESS.search(value) else repr(value)
-    if value is None or isinstance(value, bool | int | float | Enum | torch.dtype | timedelta):
+    if isinstance(value, float):
+        return float.__repr__(value)  # of numpy's too
+    if value is None or isinstance(value, bool | int | Enum | torch.dtype | timedelta):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_plain(key)}: {_plain(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{described(key)}: {described(one)}" for key, one in value.items()) + "}"
     if isinstance(value, Set):
-        return "{" + ", ".join(sorted(map(_plain, value))) + "}"
+        return "{" + ", ".join(sorted(map(described, value))) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_plain, value)) + "]"
+        return "[" + ", ".join(map(described, value)) + "]"
     if isinstance(value, functools.partial):
-        return f"partial({_plain(value.func)}, {_plain(value.args)}, {_plain(value.keywords)})"
+        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
     if is_dataclass(value) and not isinstance(value, type):
-        given = ", ".join(f"{field.name}={_plain(getattr(value, field.name))}" for field in fields(value))
+        given = ", ".join(f"{field.name}={described(getattr(value, field.name))}" for field in fields(value))
         return f"{type(value).__name__}({given})"
     named = getattr(value, "__qualname__", None)
     return named if isinstance(named, str) else f"a {type(value).__name__}"

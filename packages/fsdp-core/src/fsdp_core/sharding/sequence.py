@@ -56,6 +56,7 @@ class SequenceSplit:
         self.lengths: set[int] = set()
         self.targets: dict[int, int] = {}
         self._counts: list[tuple[str, Tensor]] = []
+        self._last: dict[str, Tensor] = {}  # the parts of the last batch
         self._weighted = self._compared = False
 
     @classmethod
@@ -71,19 +72,21 @@ class SequenceSplit:
 
         Raises:
             ShardingError: No tensor can be split, sizes differ, a sequence can't be divided, the batch was split
-                before, or peers have different batches.
+                before, or peers have different batches. What was split before is known by a mark on the part, and by
+                the values of the last batch's parts, since a copy, such as one on another device, has no mark.
         """
         use_split(self)  # a Trainer's is no longer current after its stage
         entries = dict(_entries(batch))
         dims = self._chosen(entries)
         again = [name for name in dims if getattr(entries[name], _IS_PART, False)]
-        if again:
+        if again or self._is_copy_of_last({name: entries[name] for name in dims}):
+            again = again or list(dims)
             raise ShardingError(
                 f"{_quoted(again[0])} of the batch is already the part of this rank, and would be split twice.\n"
                 "Loaders that were set up, and batches of the Trainer, are split already: leave out split_batch()."
             )
         self._compare(entries)
-        self._counts = []
+        self._counts, self._last = [], {}
         for name, dim in dims.items():
             self._check_divides(name, entries[name], dim)
         return _replaced(batch, lambda name, tensor: self._part(name, tensor, dims[name]) if name in dims else tensor)
@@ -128,12 +131,20 @@ class SequenceSplit:
         length = tensor.shape[dim] // self.size
         part = tensor.narrow(dim, self.rank * length, length).contiguous()
         setattr(part, _IS_PART, True)
+        self._last[name] = part
         self.lengths.add(length)
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
             self.targets[part.numel()] = part.numel() // length * (length - 1)
             kept = (tensor.movedim(dim, 0) != IGNORED).reshape(self.size, -1)
             self._counts.append((name, kept.sum(1)))
         return part
+
+    def _is_copy_of_last(self, entries: Mapping[str, Tensor]) -> bool:
+        """Whether these are the parts of the last batch, perhaps on another device or in another dtype."""
+        pairs = [(tensor, self._last.get(name)) for name, tensor in entries.items()]
+        return all(
+            last is not None and last.shape == tensor.shape and _holds_same(tensor, last) for tensor, last in pairs
+        )
 
     def _compare(self, entries: dict[str, Tensor]) -> None:
         """Compare the first batch with those of the peers."""
@@ -335,6 +346,11 @@ def _replaced(batch: Any, part: Callable[[str, Tensor], Tensor], name: str = "")
     for (field, _), value in zip(items, values, strict=True):
         object.__setattr__(copied, field, value)  # it may be frozen
     return copied
+
+
+def _holds_same(tensor: Tensor, other: Tensor) -> bool:
+    a, b = tensor.detach(), other.detach().to(tensor)
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is equal to itself
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -221,7 +221,10 @@ class Sharded(ABC):
         """
 
     def watch_writes(self) -> StepWrites | None:
-        """Watch the writes of a run's first ``training_step`` to gathered parameters, which would silently be lost.
+        """Watch the writes of a run's first step to gathered parameters, which would silently be lost.
+
+        The step is the Trainer's first ``training_step``; under Fabric, the forward passes before the first step of an
+        optimizer.
 
         Called before its forward pass. Return ``None``, as here, if writes to gathered parameters are kept.
         """

@@ -7,7 +7,7 @@ import posixpath
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
@@ -110,13 +110,7 @@ def check_folder(out: StrPath, *, overwrite: bool, ours: str) -> None:
         return
     if kind != "folder":
         raise CheckpointExistsError(f"{place} is a {kind}, and the output is a folder: choose another path")
-    foreign = [name for name in place.files() if not re.fullmatch(ours, name)]
-    if foreign:
-        shown = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
-        raise CheckpointExistsError(
-            f"{place} is a folder with something else in it ({shown}), which is not replaced: choose another path, or "
-            "move that away"
-        )
+    _refuse_foreign(place, ours, str(place))
     if not overwrite:
         raise CheckpointExistsError(f"{place} already exists: {OVERWRITE}")
     if not place.local:
@@ -126,20 +120,36 @@ def check_folder(out: StrPath, *, overwrite: bool, ours: str) -> None:
         )
 
 
+def _refuse_foreign(folder: Folder, ours: str, name: str) -> None:
+    foreign = [file for file in folder.files() if not re.fullmatch(ours, file)]
+    if foreign:
+        shown = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
+        raise CheckpointExistsError(
+            f"{name} is a folder with something else in it ({shown}), which is not replaced: choose another path, or "
+            "move that away"
+        )
+
+
 @contextmanager
-def new_folder(out: StrPath) -> Iterator[Folder]:
-    """Yield a folder to write to, and move it to its path when the block ends without error, replacing a folder there.
+def new_folder(out: StrPath, *, overwrite: bool, ours: str) -> Iterator[Folder]:
+    """Yield a folder to write to, and move it to its path when the block ends without error.
 
     In an object store, files are written to their final path, and removed if the block fails.
 
+    Args:
+        out: The path.
+        overwrite: As in :func:`check_folder`, which is to be called before.
+        ours: As there.
+
     Raises:
+        CheckpointExistsError: Something has appeared there since, which must not be replaced.
         CheckpointError: It can't be written; the previous content of ``out`` is unchanged.
     """
     place = NewFolder.of(out)
     with named_errors(f"write {place.final}"):
         try:
             yield place.folder
-            place.put()
+            place.put(overwrite=overwrite, ours=ours)
         except BaseException:
             place.discard()
             raise
@@ -166,11 +176,20 @@ class NewFolder:
         folder = replace(final, root=f"{final.root}.{token}.partial") if final.local else final
         return cls(final=final, folder=folder, token=token)
 
-    def put(self) -> None:
-        """Move it to its path, replacing a folder there."""
+    def put(self, *, overwrite: bool, ours: str) -> None:
+        """Move it to its path, where there may be an empty folder.
+
+        Args:
+            overwrite: Whether to replace a folder there that holds only files of this kind.
+            ours: A regular expression for the names of these files.
+
+        Raises:
+            CheckpointExistsError: Something else is there by now. It is unchanged.
+        """
         self.folder.sync()
         if self.final.local:
-            _take_place(self.folder, self.final, aside=f"{self.final.root}.{self.token}.replaced")
+            aside = f"{self.final.root}.{self.token}.replaced"
+            _take_place(self.folder, self.final, aside, ours if overwrite else None)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -178,17 +197,32 @@ class NewFolder:
             self.folder.remove_all()
 
 
-def _take_place(folder: Folder, final: Folder, *, aside: str) -> None:
-    if final.kind() == "missing" or not final.files():
-        os.rename(folder.root, final.root)  # also replaces an empty folder
-    else:
-        os.rename(final.root, aside)
+def _take_place(folder: Folder, final: Folder, aside: str, replaceable: str | None) -> None:
+    try:
+        folder.move_to(final, aside=aside, expected=None)
+        return
+    except FileExistsError as error:
+        if replaceable is None or final.kind() != "folder":
+            raise CheckpointExistsError(
+                f"{final} did not exist, or was empty, when this was begun, and another job has put something there "
+                "since, which is not replaced: choose another path"
+            ) from error
+    os.rename(final.root, aside)
+    old = replace(final, root=aside)
+    try:
+        _refuse_foreign(old, replaceable, str(final))  # it may have changed since that was checked
         try:
-            os.rename(folder.root, final.root)
-        except BaseException:
+            folder.move_to(final, aside=aside, expected=None)
+        except FileExistsError as error:
+            raise CheckpointExistsError(
+                f"another job has written {final} while this one was replacing it; what it was to replace is "
+                f"{aside}.\nGive each job paths of its own."
+            ) from error
+    except BaseException:
+        with suppress(OSError):  # a new owner of the path keeps it
             os.rename(aside, final.root)
-            raise
-        replace(final, root=aside).remove_all()
+        raise
+    old.remove_all()
     sync_directory(os.path.dirname(final.root) or ".")
 
 

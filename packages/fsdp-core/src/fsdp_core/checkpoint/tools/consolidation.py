@@ -148,7 +148,7 @@ def consolidate_huggingface(
     on_bytes = counter(weights.prepare(verify=verify), on_progress)
     shards = split_into_files({name: source.nbytes for name, source in weights.sources.items()}, max_shard_size)
     weights.verify(verify, on_bytes)
-    with new_folder(out) as folder:
+    with new_folder(out, overwrite=overwrite, ours=OWN_FILES) as folder:
         for name, shard in shards.items():
             with folder.writing(name) as stream:
                 write_sources(stream, {tensor: weights.sources[tensor] for tensor in shard}, on_bytes=on_bytes)

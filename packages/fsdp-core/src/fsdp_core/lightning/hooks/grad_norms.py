@@ -66,5 +66,5 @@ def _grad_norm(module: Any, sharded: Any, prefix: str, order: float, separator: 
         if name.startswith(prefix)
     }
     if found:
-        found[f"grad_{order}_norm_total"] = torch.tensor(list(found.values())).norm(order)
+        found[f"grad_{order}_norm_total"] = torch.stack(list(found.values())).norm(order)
     return found

@@ -18,6 +18,7 @@ from fsdp_core.lightning.loaders.loader_states import (
     followed,
     has_state,
     is_finished,
+    of_unknown_order,
     own_state,
     states_in,
 )
@@ -150,3 +151,6 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
         position.restart()
     elif state is not None:  # None at the end of an epoch with another world size: a full epoch begins
         loader.load_state_dict(state)
+        doubt = None if finished or runtime.rank else of_unknown_order(loader)
+        if doubt is not None:
+            warnings.warn(f"The checkpoint was saved within an epoch. {doubt}", stacklevel=2)

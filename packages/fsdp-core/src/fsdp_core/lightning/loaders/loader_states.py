@@ -12,14 +12,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fsdp_core.errors import CheckpointMismatchError
-from fsdp_core.lightning.loaders.position import POSITION, LoaderPosition, follow, sampler_of
+from fsdp_core.lightning.loaders.position import POSITION, LoaderPosition, follow, position_of, sampler_of
 from fsdp_core.lightning.private import wrapped_sampler
 from fsdp_core.runtime import Runtime
 
-__all__ = ["described", "entry", "followed", "has_state", "is_at_end", "is_finished", "own_state", "states_in"]
+__all__ = [
+    "described",
+    "entry",
+    "followed",
+    "has_state",
+    "is_at_end",
+    "is_finished",
+    "of_unknown_order",
+    "own_state",
+    "states_in",
+]
 
 
 def followed(loader: object) -> LoaderPosition | None:
@@ -53,6 +63,51 @@ def _is_plain_shuffle(sampler: Any) -> bool:
 def has_state(obj: object) -> bool:
     """Whether an object can return and load its state."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+
+
+def of_unknown_order(loader: object) -> str | None:
+    """Why samples may come in another order after a resume, though the loader has a state: a sampler that has none.
+
+    torchdata's loader then takes as many samples from the sampler as were used, and yields those after them. They are
+    those that were left only if the sampler's order is the same in a new process. It is if it follows from torch's own
+    random numbers, which are restored, or from ``set_epoch``.
+
+    Args:
+        loader: A loader.
+
+    Returns:
+        What to tell the user; ``None`` if there is no such sampler.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or position_of(loader):
+        return None
+    state_of_its_own = getattr(type(loader), "state_dict", None)
+    if state_of_its_own is None or not state_of_its_own.__module__.startswith("torchdata."):
+        return None  # the user's own, which may know
+    sampler, remedy = sampler_of(loader), "give it"
+    if type(sampler) is DistributedSamplerWrapper:  # neither an epoch nor a state reaches what it wraps
+        unknown = [wrapped_sampler(sampler)]
+        remedy = "pass use_distributed_sampler=False, let it draw this rank's samples alone, and give it"
+    elif has_state(loader.batch_sampler) or callable(getattr(sampler, "set_epoch", None)):
+        unknown = []
+    else:
+        unknown = [one for one in (loader.batch_sampler, sampler) if one is not None and not has_state(one)]
+    for one in unknown:
+        if not _repeats_with_torch(one):
+            return (
+                f"{type(one).__name__}, the sampler of {described(loader)}, has no state that restores its order "
+                "within an epoch: as many samples as were used are skipped of those that it yields now, and others are "
+                f"left if it draws another order.\nTo resume exactly, {remedy} state_dict() and load_state_dict(), or "
+                "a set_epoch(epoch) that its order follows from; or resume from a checkpoint of the end of an epoch."
+            )
+    return None
+
+
+def _repeats_with_torch(sampler: object) -> bool:
+    """Whether a sampler yields the same order from the same state of torch's random numbers."""
+    module = type(sampler).__module__
+    return module.startswith("torchdata.") or (
+        module.startswith("torch.") and getattr(sampler, "generator", None) is None
+    )
 
 
 def described(loader: Any) -> str:

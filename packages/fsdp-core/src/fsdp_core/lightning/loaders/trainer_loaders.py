@@ -18,6 +18,7 @@ from fsdp_core.lightning.loaders.loader_states import (
     followed,
     has_state,
     is_at_end,
+    of_unknown_order,
     own_state,
     states_in,
 )
@@ -85,12 +86,8 @@ class TrainingLoaders:
                 # Lightning runs the end of the epoch, and then creates new iterators.
                 load_loader_states(loop, self._restored)
             _recount_batches(loop, combined)
-        if self._interrupted and not self._restored:
-            rank_zero_warn(
-                "The checkpoint was saved within an epoch and does not hold the position of the data loader, so that "
-                "epoch's samples start over. Resume from a checkpoint that was saved at the end of an epoch; or give "
-                "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
-            )
+        if self._interrupted:
+            _warn_of_starting_over(combined, has_states=bool(self._restored))
         self._epoch_is_over = self._last_batch_was_done = self._interrupted = False
         self._restored, self._before_fetch = [], None
         if fetcher.length is None:
@@ -195,6 +192,22 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
             "of the data loaders, so that epoch's samples start over.\n"
             "Resume with a strategy that `fsdp list` shows, or from the end of an epoch."
         )
+
+
+def _warn_of_starting_over(combined: Any, *, has_states: bool) -> None:
+    """Warn of loaders that do not go on where an interrupted epoch's samples were left."""
+    lost = [described(loader) for loader in combined.flattened if not has_state(loader)]
+    if lost or not has_states:
+        which = f" ({', '.join(dict.fromkeys(lost))})" if lost else ""
+        rank_zero_warn(
+            f"The checkpoint was saved within an epoch and does not hold the position of the data loader{which}, so "
+            "that epoch's samples start over. Resume from a checkpoint that was saved at the end of an epoch; or give "
+            "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
+        )
+    for loader in combined.flattened if has_states else ():
+        doubt = of_unknown_order(loader)
+        if doubt is not None:
+            rank_zero_warn(f"The checkpoint was saved within an epoch. {doubt}")
 
 
 def _epoch_is_over(loop: Mapping[str, Any]) -> bool:

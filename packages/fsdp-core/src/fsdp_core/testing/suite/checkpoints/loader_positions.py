@@ -219,6 +219,25 @@ class LoaderPositionsSuite(Clauses):
         texts = [text for _, warnings in results for text in warnings]
         assert any("does not hold the position of the data loader" in text for text in texts)
 
+    @requires(Capability.SHARDED_CHECKPOINT)
+    @pytest.mark.parametrize(
+        ("data", "words"),
+        [
+            ("counted", "Counted, the sampler of StatefulDataLoader over Numbered, has no state"),
+            ("counted batches", "Counted, the sampler of StatefulDataLoader over Numbered, has no state"),
+            ("one of two", "does not hold the position of the data loader (Unstateful)"),
+        ],
+    )
+    def test_what_a_loader_can_not_restore_is_told(self, ranks: Ranks, tmp_path: Path, data: str, words: str) -> None:
+        """If an epoch can't go on with the samples that were left, the user must be warned, and told what to write."""
+        path = str(tmp_path / "saved")
+        run = Run(data=data, trainer={**TWO_EPOCHS, "use_distributed_sampler": data == "one of two"})
+        self._fit_of(ranks, tmp_path, 2, replace(run, save=("batch end", 1, 1), path=path))
+        resumed = self._fit_of(ranks, tmp_path, 2, replace(run, resume=path))
+        texts = [text for rank in resumed for text in rank.warnings if words in text]
+        assert texts, resumed[0].warnings
+        assert "state_dict() and load_state_dict()" in texts[0]
+
     @on_ranks("processes", "threads")  # data are divided between them
     @requires(Capability.FULL_CHECKPOINT)
     def test_checkpoint_of_a_plain_trainer(self, ranks: Ranks, tmp_path: Path) -> None:

@@ -15,7 +15,15 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    get_worker_info,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
@@ -77,6 +85,23 @@ class Counting(Numbered):
         self.looked_up = state["looked_up"]
 
 
+class Unstateful:
+    """A user's own iterable of batches, without a state.
+
+    Args:
+        batches: What it iterates over.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 class Stream(IterableDataset[Sample]):
     """An iterable dataset. Each rank and each worker goes through the rows with its own stride."""
 
@@ -115,6 +140,18 @@ class OddsFirst(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self.order)
+
+
+class Counted(OddsFirst):
+    """A user's own sampler whose order follows from how often it was iterated over, in this process."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.times += 1
+        return iter(self.order[self.times :] + self.order[: self.times])
 
 
 FULL = {"state_dict_type": "full"}
@@ -184,6 +221,14 @@ class Run:
                 return StatefulDataLoader(counting, shuffle=True, **kwargs)
             case "stream":
                 return StatefulDataLoader(Stream(self.size, here().rank, here().shares(world_size)), **kwargs)
+            case "counted":
+                return StatefulDataLoader(numbered, sampler=Counted(self.size), **kwargs)
+            case "counted batches":
+                return StatefulDataLoader(numbered, batch_sampler=BatchSampler(Counted(self.size), self.batch, False))
+            case "one of two":
+                rows = [numbered[index] for index in range(self.size)]
+                short: Any = DataLoader(rows, batch_size=self.batch)  # type: ignore[arg-type]
+                return {"long": DataLoader(numbered, shuffle=True, **kwargs), "short": Unstateful(short)}
             case "own sampler":
                 return StatefulDataLoader(numbered, sampler=OddsFirst(self.size), **kwargs)
             case other:

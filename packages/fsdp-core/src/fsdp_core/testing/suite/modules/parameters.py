@@ -20,6 +20,7 @@ from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, T
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, precisions, requires
+from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
@@ -242,6 +243,39 @@ def _clamped(strategy: str, tmp: str, where: str) -> Trained | str:
     return said if was_refused(said) else (means(module.losses), full_state(run.strategy))
 
 
+class ClampedNet(Gains):
+    """Clamps its weights in each forward pass in training, as some layers do."""
+
+    def forward(self, x: Tensor, use_two: bool = True) -> Tensor:
+        if self.training:
+            for parameter in self.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+        return super().forward(x, use_two)
+
+
+def _clamped_in_forward(strategy: str, of_rank: int | None) -> tuple[str, Trained]:
+    fabric = new_fabric(strategy)
+    net = ClampedNet()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    model.eval()
+    with torch.no_grad():
+        model(fabric.to_device(oracle.global_batches(1)[0][0]))  # is not watched: it trains nothing
+    model.train(of_rank is None or fabric.global_rank == of_rank)
+    losses: list[Tensor] = []
+
+    def train() -> None:
+        for batch in oracle.global_batches(3):
+            x, y = own_share(fabric, batch)
+            loss = mse_loss(model(x), y)
+            losses.append(loss.detach())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    said = refusal(ShardingError, train)
+    return said, ([], {}) if was_refused(said) else (means(losses), full_state(fabric.strategy))
+
+
 class ParametersSuite(Clauses):
     """Losses and state equal the oracle's with special parameters, too."""
 
@@ -320,3 +354,19 @@ class ParametersSuite(Clauses):
                 assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
                 for name, tensor in plain.state_dict().items():
                     torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+    def test_weights_that_a_forward_pass_clamps_under_fabric(self, ranks: Ranks) -> None:
+        """Writes to weights in a forward pass must be kept, or refused on all ranks before an optimizer's step."""
+        want = oracle.train_plain(3, oracle.sgd, net=ClampedNet())
+        outcomes = ranks.run(2, _clamped_in_forward, self.strategy, None)
+        for said, trained in outcomes:
+            if was_refused(said):
+                assert_says(
+                    said, "a forward pass of ClampedNet has written to", "after optimizer.step()", "fsdp_core.gathered"
+                )
+            else:
+                assert_same([trained], want)
+        if was_refused(outcomes[0][0]) and ranks.kind == "processes":
+            first, second = ranks.run(2, _clamped_in_forward, self.strategy, 1)
+            assert first == second, "only the rank that writes gets the error"
+            assert_says(first[0], "has written to", "on rank 1")

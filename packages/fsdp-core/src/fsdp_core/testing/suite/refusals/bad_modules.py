@@ -293,6 +293,24 @@ def refused_setup(strategy: str, case: str, path: str) -> str:
     return refusal((ShardingError, CheckpointMismatchError), lambda: REFUSED[case][0](fabric, path))
 
 
+class UnlikeInOptimizers(Lit):
+    """Ranks with different learning rates of the second group."""
+
+    def configure_optimizers(self) -> Any:
+        blocks = {"params": [*self.net.blocks.parameters()], "lr": 0.05 * (1 + here().rank)}
+        groups: list[dict[str, Any]] = [{"params": [self.net.inp.weight]}, blocks]
+        return torch.optim.SGD(groups, lr=0.05)
+
+
+def _unlike_in_optimizers(strategy: str, tmp: str) -> tuple[str, int, str]:
+    module = UnlikeInOptimizers()
+    run = new_trainer(tmp, strategy, 2)
+    told = refusal(ShardingError, lambda: run.fit(module, loader(1, 2)))
+    fabric, net = new_fabric(strategy), oracle.new_net()
+    optimizer = oracle.adamw_groups(net) if here().rank else oracle.sgd(net)
+    return told, len(module.losses), refusal(ShardingError, lambda: fabric.setup(net, optimizer))
+
+
 class BadModulesSuite(Clauses):
     """Each error says what was requested, why it is impossible, and what to type next."""
 
@@ -365,6 +383,14 @@ class BadModulesSuite(Clauses):
                 assert_says(
                     message, "rank 1 has not set up the same", *UNLIKE[case][1], "Build the same model on every"
                 )
+
+    @on_ranks("processes", "threads")
+    def test_ranks_with_different_optimizers(self, ranks: Ranks, tmp_path: Path) -> None:
+        """If optimizers differ between ranks, each must raise an error with the first difference: none may hang."""
+        for told, steps, under_fabric in ranks.run(2, _unlike_in_optimizers, self.strategy, str(tmp_path)):
+            assert_says(told, "'lr' in param group 1 of SGD is 0.05 on rank 0, and 0.1 on rank 1", "strategy.broadcast")
+            assert not steps
+            assert_says(under_fabric, "the class of optimizer 0 is SGD on rank 0, and AdamW on rank 1")
 
     @on_ranks("processes", "threads")
     @requires(Capability.GRADIENT_ACCUMULATION)

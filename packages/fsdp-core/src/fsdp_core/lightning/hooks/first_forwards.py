@@ -1,0 +1,86 @@
+"""What forward passes write to gathered parameters under Fabric, before the first step of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.gradients.step_writes import StepWrites, check_writes
+from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.state.full_tensor import gathered_modules
+from fsdp_core.torch_private import in_backward
+
+__all__ = ["FirstForwards"]
+
+
+class FirstForwards:
+    """Refuses what the forward passes of a root write to its gathered parameters, which is lost when they are freed.
+
+    Under the Trainer, which knows where a step begins, the strategy does the same for the first ``training_step``. Only
+    passes that record gradients are watched: others, such as a validation, train nothing.
+
+    Args:
+        sharded: The root.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = ref(sharded)
+        has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in sharded.layout())
+        self._ranks = sharded.runtime if has_parts else None  # otherwise a rank may call it alone
+        self._name = sharded.class_name
+        self._writes: StepWrites | None = None
+        self._seen = False
+        _watched[sharded.root] = _watched[sharded.written] = self
+        # the first before a library's hooks gather, the second before they free
+        self._hooks = [
+            sharded.root.register_forward_pre_hook(_begin, prepend=True),
+            sharded.written.register_forward_hook(_end, prepend=True),
+        ]
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        sharded = self._sharded()
+        if sharded is not None and sharded.root not in gathered_modules:
+            self._writes, self._seen = sharded.watch_writes(), True
+
+    def check(self) -> None:
+        """Refuse what was written since the last forward pass began. All ranks call it at its end, and at its backward.
+
+        Raises:
+            ShardingError: Something was written.
+        """
+        if self._writes is not None:
+            by = f"a forward pass of {self._name}"
+            check_writes(self._writes, self._ranks, by=by, instead="after optimizer.step()")
+
+    def stop(self) -> bool:
+        """After an optimizer's step, watch no longer, if there was a forward pass. Returns whether there was."""
+        if self._seen:
+            for hook in self._hooks:
+                hook.remove()
+            for module in [module for module, one in _watched.items() if one is self]:
+                del _watched[module]  # a compiled module may keep calling the hooks
+            self._writes = None
+        return self._seen
+
+
+#: By root, and by the module that it stands for. A copy of them has the hooks, and is not watched.
+_watched: WeakKeyDictionary[nn.Module, FirstForwards] = WeakKeyDictionary()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin(root: nn.Module, args: Any) -> None:
+    watch = _watched.get(root)
+    if watch is not None and torch.is_grad_enabled() and not in_backward():
+        watch.begin()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _end(written: nn.Module, args: Any, output: Any) -> None:
+    watch = _watched.get(written)
+    if watch is not None and not in_backward():
+        watch.check()
