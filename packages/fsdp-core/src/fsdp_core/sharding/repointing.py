@@ -78,7 +78,7 @@ def repoint(
             group["params"][:] = params  # in place: LBFGS, for one, holds this very list
         optimizer.state.clear()
         optimizer.state.update(state)
-    has_to = check_steps(optimizer, layout, owners=owners is not None)
+    has_to = check_steps(optimizer, layout, owners=owners is not None, runtime=owners)
     if owners is not None and (has_to or owners_of(optimizer) is not None):
         step_on_owners(optimizer, layout, owners)
     return optimizer
