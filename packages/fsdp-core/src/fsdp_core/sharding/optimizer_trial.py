@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -14,37 +13,28 @@ from torch import nn
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.observed_communication import ObservedCommunication
-from fsdp_core.sharding.optimizer_copies import keeps_parameters, requires_closure, takes_closure
-from fsdp_core.sharding.small_tensors import Kind, Shown, as_dtensor, as_it_is, kind_of
+from fsdp_core.sharding.small_tensors import Kind, Shown, as_dtensor, kind_of
 from fsdp_core.sharding.trial_courses import (
     Ran,
     alike,
     course,
-    ends_alike,
     is_right_in_runs,
     moves_without_gradients_of,
     of_this_rank,
-    step_over_nothing,
 )
 from fsdp_core.sharding.trial_duration import said_if_it_takes_long
-from fsdp_core.sharding.trial_state import why_not_resumed, why_not_saved, why_not_told_apart
+from fsdp_core.sharding.trial_of_wholes import DIFFERENTIATES, stepped_whole
+from fsdp_core.sharding.trial_on_owners import right_on_owners
+from fsdp_core.sharding.trial_state import why_lost, why_not_resumed
 from fsdp_core.state.layout import Layout
 
 __all__ = ["check_steps", "moves_without_gradients"]
-
-#: The losses of a trial that looks whether they matter: rising and falling, as no two of them are alike.
-_VARIED = (8.0, 3.0, 5.0, 0.1)
-
-_DIFFERENTIATES = (
-    "differentiates gradients once more, and those of shards know nothing of how they were computed. Use another "
-    "optimizer, such as AdamW."
-)
 
 #: Optimizers that need gradients which shards don't have, by class name.
 _REFUSED = {
     "SparseAdam": "takes sparse gradients alone, and shards have dense ones. Use torch.optim.Adam, with "
     "nn.Embedding(sparse=False).",
-    "Adahessian": _DIFFERENTIATES,
+    "Adahessian": DIFFERENTIATES,
 }
 
 _Kinds = Mapping[nn.Parameter, Kind]
@@ -125,11 +115,11 @@ class _Trial:
         self.optimizer, self.kinds, self.is_flat, self.is_torchs = optimizer, kinds, is_flat, is_torchs
         self.on_all_ranks, self.doing = on_all_ranks, doing
         self.name = type(optimizer).__name__
-        self.by_closure = requires_closure(optimizer)
+        self.by_closure = False
 
     def decided(self, owners: bool) -> bool | None:
         """Whether the optimizer has to step on owners; ``None`` if it can't be tried. Raises if it can't be used."""
-        whole, untried = self._stepped_whole()
+        whole, untried = stepped_whole(self.optimizer, self.kinds, self.doing, is_torchs=self.is_torchs)
         if not self.on_all_ranks(whole is not None) or whole is None:
             warnings.warn(
                 f"{self.name} could not be tried over small tensors{_told(untried)}, so it is not known whether its "
@@ -137,6 +127,7 @@ class _Trial:
                 stacklevel=3,
             )
             return None
+        self.by_closure = whole.by_closure
         failure: Exception | None = None
         fine, gathers, lost = False, False, None
         self.doing("whether its steps over shards are those over whole parameters")
@@ -146,7 +137,7 @@ class _Trial:
             failure = raised
         fine = self.on_all_ranks(fine)
         gathers = not self.on_all_ranks(not gathers)
-        if fine and lost is None and not self.is_flat and not self.is_torchs:
+        if fine and not self.is_flat and not self.is_torchs and self.on_all_ranks(lost is None):
             lost = why_not_resumed(
                 self.optimizer, self.kinds, whole, self.over_dtensors, as_dtensor, by_closure=self.by_closure
             )
@@ -156,7 +147,9 @@ class _Trial:
             return False
         if owners:
             self.doing("whether each parameter can be updated apart from the others, on one rank")
-            right, of_owners = self._on_owners(whole)
+            right, of_owners = right_on_owners(
+                self.optimizer, self.kinds, whole, is_flat=self.is_flat, is_torchs=self.is_torchs
+            )
             if self.on_all_ranks(right and of_owners is None):
                 return True
             kept = of_owners if right and not fine else kept
@@ -164,53 +157,13 @@ class _Trial:
             return False
         self._refuse(kept, failure)
 
-    def _stepped_whole(self) -> tuple[Ran | None, Exception | None]:
-        """What one process does; or why it fails there too."""
-        self.doing("its steps over whole parameters")
-        can_close = takes_closure(self.optimizer)
-        try:
-            whole = self._course(as_it_is)
-        except Exception as raised:
-            if "does not require grad" in str(raised):
-                raise OptimizerMismatchError(f"{self.name} {_DIFFERENTIATES}") from None
-            if self.by_closure or not can_close:
-                return None, raised
-            self.by_closure = True  # it says that it can do without, and can't
-            try:
-                whole = self._course(as_it_is)
-            except Exception:
-                return None, raised
-        if can_close and not self.is_torchs:
-            with suppress(_FailsByClosure):
-                whole = self._by_losses(whole)
-        return whole, None
-
-    def _by_losses(self, whole: Ran) -> Ran:
-        """Refuse what depends on losses. Trainers step with a closure: what then steps in another way is tried so."""
-        self.doing("whether its steps depend on the loss")
-        try:
-            varied = self._course(as_it_is, by_closure=True, losses=_VARIED)
-            if ends_alike(whole, varied):
-                return whole
-            level = whole if self.by_closure else self._course(as_it_is, by_closure=True)
-        except Exception as raised:
-            raise _FailsByClosure from raised
-        if not ends_alike(level, varied):
-            raise OptimizerMismatchError(
-                f"{self.name} scales its steps by the loss that its closure returns, and each rank has the loss of its "
-                "own part of the batch: ranks would make different steps of one.\n"
-                "Use an optimizer that does not look at the loss, such as AdamW."
-            )
-        self.by_closure = True
-        return level
-
     def _course(self, shown: Shown, **settings: Any) -> Ran:
         return course(self.optimizer, self.kinds, shown, **{"by_closure": self.by_closure, **settings})
 
     def _in_runs(self, whole: Ran) -> tuple[bool, bool, str | None]:
         """Whether it is right over flat shards; that it gathers nothing; and why its state would be lost."""
         fine, ran = is_right_in_runs(self.optimizer, self.kinds, by_closure=self.by_closure, whole=whole)
-        return fine, False, next(filter(None, (_why_lost(one) for one in ran)), None)
+        return fine, False, next(filter(None, (why_lost(one) for one in ran)), None)
 
     def _over_dtensors(self, whole: Ran) -> tuple[bool, bool, str | None]:
         """Whether it is right over DTensors; whether it gathers matrices; and why its state would be lost."""
@@ -219,37 +172,7 @@ class _Trial:
         # norms and the like are scalars, or have an element for each row or column
         gathers = max(communication.sizes, default=0) > max(sum(kind.shape) for kind in self.kinds.values())
         fine = alike(of_this_rank(whole.values), self.over_dtensors.values)
-        return fine, gathers, _why_lost(self.over_dtensors)
-
-    def _on_owners(self, whole: Ran) -> tuple[bool, str | None]:
-        """Whether it can step over each parameter apart from the others, and only then is right; why state is lost.
-
-        One whose update is elementwise needs no whole parameters. One that communicates in its step expects all
-        parameters on each rank. One that keeps its parameters besides its groups would go on with the shards. One that
-        needs a parameter in each group would fail on a rank that owns none. One that steps with a closure may compute
-        losses at several points, for which all shards would have to follow.
-        """
-        optimizer, kinds = self.optimizer, self.kinds
-        if keeps_parameters(optimizer) or callable(getattr(optimizer, "eval", None)) or self.by_closure:
-            return False, None
-        if not self.is_flat:
-            in_runs = {p: kind.in_runs() for p, kind in kinds.items()}
-            with suppress(Exception):
-                if is_right_in_runs(optimizer, in_runs, by_closure=False)[0]:
-                    return False, None
-        try:
-            with ObservedCommunication() as communication:
-                step_over_nothing(optimizer, kinds)
-                alone = {key: self._course(as_it_is, only=key).values[key] for key in whole.values}
-                beside = {key: self._course(as_it_is, only=key, beside_others=True).values[key] for key in whole.values}
-        except Exception:
-            return False, None
-        if not alike(whole.values, alone) or not alike(alone, beside) or communication.sizes:
-            return False, None
-        lost = why_not_saved(whole)
-        if lost is None and not self.is_torchs:
-            lost = why_not_resumed(optimizer, kinds, whole, whole, as_it_is, by_closure=False)
-        return True, lost
+        return fine, gathers, why_lost(self.over_dtensors)
 
     def _refuse(self, lost: str | None, failure: Exception | None) -> NoReturn:
         name = self.name
@@ -275,10 +198,6 @@ class _Trial:
         )
 
 
-class _FailsByClosure(Exception):
-    """A step with a closure fails, of an optimizer that steps without one."""
-
-
 def moves_without_gradients(optimizer: torch.optim.Optimizer, layout: Layout) -> bool:
     """Whether a step also changes parameters that have no gradient, as if it were zero.
 
@@ -290,13 +209,6 @@ def moves_without_gradients(optimizer: torch.optim.Optimizer, layout: Layout) ->
     """
     kinds = {p: kind_of(p, layout) for group in optimizer.param_groups for p in group["params"]}
     return moves_without_gradients_of(optimizer, kinds)
-
-
-def _why_lost(ran: Ran) -> str | None:
-    apart = why_not_told_apart(ran)
-    if apart is None:
-        return why_not_saved(ran)
-    return f"it keeps {apart}, and a checkpoint would hold that of one rank"
 
 
 #: By whether parameters may have owners, and settings that passed in this process, whether they have to. The same on

@@ -71,13 +71,13 @@ class Ran:
         values: What these became.
         optimizer: The copy.
         smalls: The small tensors, as the last step has left them.
-        drew: Whether its steps drew random numbers.
+        by_closure: Whether it stepped with a closure.
     """
 
     values: Course
     optimizer: torch.optim.Optimizer
     smalls: dict[Key, Small]
-    drew: bool
+    by_closure: bool
 
 
 @contextmanager
@@ -141,10 +141,8 @@ def course(
         made.param_groups[only[0]]["params"].append(other.held)
     device = next((small.held.device for small in smalls.values()), torch.device("cpu"))
     with own_world(device, waits=shown is as_dtensor):
-        begun = torch.get_rng_state()
         values = record(made, smalls, by_closure=by_closure, steps=range(STEPS), other=other, losses=losses)
-        drew = not torch.equal(begun, torch.get_rng_state())
-    return Ran(values=values, optimizer=made, smalls=smalls, drew=drew)
+    return Ran(values=values, optimizer=made, smalls=smalls, by_closure=by_closure)
 
 
 def record(

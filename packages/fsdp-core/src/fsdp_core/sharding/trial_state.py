@@ -24,17 +24,24 @@ from fsdp_core.state.layout import Layout, Part
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 from fsdp_core.state.owned import Owners, set_owners
 
-__all__ = ["why_not_resumed", "why_not_saved", "why_not_told_apart"]
+__all__ = ["why_lost", "why_not_resumed", "why_not_saved"]
 
 #: The steps that a resumed run is compared for.
 _FURTHER = range(STEPS, STEPS + 2)
 
 
-def why_not_told_apart(ran: Ran) -> str | None:
-    """Name state of which a checkpoint could not tell what each rank holds; ``None`` if there is none.
+def why_lost(ran: Ran) -> str | None:
+    """Say why a checkpoint could not hold an optimizer's state of shards; ``None`` if it can.
 
-    That is state which is neither a scalar nor of its parameter's shape.
+    Ranks must be able to tell which part they hold: such state is a scalar, or of its parameter's shape.
     """
+    apart = _not_told_apart(ran)
+    if apart is None:
+        return why_not_saved(ran)
+    return f"it keeps {apart}, and a checkpoint would hold that of one rank"
+
+
+def _not_told_apart(ran: Ran) -> str | None:
     if isinstance(ran.optimizer, torch.optim.LBFGS):
         return None  # handled separately
     for small in ran.smalls.values():

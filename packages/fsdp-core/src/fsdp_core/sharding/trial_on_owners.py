@@ -1,0 +1,66 @@
+"""Whether an optimizer can step over each whole parameter on one rank, apart from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+from fsdp_core.sharding.observed_communication import ObservedCommunication
+from fsdp_core.sharding.optimizer_copies import keeps_parameters
+from fsdp_core.sharding.small_tensors import Kind, as_it_is
+from fsdp_core.sharding.trial_courses import Ran, alike, course, is_right_in_runs, step_over_nothing
+from fsdp_core.sharding.trial_state import why_not_resumed, why_not_saved
+
+__all__ = ["right_on_owners"]
+
+
+def right_on_owners(
+    optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parameter, Kind], whole: Ran, *, is_flat: bool, is_torchs: bool
+) -> tuple[bool, str | None]:
+    """Whether an optimizer can step over each parameter apart from the others, and only then is right.
+
+    One whose update is elementwise needs no whole parameters. One that communicates in its step expects all parameters
+    on each rank. One that keeps its parameters besides its groups would go on with the shards. One that needs a
+    parameter in each group would fail on a rank that owns none. One that steps with a closure may compute losses at
+    several points, for which all shards would have to follow.
+
+    Args:
+        optimizer: The optimizer. It is not changed.
+        kinds: What represents its parameters.
+        whole: Its steps over whole tensors, all together.
+        is_flat: Whether it is known already to be wrong over runs of elements.
+        is_torchs: Whether it is one of torch's, whose state is known.
+
+    Returns:
+        The answer; and, if it can, why its state could not be saved and resumed nevertheless.
+    """
+    if keeps_parameters(optimizer) or callable(getattr(optimizer, "eval", None)) or whole.by_closure:
+        return False, None
+    if not is_flat:
+        in_runs = {p: kind.in_runs() for p, kind in kinds.items()}
+        with suppress(Exception):
+            if is_right_in_runs(optimizer, in_runs, by_closure=False)[0]:
+                return False, None
+    try:
+        with ObservedCommunication() as communication:
+            step_over_nothing(optimizer, kinds)
+            alone, beside = (
+                {
+                    key: course(
+                        optimizer, kinds, as_it_is, by_closure=False, only=key, beside_others=beside_others
+                    ).values[key]
+                    for key in whole.values
+                }
+                for beside_others in (False, True)
+            )
+    except Exception:
+        return False, None
+    if not alike(whole.values, alone) or not alike(alone, beside) or communication.sizes:
+        return False, None
+    lost = why_not_saved(whole)
+    if lost is None and not is_torchs:
+        lost = why_not_resumed(optimizer, kinds, whole, whole, as_it_is, by_closure=False)
+    return True, lost
