@@ -369,7 +369,7 @@ class Ascends(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (KeepsAQueue, r"'state/a parameter of \(\d+,\)/last': collections.deque is neither plain data nor a tensor"),
+        (KeepsAQueue, r"saved and resumed: 'state/a parameter of \(.*\)/last': collections.deque is neither"),
         (KeepsForNone, "it keeps state of no parameter, under 'steps'"),
         (ByItsLoss, "scales its steps by the loss that its closure returns, and each rank has the loss of its own"),
         (Differentiates, "Differentiates differentiates gradients once more"),
@@ -438,12 +438,12 @@ def test_a_trial_leaves_the_random_numbers_of_the_user_alone() -> None:
     def drawn() -> tuple[float, ...]:
         return float(torch.rand(())), random.random(), float(numpy.random.rand())
 
+    model = Model((6, 4))
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     want = drawn()
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     numpy.random.set_state(states[2])
-    model = Model((6, 4))
     assert not check_steps(Draws(model.held, lr=0.1), model.layout, owners=True)
     assert drawn() == want
 
@@ -469,4 +469,6 @@ def test_a_trial_that_takes_long_says_what_it_does(monkeypatch: pytest.MonkeyPat
         check_steps(Waits(model.held, lr=0.1), model.layout)
     finally:
         trial_duration._log.removeHandler(listener)
-    assert "Waits has been tried over small tensors, to find out its steps over whole parameters" in said[0]
+    assert any(
+        "Waits has been tried over small tensors, to find out its steps over whole parameters" in x for x in said
+    )

@@ -61,7 +61,8 @@ def refused() -> list[str]:
         fabric, net = new_fabric("fsdp_native", options=options), oracle.new_net()
         net.requires_grad_(True)
         groups = [{"params": list(net.parameters())}] if options else make_muon(net).param_groups
-        optimizer = kind([{"params": group["params"], "use_muon": False} for group in groups])
+        whole = kind is FailsOnOneRank
+        optimizer = kind([{"params": one["params"], "use_muon": whole and one["use_muon"]} for one in groups])
         if options:
             optimizer = torch.optim.Adafactor(net.parameters())  # type: ignore[assignment]
         told.append(refusal(OptimizerMismatchError, lambda f=fabric, n=net, o=optimizer: f.setup(n, o)))  # type: ignore[misc]

@@ -13,7 +13,8 @@ from torch import nn
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.observed_communication import ObservedCommunication
-from fsdp_core.sharding.small_tensors import Kind, Shown, as_dtensor, kind_of
+from fsdp_core.sharding.optimizer_copies import requires_closure
+from fsdp_core.sharding.small_tensors import Kind, Shown, as_dtensor, as_it_is, kind_of
 from fsdp_core.sharding.trial_courses import (
     Ran,
     alike,
@@ -85,6 +86,10 @@ def check_steps(
 
     with said_if_it_takes_long(name) as doing:
         owned = owners and all(len(layout[p]) == 1 for p in kinds)
+        doing("its steps over whole parameters")
+        few = {p: kind_of(p, layout, few=True) for p in kinds}
+        if settings is None and _draws(optimizer, few):  # those that do may take seconds for each step over more
+            _Trial(optimizer, few, is_flat, False, on_all_ranks, doing).decided(owned)
         has_to = _Trial(optimizer, kinds, is_flat, settings is not None, on_all_ranks, doing).decided(owned)
     if settings is not None and has_to is not None:
         _right[owners, settings] = has_to
@@ -178,7 +183,7 @@ class _Trial:
         name = self.name
         if lost is not None:
             raise OptimizerMismatchError(
-                f"{name}'s state could not be saved and resumed: {lost}.\n"
+                f"{name} can't be run over shards: {lost}.\n"
                 "Use an optimizer whose state is tensors of the parameters' shapes and plain numbers, such as AdamW."
             )
         if self.is_flat:
@@ -196,6 +201,14 @@ class _Trial:
             f"{instead} another optimizer, such as AdamW; or, if its update is elementwise, a strategy that shows "
             "plain pieces, such as strategy='fsdp_native'."
         )
+
+
+def _draws(optimizer: torch.optim.Optimizer, kinds: _Kinds) -> bool:
+    """Whether steps over whole tensors draw random numbers."""
+    try:
+        return course(optimizer, kinds, as_it_is, by_closure=requires_closure(optimizer)).drew
+    except Exception:  # the trial runs into it again
+        return False
 
 
 def moves_without_gradients(optimizer: torch.optim.Optimizer, layout: Layout) -> bool:

@@ -71,11 +71,11 @@ Key = tuple[int, Kind]
 Shown = Callable[[Tensor, Kind], Tensor]
 
 
-def kind_of(parameter: nn.Parameter, layout: Layout) -> Kind:
-    """What represents a parameter."""
+def kind_of(parameter: nn.Parameter, layout: Layout, *, few: bool = False) -> Kind:
+    """What represents a parameter; with ``few``, by few elements."""
     part, *more = layout[parameter]
     written = (prod(part.shape),) if more else part.shape
-    shape = _SHAPES.get(len(written), (6, 5, 4, *(3 for _ in written[3:])))
+    shape = (_SMALLER if few else _SHAPES).get(len(written), (6, 5, 4, *(3 for _ in written[3:])))
     is_flat = part.range is not None and bool(shape)
     if not isinstance(parameter, DTensor):
         return Kind(shape, is_flat, parameter.requires_grad)

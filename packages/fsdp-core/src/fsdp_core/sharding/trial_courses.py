@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -72,22 +72,27 @@ class Ran:
         optimizer: The copy.
         smalls: The small tensors, as the last step has left them.
         by_closure: Whether it stepped with a closure.
+        drew: Whether its steps drew random numbers.
     """
 
     values: Course
     optimizer: torch.optim.Optimizer
     smalls: dict[Key, Small]
     by_closure: bool
+    drew: bool
 
 
 @contextmanager
-def own_world(device: torch.device, *, waits: bool = False) -> Iterator[None]:
+def own_world(device: torch.device, *, waits: bool = False) -> Iterator[Callable[[], bool]]:
     """A context in which nothing is compiled, and random numbers are drawn from generators that begin alike.
 
     Args:
         device: The device of the parameters.
         waits: Whether ranks wait for each other in it: such ranks are processes, and need no lock. Ranks that are
             threads share the stance and the generators.
+
+    Yields:
+        Whether anything has been drawn so far.
     """
     numpy = sys.modules.get("numpy")
     on_device = [device] if device.type == "cuda" else []
@@ -100,8 +105,15 @@ def own_world(device: torch.device, *, waits: bool = False) -> Iterator[None]:
         random.seed(0)
         if numpy is not None:
             numpy.random.seed(0)
+
+        def state() -> list[Any]:
+            words = torch.get_rng_state(), *map(torch.cuda.get_rng_state, on_device)
+            of_numpy = [] if numpy is None else numpy.random.get_state()[1:3]
+            return [*(one.tolist() for one in words), random.getstate(), *map(str, of_numpy)]
+
+        begun = state()
         try:
-            yield
+            yield lambda: state() != begun
         finally:
             random.setstate(python)
             if numpy is not None:
@@ -140,9 +152,10 @@ def course(
         other = new_small(only[1], smalls[only].held.device, shown, generator)
         made.param_groups[only[0]]["params"].append(other.held)
     device = next((small.held.device for small in smalls.values()), torch.device("cpu"))
-    with own_world(device, waits=shown is as_dtensor):
+    with own_world(device, waits=shown is as_dtensor) as has_drawn:
         values = record(made, smalls, by_closure=by_closure, steps=range(STEPS), other=other, losses=losses)
-    return Ran(values=values, optimizer=made, smalls=smalls, by_closure=by_closure)
+        drew = has_drawn()
+    return Ran(values=values, optimizer=made, smalls=smalls, by_closure=by_closure, drew=drew)
 
 
 def record(

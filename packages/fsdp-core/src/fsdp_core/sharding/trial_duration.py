@@ -30,7 +30,7 @@ def said_if_it_takes_long(name: str) -> Iterator[Callable[[str], None]]:
     if dist.is_initialized() and dist.get_rank():
         yield lambda what: None
         return
-    done, now = threading.Event(), [""]
+    done, now = threading.Event(), ["whether it can be tried"]
 
     def tell() -> None:
         seconds = 0.0

@@ -33,7 +33,7 @@ def stepped_whole(
 ) -> tuple[Ran | None, Exception | None]:
     """Let a copy of an optimizer step over whole small tensors.
 
-    It steps with a closure if it has to, or if its steps are others then: front ends step with one.
+    It steps with a closure only if it has to.
 
     Args:
         optimizer: The optimizer. It is not changed.
@@ -77,4 +77,4 @@ def stepped_whole(
             "of the batch: ranks would make different steps of one.\n"
             "Use an optimizer that does not look at the loss, such as AdamW."
         )
-    return level, None
+    return whole, None

@@ -35,7 +35,7 @@ def right_on_owners(
         is_torchs: Whether it is one of torch's, whose state is known.
 
     Returns:
-        The answer; and, if it can, why its state could not be saved and resumed nevertheless.
+        The answer; and, if it can, why it must not nevertheless.
     """
     if keeps_parameters(optimizer) or callable(getattr(optimizer, "eval", None)) or whole.by_closure:
         return False, None
@@ -60,6 +60,8 @@ def right_on_owners(
         return False, None
     if not alike(whole.values, alone) or not alike(alone, beside) or communication.sizes:
         return False, None
+    if whole.drew:
+        return True, "it draws random numbers in its step, and the ranks would draw others than one process does"
     lost = why_not_saved(whole)
     if lost is None and not is_torchs:
         lost = why_not_resumed(optimizer, kinds, whole, whole, as_it_is, by_closure=False)

@@ -38,7 +38,7 @@ def why_lost(ran: Ran) -> str | None:
     apart = _not_told_apart(ran)
     if apart is None:
         return why_not_saved(ran)
-    return f"it keeps {apart}, and a checkpoint would hold that of one rank"
+    return _lost(f"it keeps {apart}, and a checkpoint would hold that of one rank")
 
 
 def _not_told_apart(ran: Ran) -> str | None:
@@ -60,7 +60,7 @@ def why_not_saved(ran: Ran) -> str | None:
     held = {small.held for small in ran.smalls.values()}
     besides = next((key for key in ran.optimizer.state if not isinstance(key, Tensor) or key not in held), None)
     if besides is not None:
-        return f"it keeps state of no parameter, under {_shown(besides)}"
+        return _lost(f"it keeps state of no parameter, under {_shown(besides)}")
     parameters = {
         f"a parameter of {tuple(small.held.shape)}": ran.optimizer.state.get(small.held, {})
         for small in ran.smalls.values()
@@ -78,7 +78,7 @@ def why_not_saved(ran: Ran) -> str | None:
         with torch.no_grad():
             encode({"state": parameters, "param_groups": groups}, on_tensor)
     except CheckpointValueError as error:
-        return str(error).splitlines()[1].strip()
+        return _lost(str(error).splitlines()[1].strip(" ."))
     return None
 
 
@@ -114,9 +114,13 @@ def why_not_resumed(
         got = _stepped_on(optimizer, kinds, ran, shown, by_closure, _resumed)
     except Exception as raised:
         words = str(raised).splitlines() if isinstance(raised, FSDPError) else [f"{type(raised).__name__}: {raised}"]
-        return words[0][:300] if words else type(raised).__name__
+        return _lost(words[0][:300].rstrip(".") if words else type(raised).__name__)
     fine = alike(of_this_rank(want) if shown is as_dtensor else want, got)
-    return None if fine else "resumed, its steps are others than those of one process"
+    return None if fine else _lost("resumed, it makes other steps than one process does")
+
+
+def _lost(why: str) -> str:
+    return f"its state could not be saved and resumed: {why}"
 
 
 def _stepped_on(
