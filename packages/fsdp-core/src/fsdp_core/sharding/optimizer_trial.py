@@ -182,10 +182,7 @@ class _Trial:
     def _refuse(self, lost: str | None, failure: Exception | None) -> NoReturn:
         name = self.name
         if lost is not None:
-            raise OptimizerMismatchError(
-                f"{name} can't be run over shards: {lost}.\n"
-                "Use an optimizer whose state is tensors of the parameters' shapes and plain numbers, such as AdamW."
-            )
+            raise OptimizerMismatchError(f"{name} can't be run over shards: {lost}")
         if self.is_flat:
             raise OptimizerMismatchError(
                 f"{name} looks at more of a parameter than single elements, such as its shape or a norm, and this "
@@ -243,5 +240,7 @@ def _settings(optimizer: torch.optim.Optimizer, kinds: _Kinds) -> object:
 
 
 def _told(failure: object) -> str:
-    words = str(failure).strip().splitlines() if failure is not None else []
-    return f" ({type(failure).__name__}: {words[0][:200]})" if words else ""
+    if failure is None:
+        return ""
+    words = [f": {line[:200]}" for line in str(failure).strip().splitlines()[:1]]
+    return f" ({type(failure).__name__}{''.join(words)})"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.sharding.observed_communication import ObservedCommunication
 from fsdp_core.sharding.optimizer_copies import copied, step_of
 from fsdp_core.sharding.small_tensors import (
     Key,
@@ -141,6 +142,9 @@ def course(
         beside_others: With ``only``, whether one more is in its group, whose gradient is now much larger and now much
             smaller: this one's steps must be the same.
         losses: The losses that closures return, one after the other.
+
+    Raises:
+        Communicates: A step runs a collective, over others than DTensors.
     """
     generator = torch.Generator().manual_seed(0)
     smalls, stand_ins = new_smalls(optimizer, kinds, shown, generator)
@@ -152,7 +156,8 @@ def course(
         other = new_small(only[1], smalls[only].held.device, shown, generator)
         made.param_groups[only[0]]["params"].append(other.held)
     device = next((small.held.device for small in smalls.values()), torch.device("cpu"))
-    with own_world(device, waits=shown is as_dtensor) as has_drawn:
+    by_itself = ObservedCommunication(allowed=shown is as_dtensor)  # ranks would wait for those that have failed
+    with own_world(device, waits=shown is as_dtensor) as has_drawn, by_itself:
         values = record(made, smalls, by_closure=by_closure, steps=range(STEPS), other=other, losses=losses)
         drew = has_drawn()
     return Ran(values=values, optimizer=made, smalls=smalls, by_closure=by_closure, drew=drew)
@@ -244,7 +249,8 @@ def step_over_nothing(optimizer: torch.optim.Optimizer, kinds: Mapping[nn.Parame
     made = copied(optimizer, stand_ins)
     for group in made.param_groups:
         group["params"].clear()
-    with own_world(next((small.held.device for small in smalls.values()), torch.device("cpu"))):
+    device = next((small.held.device for small in smalls.values()), torch.device("cpu"))
+    with own_world(device), ObservedCommunication(allowed=False):
         step_of(made, by_closure=False)(lambda: torch.ones(()))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.sharding.observed_communication import Communicates
 from fsdp_core.sharding.optimizer_copies import requires_closure, takes_closure
 from fsdp_core.sharding.small_tensors import Kind, as_it_is
 from fsdp_core.sharding.trial_courses import Ran, course, ends_alike
@@ -45,13 +46,19 @@ def stepped_whole(
         Its steps; or why it fails there too.
 
     Raises:
-        OptimizerMismatchError: Its steps depend on losses, or need gradients of gradients.
+        OptimizerMismatchError: Its steps depend on losses, need gradients of gradients, or communicate.
     """
     name = type(optimizer).__name__
     doing("its steps over whole parameters")
     by_closure, can_close = requires_closure(optimizer), takes_closure(optimizer)
     try:
         whole = course(optimizer, kinds, as_it_is, by_closure=by_closure)
+    except Communicates:
+        raise OptimizerMismatchError(
+            f"{name} communicates in its step, as if every process had whole parameters: it expects to run without "
+            "sharding, and would wait for ranks that do something else.\n"
+            "Use one for a single device instead, such as torch.optim.Muon; or another optimizer, such as AdamW."
+        ) from None
     except Exception as raised:
         if "does not require grad" in str(raised):
             raise OptimizerMismatchError(f"{name} {DIFFERENTIATES}") from None

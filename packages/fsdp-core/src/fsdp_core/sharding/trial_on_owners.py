@@ -8,7 +8,6 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from fsdp_core.sharding.observed_communication import ObservedCommunication
 from fsdp_core.sharding.optimizer_copies import keeps_parameters
 from fsdp_core.sharding.small_tensors import Kind, as_it_is
 from fsdp_core.sharding.trial_courses import Ran, alike, course, is_right_in_runs, step_over_nothing
@@ -22,10 +21,9 @@ def right_on_owners(
 ) -> tuple[bool, str | None]:
     """Whether an optimizer can step over each parameter apart from the others, and only then is right.
 
-    One whose update is elementwise needs no whole parameters. One that communicates in its step expects all parameters
-    on each rank. One that keeps its parameters besides its groups would go on with the shards. One that needs a
-    parameter in each group would fail on a rank that owns none. One that steps with a closure may compute losses at
-    several points, for which all shards would have to follow.
+    One whose update is elementwise needs no whole parameters. One that keeps its parameters besides its groups would go
+    on with the shards. One that needs a parameter in each group would fail on a rank that owns none. One that steps
+    with a closure may compute losses at several points, for which all shards would have to follow.
 
     Args:
         optimizer: The optimizer. It is not changed.
@@ -45,23 +43,25 @@ def right_on_owners(
             if is_right_in_runs(optimizer, in_runs, by_closure=False)[0]:
                 return False, None
     try:
-        with ObservedCommunication() as communication:
-            step_over_nothing(optimizer, kinds)
-            alone, beside = (
-                {
-                    key: course(
-                        optimizer, kinds, as_it_is, by_closure=False, only=key, beside_others=beside_others
-                    ).values[key]
-                    for key in whole.values
-                }
-                for beside_others in (False, True)
-            )
+        step_over_nothing(optimizer, kinds)
+        alone, beside = (
+            {
+                key: course(optimizer, kinds, as_it_is, by_closure=False, only=key, beside_others=beside_others).values[
+                    key
+                ]
+                for key in whole.values
+            }
+            for beside_others in (False, True)
+        )
     except Exception:
         return False, None
-    if not alike(whole.values, alone) or not alike(alone, beside) or communication.sizes:
+    if not alike(whole.values, alone) or not alike(alone, beside):
         return False, None
     if whole.drew:
-        return True, "it draws random numbers in its step, and the ranks would draw others than one process does"
+        return True, (
+            "it draws random numbers in its step, and the ranks would draw others than one process does.\n"
+            "Use an optimizer that draws none, such as AdamW."
+        )
     lost = why_not_saved(whole)
     if lost is None and not is_torchs:
         lost = why_not_resumed(optimizer, kinds, whole, whole, as_it_is, by_closure=False)

@@ -120,7 +120,10 @@ def why_not_resumed(
 
 
 def _lost(why: str) -> str:
-    return f"its state could not be saved and resumed: {why}"
+    return (
+        f"its state could not be saved and resumed: {why}.\n"
+        "Use an optimizer whose state is tensors of the parameters' shapes and plain numbers, such as AdamW."
+    )
 
 
 def _stepped_on(
