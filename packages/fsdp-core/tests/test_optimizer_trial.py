@@ -366,11 +366,43 @@ class Ascends(torch.optim.SGD):
         return super().step()
 
 
+class DropsAtRandom(torch.optim.SGD):
+    """Leaves a parameter as it is, now and then."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(torch.rand(()) > 0.5)
+        return super().step(closure)
+
+
+class DecaysByTheMean(torch.optim.SGD):
+    """Its weight decay, which is little beside its steps, is divided by a norm, as AdamS's is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - 0.01 * group["lr"] / parameter.grad.square().mean().sqrt())
+        return super().step(closure)
+
+
+class KeepsSome(torch.optim.SGD):
+    """Keeps moments of the elements that are small, of which there may be none."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["some"] = parameter.grad[parameter.abs() < 1e-30].clone()
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
         (KeepsAQueue, r"saved and resumed: 'state/a parameter of \(.*\)/last': collections.deque is neither"),
         (KeepsForNone, "it keeps state of no parameter, under 'steps'"),
+        (DropsAtRandom, "draws random numbers in its step, and ranks would draw others for their shards"),
         (ByItsLoss, "scales its steps by the loss that its closure returns, and each rank has the loss of its own"),
         (Differentiates, "Differentiates differentiates gradients once more"),
         (Ascends, "Ascends looks at more of a parameter than single elements"),
@@ -382,6 +414,21 @@ def test_what_would_fail_or_differ_later_is_refused(kind: Any, why: str, owners:
     model = Model((6, 4))
     with pytest.raises(OptimizerMismatchError, match=why):
         check_steps(kind(model.held, lr=0.1), model.layout, owners=owners)
+
+
+def test_state_of_as_many_elements_as_there_happen_to_be() -> None:
+    """No rank could tell what it holds of it; an owner holds all."""
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match=r"keeps 'some' of shape \(0,\) .* would hold that of one rank"):
+        check_steps(KeepsSome(model.held, lr=0.1), model.layout)
+    assert check_steps(KeepsSome(model.held, lr=0.1), model.layout, owners=True)
+
+
+def test_a_norm_that_only_scales_a_small_part_of_a_step_is_seen() -> None:
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match="looks at more of a parameter than single elements"):
+        check_steps(DecaysByTheMean(model.held, lr=0.1), model.layout)
+    assert check_steps(DecaysByTheMean(model.held, lr=0.1), model.layout, owners=True)
 
 
 class RowsWithAMemory(Rows):

@@ -16,6 +16,8 @@ from fsdp_core.sharding.observed_communication import ObservedCommunication
 from fsdp_core.sharding.optimizer_copies import requires_closure
 from fsdp_core.sharding.small_tensors import Kind, Shown, as_dtensor, as_it_is, kind_of
 from fsdp_core.sharding.trial_courses import (
+    COARSE,
+    FINE,
     Ran,
     alike,
     course,
@@ -27,6 +29,7 @@ from fsdp_core.sharding.trial_duration import said_if_it_takes_long
 from fsdp_core.sharding.trial_of_wholes import DIFFERENTIATES, stepped_whole
 from fsdp_core.sharding.trial_on_owners import right_on_owners
 from fsdp_core.sharding.trial_state import why_lost, why_not_resumed
+from fsdp_core.state.block_quantised import quantises
 from fsdp_core.state.layout import Layout
 
 __all__ = ["check_steps", "moves_without_gradients"]
@@ -142,10 +145,9 @@ class _Trial:
             failure = raised
         fine = self.on_all_ranks(fine)
         gathers = not self.on_all_ranks(not gathers)
-        if fine and not self.is_flat and not self.is_torchs and self.on_all_ranks(lost is None):
-            lost = why_not_resumed(
-                self.optimizer, self.kinds, whole, self.over_dtensors, as_dtensor, by_closure=self.by_closure
-            )
+        if fine and not self.is_torchs and self.on_all_ranks(lost is None):
+            stepped, shown = (whole, as_it_is) if self.is_flat else (self.over_dtensors, as_dtensor)
+            lost = why_not_resumed(self.optimizer, self.kinds, whole, stepped, shown, by_closure=self.by_closure)
         kept = lost if fine else None
         fine = self.on_all_ranks(fine and lost is None)
         if fine and not gathers:
@@ -167,7 +169,13 @@ class _Trial:
 
     def _in_runs(self, whole: Ran) -> tuple[bool, bool, str | None]:
         """Whether it is right over flat shards; that it gathers nothing; and why its state would be lost."""
-        fine, ran = is_right_in_runs(self.optimizer, self.kinds, by_closure=self.by_closure, whole=whole)
+        fine, ran = is_right_in_runs(
+            self.optimizer,
+            self.kinds,
+            by_closure=self.by_closure,
+            whole=whole,
+            tolerance=COARSE if quantises(self.optimizer) else FINE,
+        )
         return fine, False, next(filter(None, (why_lost(one) for one in ran)), None)
 
     def _over_dtensors(self, whole: Ran) -> tuple[bool, bool, str | None]:
@@ -176,7 +184,7 @@ class _Trial:
             self.over_dtensors = self._course(as_dtensor)
         # norms and the like are scalars, or have an element for each row or column
         gathers = max(communication.sizes, default=0) > max(sum(kind.shape) for kind in self.kinds.values())
-        fine = alike(of_this_rank(whole.values), self.over_dtensors.values)
+        fine = alike(of_this_rank(whole.values), self.over_dtensors.values, COARSE)
         return fine, gathers, why_lost(self.over_dtensors)
 
     def _refuse(self, lost: str | None, failure: Exception | None) -> NoReturn:

@@ -46,7 +46,7 @@ def stepped_whole(
         Its steps; or why it fails there too.
 
     Raises:
-        OptimizerMismatchError: Its steps depend on losses, need gradients of gradients, or communicate.
+        OptimizerMismatchError: Its steps depend on losses or on random numbers, differentiate gradients, or communicate.
     """
     name = type(optimizer).__name__
     doing("its steps over whole parameters")
@@ -68,6 +68,14 @@ def stepped_whole(
             whole = course(optimizer, kinds, as_it_is, by_closure=True)
         except Exception:
             return None, raised
+    if whole.drew:
+        doing("whether its steps depend on random numbers")
+        other = course(optimizer, kinds, as_it_is, by_closure=whole.by_closure, seed=1)
+        if not ends_alike(whole, other):
+            raise OptimizerMismatchError(
+                f"{name} draws random numbers in its step, and ranks would draw others for their shards than one "
+                "process does for whole parameters.\nUse an optimizer that draws none, such as AdamW."
+            )
     if not can_close or is_torchs:
         return whole, None
     doing("whether its steps depend on the loss")

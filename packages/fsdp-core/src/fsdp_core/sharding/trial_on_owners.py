@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_core.sharding.optimizer_copies import keeps_parameters
 from fsdp_core.sharding.small_tensors import Kind, as_it_is
-from fsdp_core.sharding.trial_courses import Ran, alike, course, is_right_in_runs, step_over_nothing
+from fsdp_core.sharding.trial_courses import FINE, Ran, alike, course, is_right_in_runs, step_over_nothing
 from fsdp_core.sharding.trial_state import why_not_resumed, why_not_saved
 
 __all__ = ["right_on_owners"]
@@ -55,13 +55,8 @@ def right_on_owners(
         )
     except Exception:
         return False, None
-    if not alike(whole.values, alone) or not alike(alone, beside):
+    if not alike(whole.values, alone, FINE) or not alike(alone, beside, FINE):
         return False, None
-    if whole.drew:
-        return True, (
-            "it draws random numbers in its step, and the ranks would draw others than one process does.\n"
-            "Use an optimizer that draws none, such as AdamW."
-        )
     lost = why_not_saved(whole)
     if lost is None and not is_torchs:
         lost = why_not_resumed(optimizer, kinds, whole, whole, as_it_is, by_closure=False)

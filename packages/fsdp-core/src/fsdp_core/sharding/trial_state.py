@@ -17,7 +17,7 @@ from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.optimizer_copies import copied
 from fsdp_core.sharding.small_tensors import Key, Kind, Shown, Small, as_dtensor, as_it_is, new_smalls
-from fsdp_core.sharding.trial_courses import STEPS, Course, Ran, alike, of_this_rank, own_world, record
+from fsdp_core.sharding.trial_courses import COARSE, STEPS, Course, Ran, alike, of_this_rank, own_world, record
 from fsdp_core.state.block_quantised import is_of_blocks, quantises
 from fsdp_core.state.chunks import chunked
 from fsdp_core.state.layout import Layout, Part
@@ -47,7 +47,7 @@ def _not_told_apart(ran: Ran) -> str | None:
     for small in ran.smalls.values():
         for key, value in ran.optimizer.state.get(small.held, {}).items():
             for one in _tensors(value):
-                if one.numel() > 1 and one.shape != small.held.shape:
+                if one.numel() != 1 and one.shape != small.held.shape:
                     return f"{key!r} of shape {tuple(one.shape)} for a parameter of {tuple(small.held.shape)}"
     return None
 
@@ -115,7 +115,7 @@ def why_not_resumed(
     except Exception as raised:
         words = str(raised).splitlines() if isinstance(raised, FSDPError) else [f"{type(raised).__name__}: {raised}"]
         return _lost(words[0][:300].rstrip(".") if words else type(raised).__name__)
-    fine = alike(of_this_rank(want) if shown is as_dtensor else want, got)
+    fine = alike(of_this_rank(want) if shown is as_dtensor else want, got, COARSE)
     return None if fine else _lost("resumed, it makes other steps than one process does")
 
 

@@ -338,7 +338,8 @@ def _check_state(
                         s in (1, p) for s, p in zip(shape, part.shape, strict=True)
                     )
                     # an optimizer that looks at whole matrices may keep squares of their sides, as Shampoo does
-                    fits = fits or (is_whole and len(set(shape)) == 1 and shape[0] in part.shape)
+                    whole = is_whole or (part.range is None and not isinstance(parameter, DTensor))
+                    fits = fits or (whole and len(set(shape)) == 1 and shape[0] in part.shape)
                     if not fits:
                         raise CheckpointMismatchError(
                             f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "
