@@ -99,17 +99,7 @@ def of_timm() -> dict[str, tuple[Make, tuple[bool, bool]]]:
 
 
 #: What tests in CI run of pytorch_optimizer's; slow_optimizers.py runs all.
-OF_PYTORCH_OPTIMIZER = (
-    "Shampoo",
-    "SOAP",
-    "CAME",
-    "AdaFactor",
-    "Kron",
-    "NorMuon",
-    "ScalableShampoo",
-    "EmoNavi",
-    "Conda",
-)
+OF_PYTORCH_OPTIMIZER = ("AdaFactor", "CAME", "Conda", "Kron", "NorMuon", "ScalableShampoo", "Shampoo", "SOAP")
 
 #: Those that take matrices apart from other parameters.
 BY_USE_MUON = ("AdaGO", "AdaMuon", "Muon", "NorMuon")

@@ -184,7 +184,8 @@ class _Trial:
             self.over_dtensors = self._course(as_dtensor)
         # norms and the like are scalars, or have an element for each row or column
         gathers = max(communication.sizes, default=0) > max(sum(kind.shape) for kind in self.kinds.values())
-        fine = alike(of_this_rank(whole.values), self.over_dtensors.values, COARSE)
+        tolerance = COARSE if gathers or quantises(self.optimizer) else FINE
+        fine = alike(of_this_rank(whole.values), self.over_dtensors.values, tolerance)
         return fine, gathers, why_lost(self.over_dtensors)
 
     def _refuse(self, lost: str | None, failure: Exception | None) -> NoReturn:

@@ -34,6 +34,7 @@ from fsdp_core.sharding.small_tensors import (
 __all__ = [
     "COARSE",
     "FINE",
+    "SLIGHT",
     "STEPS",
     "Course",
     "Ran",
@@ -65,6 +66,9 @@ FINE = 1e-3
 
 #: Relative to a value, for each of the two values that a step is the difference of: fp32 rounds by half of it.
 _ROUNDED = 2.0**-22
+
+#: A factor that makes gradients as small as those of real models are. Weight decay that is divided by them then matters.
+SLIGHT = 1e-4
 
 #: By param group and kind, the flattened values of the small tensor at each gradient computation, of shape
 #: ``(times, elements)``.
@@ -139,6 +143,7 @@ def course(
     beside_others: bool = False,
     losses: tuple[float, ...] = (1.0,),
     seed: int = 0,
+    scale: float = 1.0,
 ) -> Ran:
     """Step a copy of an optimizer over the parts of small tensors that ``shown`` returns.
 
@@ -152,6 +157,7 @@ def course(
             smaller: this one's steps must be the same.
         losses: The losses that closures return, one after the other.
         seed: What random numbers in its steps depend on.
+        scale: A factor for all gradients.
 
     Raises:
         Communicates: A step runs a collective, over others than DTensors.
@@ -168,7 +174,9 @@ def course(
     device = next((small.held.device for small in smalls.values()), torch.device("cpu"))
     by_itself = ObservedCommunication(allowed=shown is as_dtensor)  # ranks would wait for those that have failed
     with own_world(device, waits=shown is as_dtensor, seed=seed) as has_drawn, by_itself:
-        values = record(made, smalls, by_closure=by_closure, steps=range(STEPS), other=other, losses=losses)
+        values = record(
+            made, smalls, by_closure=by_closure, steps=range(STEPS), other=other, losses=losses, scale=scale
+        )
         drew = has_drawn()
     return Ran(values=values, optimizer=made, smalls=smalls, by_closure=by_closure, drew=drew)
 
@@ -181,6 +189,7 @@ def record(
     steps: range,
     other: Small | None = None,
     losses: tuple[float, ...] = (1.0,),
+    scale: float = 1.0,
 ) -> Course:
     """Let an optimizer step over small tensors, and write down their values. Called inside :func:`own_world`.
 
@@ -191,6 +200,7 @@ def record(
         steps: The steps, by which gradients differ.
         other: Another one that it holds, whose values don't count.
         losses: The losses that closures return, one after the other.
+        scale: A factor for all gradients.
     """
     seen: list[list[Tensor]] = []
     step = step_of(made, by_closure=by_closure)
@@ -200,9 +210,9 @@ def record(
             seen.append([local_tensor(small.held.detach()).reshape(-1).clone() for small in smalls.values()])
         for small in smalls.values():
             if small.held.requires_grad:
-                small.set_gradient(number)
+                small.set_gradient(number, scale)
         if other is not None and other.held.requires_grad:
-            other.set_gradient(number, 1e3 if number % 2 else 1e-3)
+            other.set_gradient(number, scale * (1e3 if number % 2 else 1e-3))
         return torch.tensor(losses[number % len(losses)])
 
     for number in steps:
@@ -235,9 +245,11 @@ def is_right_in_runs(
         The answer, and the steps over the runs that have given it.
     """
     few = smaller(kinds)
-    for those, stepped in ((few, None), (kinds, whole)):
-        want = stepped or course(optimizer, those, as_it_is, by_closure=by_closure)
-        first, last = (course(optimizer, those, run, by_closure=by_closure) for run in (first_run, last_run))
+    for those, stepped, scale in ((few, None, 1.0), (few, None, SLIGHT), (kinds, whole, 1.0)):
+        want = stepped or course(optimizer, those, as_it_is, by_closure=by_closure, scale=scale)
+        first, last = (
+            course(optimizer, those, run, by_closure=by_closure, scale=scale) for run in (first_run, last_run)
+        )
         if not alike(want.values, _joined(first.values, last.values), tolerance):
             return False, (first, last)
     return True, (first, last)

@@ -46,7 +46,7 @@ def stepped_whole(
         Its steps; or why it fails there too.
 
     Raises:
-        OptimizerMismatchError: Its steps depend on losses or on random numbers, differentiate gradients, or communicate.
+        OptimizerMismatchError: Its steps depend on losses or on random numbers, or differentiate, or communicate.
     """
     name = type(optimizer).__name__
     doing("its steps over whole parameters")

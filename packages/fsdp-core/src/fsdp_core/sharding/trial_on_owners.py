@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_core.sharding.optimizer_copies import keeps_parameters
 from fsdp_core.sharding.small_tensors import Kind, as_it_is
-from fsdp_core.sharding.trial_courses import FINE, Ran, alike, course, is_right_in_runs, step_over_nothing
+from fsdp_core.sharding.trial_courses import (
+    FINE,
+    SLIGHT,
+    Course,
+    Ran,
+    alike,
+    course,
+    is_right_in_runs,
+    step_over_nothing,
+)
 from fsdp_core.sharding.trial_state import why_not_resumed, why_not_saved
 
 __all__ = ["right_on_owners"]
@@ -42,20 +52,26 @@ def right_on_owners(
         with suppress(Exception):
             if is_right_in_runs(optimizer, in_runs, by_closure=False)[0]:
                 return False, None
+    if whole.drew:
+        return True, (
+            "it draws random numbers in its step, and each owner would draw others than one process does.\n"
+            "Use an optimizer that draws none, such as AdamW."
+        )
+
+    def each(**settings: Any) -> Course:
+        return {
+            key: course(optimizer, kinds, as_it_is, by_closure=False, only=key, **settings).values[key]
+            for key in whole.values
+        }
+
     try:
         step_over_nothing(optimizer, kinds)
-        alone, beside = (
-            {
-                key: course(optimizer, kinds, as_it_is, by_closure=False, only=key, beside_others=beside_others).values[
-                    key
-                ]
-                for key in whole.values
-            }
-            for beside_others in (False, True)
-        )
+        alone = each()
+        if not alike(whole.values, alone, FINE) or not alike(alone, each(beside_others=True), FINE):
+            return False, None
+        if not alike(each(scale=SLIGHT), each(scale=SLIGHT, beside_others=True), FINE):
+            return False, None
     except Exception:
-        return False, None
-    if not alike(whole.values, alone, FINE) or not alike(alone, beside, FINE):
         return False, None
     lost = why_not_saved(whole)
     if lost is None and not is_torchs:

@@ -62,8 +62,7 @@ def why_not_saved(ran: Ran) -> str | None:
     if besides is not None:
         return _lost(f"it keeps state of no parameter, under {_shown(besides)}")
     parameters = {
-        f"a parameter of {tuple(small.held.shape)}": ran.optimizer.state.get(small.held, {})
-        for small in ran.smalls.values()
+        part.name: ran.optimizer.state.get(parameter, {}) for parameter, (part,) in _layout(ran.smalls).items()
     }
     groups = [{k: v for k, v in group.items() if k != "params"} for group in ran.optimizer.param_groups]
 
@@ -166,10 +165,11 @@ def _resumed(ran: Ran, made: torch.optim.Optimizer, smalls: Mapping[Key, Small])
 
 
 def _layout(smalls: Mapping[Key, Small]) -> Layout:
-    return {
-        small.held: (Part(name=str(number), shape=tuple(small.held.shape)),)
-        for number, small in enumerate(smalls.values())
-    }
+    named: dict[str, nn.Parameter] = {}
+    for (group, _), small in smalls.items():
+        name = f"a parameter of {tuple(small.held.shape)}"
+        named[f"{name} in group {group}" if name in named else name] = small.held
+    return {held: (Part(name=name, shape=tuple(held.shape)),) for name, held in named.items()}
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
