@@ -387,6 +387,16 @@ class DecaysByTheMean(torch.optim.SGD):
         return super().step(closure)
 
 
+class Estimates(torch.optim.SGD):
+    """Adds up squares of gradients in its param group, and will use the sum much later, as D-adaptation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                group["sum"] = group.get("sum", 0.0) + float(parameter.grad.square().sum())
+        return super().step(closure)
+
+
 class KeepsSome(torch.optim.SGD):
     """Keeps moments of the elements that are small, of which there may be none."""
 
@@ -403,6 +413,7 @@ class KeepsSome(torch.optim.SGD):
         (KeepsAQueue, r"saved and resumed: 'state/a parameter of \(.*\)/last': collections.deque is neither"),
         (KeepsForNone, "it keeps state of no parameter, under 'steps'"),
         (DropsAtRandom, "draws random numbers in its step, and ranks would draw others for their shards"),
+        (Estimates, "Estimates looks at more of a parameter than single elements"),
         (ByItsLoss, "scales its steps by the loss that its closure returns, and each rank has the loss of its own"),
         (Differentiates, "Differentiates differentiates gradients once more"),
         (Ascends, "Ascends looks at more of a parameter than single elements"),

@@ -22,6 +22,7 @@ from fsdp_core.sharding.trial_courses import (
     alike,
     course,
     is_right_in_runs,
+    keeps_alike,
     moves_without_gradients_of,
     of_this_rank,
 )
@@ -186,6 +187,7 @@ class _Trial:
         gathers = max(communication.sizes, default=0) > max(sum(kind.shape) for kind in self.kinds.values())
         tolerance = COARSE if gathers or quantises(self.optimizer) else FINE
         fine = alike(of_this_rank(whole.values), self.over_dtensors.values, tolerance)
+        fine = fine and keeps_alike(whole, self.over_dtensors)
         return fine, gathers, why_lost(self.over_dtensors)
 
     def _refuse(self, lost: str | None, failure: Exception | None) -> NoReturn:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import isclose, isnan
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "course",
     "ends_alike",
     "is_right_in_runs",
+    "keeps_alike",
     "moves_without_gradients_of",
     "of_this_rank",
     "own_world",
@@ -67,7 +69,10 @@ FINE = 1e-3
 #: Relative to a value, for each of the two values that a step is the difference of: fp32 rounds by half of it.
 _ROUNDED = 2.0**-22
 
-#: A factor that makes gradients as small as those of real models are. Weight decay that is divided by them then matters.
+#: Below that, numbers that an optimizer keeps are taken for zero.
+_LEAST = 1e-20
+
+#: A factor that makes gradients as small as those of real models. Weight decay that is divided by them then matters.
 SLIGHT = 1e-4
 
 #: By param group and kind, the flattened values of the small tensor at each gradient computation, of shape
@@ -178,7 +183,8 @@ def course(
             made, smalls, by_closure=by_closure, steps=range(STEPS), other=other, losses=losses, scale=scale
         )
         drew = has_drawn()
-    return Ran(values=values, optimizer=made, smalls=smalls, by_closure=by_closure, drew=drew)
+    stepped = smalls if only is None else {only: smalls[only]}
+    return Ran(values=values, optimizer=made, smalls=stepped, by_closure=by_closure, drew=drew)
 
 
 def record(
@@ -250,9 +256,43 @@ def is_right_in_runs(
         first, last = (
             course(optimizer, those, run, by_closure=by_closure, scale=scale) for run in (first_run, last_run)
         )
-        if not alike(want.values, _joined(first.values, last.values), tolerance):
+        kept = all(keeps_alike(want, one) for one in (first, last))
+        if not kept or not alike(want.values, _joined(first.values, last.values), tolerance):
             return False, (first, last)
     return True, (first, last)
+
+
+def keeps_alike(want: Ran, got: Ran) -> bool:
+    """Whether two optimizers keep the same numbers of a small tensor, and in its param group.
+
+    Such a number may matter many steps later, as an estimated learning rate does.
+
+    Args:
+        want: The steps over whole tensors.
+        got: The steps over parts of them, or over some.
+    """
+    states = [
+        (want.optimizer.state[want.smalls[key].held], got.optimizer.state[small.held])
+        for key, small in got.smalls.items()
+        if want.smalls[key].held in want.optimizer.state and small.held in got.optimizer.state
+    ]
+    groups = [(want.optimizer.param_groups[one], got.optimizer.param_groups[one]) for one in {i for i, _ in got.smalls}]
+    numbers = [
+        (_number(expected[key]), _number(found[key]))
+        for expected, found in (*states, *groups)
+        for key in expected.keys() & found.keys()
+    ]
+    return all(
+        one is None or other is None or one == other or isclose(one, other, rel_tol=FINE, abs_tol=_LEAST)
+        for one, other in numbers
+    )
+
+
+def _number(value: Any) -> float | None:
+    """A number that is comparable; ``None`` for other values, and for what has become NaN."""
+    if type(value) is Tensor and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    return float(value) if isinstance(value, int | float) and not isnan(value) else None
 
 
 def ends_alike(want: Ran, got: Ran) -> bool:

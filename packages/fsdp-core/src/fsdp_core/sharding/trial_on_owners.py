@@ -19,6 +19,7 @@ from fsdp_core.sharding.trial_courses import (
     alike,
     course,
     is_right_in_runs,
+    keeps_alike,
     step_over_nothing,
 )
 from fsdp_core.sharding.trial_state import why_not_resumed, why_not_saved
@@ -58,18 +59,16 @@ def right_on_owners(
             "Use an optimizer that draws none, such as AdamW."
         )
 
-    def each(**settings: Any) -> Course:
-        return {
-            key: course(optimizer, kinds, as_it_is, by_closure=False, only=key, **settings).values[key]
-            for key in whole.values
-        }
+    def each(**settings: Any) -> tuple[Course, bool]:
+        ran = {key: course(optimizer, kinds, as_it_is, by_closure=False, only=key, **settings) for key in whole.values}
+        return {key: one.values[key] for key, one in ran.items()}, all(keeps_alike(whole, one) for one in ran.values())
 
     try:
         step_over_nothing(optimizer, kinds)
-        alone = each()
-        if not alike(whole.values, alone, FINE) or not alike(alone, each(beside_others=True), FINE):
+        alone, keeps = each()
+        if not keeps or not alike(whole.values, alone, FINE) or not alike(alone, each(beside_others=True)[0], FINE):
             return False, None
-        if not alike(each(scale=SLIGHT), each(scale=SLIGHT, beside_others=True), FINE):
+        if not alike(each(scale=SLIGHT)[0], each(scale=SLIGHT, beside_others=True)[0], FINE):
             return False, None
     except Exception:
         return False, None
