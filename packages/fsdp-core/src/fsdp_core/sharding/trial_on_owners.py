@@ -66,7 +66,8 @@ def right_on_owners(
     try:
         step_over_nothing(optimizer, kinds)
         alone, keeps = each()
-        if not keeps or not alike(whole.values, alone, FINE) or not alike(alone, each(beside_others=True)[0], FINE):
+        beside, keeps_beside = each(beside_others=True)
+        if not (keeps and keeps_beside and alike(whole.values, alone, FINE) and alike(alone, beside, FINE)):
             return False, None
         if not alike(each(scale=SLIGHT)[0], each(scale=SLIGHT, beside_others=True)[0], FINE):
             return False, None
