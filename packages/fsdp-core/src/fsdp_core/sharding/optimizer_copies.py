@@ -28,7 +28,7 @@ def copied(optimizer: torch.optim.Optimizer, stand_ins: Mapping[int, nn.Paramete
         stand_ins: What replaces its parameters, by the id of the parameter.
     """
     made: Any = object.__new__(type(optimizer))
-    state = {
+    state: dict[Tensor, Any] = {
         stand_ins[id(p)]: {key: _small_state(value, p, stand_ins[id(p)]) for key, value in values.items()}
         for p, values in optimizer.state.items()
         if id(p) in stand_ins
