@@ -255,7 +255,7 @@ def test_the_table_names_all_of_timms(ranks: RankPool) -> None:
 @pytest.mark.parametrize("column", range(2), ids=STRATEGIES)
 def test_each_optimizer_of_the_table(ranks: RankPool, plain: dict[str, dict[str, Tensor]], column: int) -> None:
     strategy = STRATEGIES[column]
-    first, _ = ranks.run(2, trained_over_shards, strategy, list(OPTIMIZERS))
+    first, _ = ranks.run(2, trained_over_shards, strategy, list(OPTIMIZERS), timeout=500.0)
     wrong = {}
     for name, (_, right) in OPTIMIZERS.items():
         ended = first[name]

@@ -6,7 +6,7 @@ import inspect
 import logging
 import random
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding import trial_duration
 from fsdp_core.sharding.optimizer_trial import check_steps
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.state.layout import FlatRange, Layout, Part, stand_in
+from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 
 #: What the documentation's table says of torch's optimizers over 1-D pieces.
 REFUSED_OVER_PIECES = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
@@ -528,3 +530,33 @@ def test_a_trial_that_takes_long_says_what_it_does(monkeypatch: pytest.MonkeyPat
     finally:
         trial_duration._log.removeHandler(listener)
     assert "Waits has been tried over small tensors, to find out its steps over whole parameters" in said[0]
+
+
+class Ahead(torch.optim.Optimizer):
+    """Steps by another optimizer, whose param groups it shares, and has a state of its own, which is empty."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state: Any = defaultdict(dict)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+
+def test_the_state_of_an_optimizer_inside_is_saved_and_restored() -> None:
+    parameter = nn.Parameter(torch.ones(6, 4))
+    layout: Layout = {parameter: (Part(name="weight", shape=(6, 4)),)}
+    one, other = (Ahead(torch.optim.AdamW([parameter])) for _ in range(2))
+    parameter.grad = torch.ones(6, 4)
+    one.step()
+    load_optimizer_state(other, layout, optimizer_state(one, layout, ProcessGroupRuntime()))
+    assert torch.equal(other.inner.state[parameter]["exp_avg"], one.inner.state[parameter]["exp_avg"])
+    model = Model((6, 4))
+    assert not check_steps(Ahead(torch.optim.AdamW(model.held)), model.layout, owners=True)

@@ -21,7 +21,7 @@ from fsdp_core.sharding.trial_courses import COARSE, STEPS, Course, Ran, alike, 
 from fsdp_core.state.block_quantised import is_of_blocks, quantises
 from fsdp_core.state.chunks import chunked
 from fsdp_core.state.layout import Layout, Part
-from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
+from fsdp_core.state.optimizer import holder_of_state, load_optimizer_state, optimizer_state
 from fsdp_core.state.owned import Owners, set_owners
 
 __all__ = ["why_lost", "why_not_resumed", "why_not_saved"]
@@ -45,7 +45,7 @@ def _not_told_apart(ran: Ran) -> str | None:
     if isinstance(ran.optimizer, torch.optim.LBFGS):
         return None  # handled separately
     for small in ran.smalls.values():
-        for key, value in ran.optimizer.state.get(small.held, {}).items():
+        for key, value in holder_of_state(ran.optimizer).state.get(small.held, {}).items():
             for one in _tensors(value):
                 if one.numel() != 1 and one.shape != small.held.shape:
                     return f"{key!r} of shape {tuple(one.shape)} for a parameter of {tuple(small.held.shape)}"
@@ -58,12 +58,11 @@ def why_not_saved(ran: Ran) -> str | None:
     What decides is the code that writes checkpoints.
     """
     held = {small.held for small in ran.smalls.values()}
-    besides = next((key for key in ran.optimizer.state if not isinstance(key, Tensor) or key not in held), None)
+    state = holder_of_state(ran.optimizer).state
+    besides = next((key for key in state if not isinstance(key, Tensor) or key not in held), None)
     if besides is not None:
         return _lost(f"it keeps state of no parameter, under {_shown(besides)}")
-    parameters = {
-        part.name: ran.optimizer.state.get(parameter, {}) for parameter, (part,) in _layout(ran.smalls).items()
-    }
+    parameters = {part.name: state.get(parameter, {}) for parameter, (part,) in _layout(ran.smalls).items()}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in ran.optimizer.param_groups]
 
     def on_tensor(keys: Any, leaf: Any) -> None:
@@ -159,7 +158,7 @@ def _resumed(ran: Ran, made: torch.optim.Optimizer, smalls: Mapping[Key, Small])
     with torch.no_grad():
         saved = decode(encode(described, on_tensor), lambda tag, number: tensors[number])
     layout = _layout(smalls)
-    if not any(isinstance(held, DTensor) for held in layout):
+    if not any(isinstance(held, DTensor) for held in layout) and holder_of_state(made) is made:
         set_owners(made, Owners(rank=0, by_parameter=dict.fromkeys(layout, 0)))
     load_optimizer_state(made, layout, saved)
 

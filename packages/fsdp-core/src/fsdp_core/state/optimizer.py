@@ -31,11 +31,21 @@ from fsdp_core.state.layout import Layout, Part, how_to_separate
 from fsdp_core.state.owned import owned_groups, owned_state, owners_of
 from fsdp_core.state.saved_tensor import SavedTensor
 
-__all__ = ["load_optimizer_state", "optimizer_state", "state_by_name"]
+__all__ = ["holder_of_state", "load_optimizer_state", "optimizer_state", "state_by_name"]
 
 NamedState = dict[str, Any]
 #: Called with a parameter, its parts, its param group, a key of its state, and the parts' values under that key.
 RestoreValue = Callable[[nn.Parameter, Sequence[Part], Mapping[str, Any], str, Sequence[Any]], Any]
+
+
+def holder_of_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that holds the state: one inside that has the same param groups, as in timm's Lookahead.
+
+    Args:
+        optimizer: An optimizer, which may step by another one.
+    """
+    inside = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
+    return next((one for one in inside if one.param_groups is optimizer.param_groups), optimizer)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Runtime) -> NamedState:
@@ -54,6 +64,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
         OptimizerMismatchError: The optimizer holds a parameter without a name.
     """
     owners = owners_of(optimizer)
+    optimizer = holder_of_state(optimizer) if owners is None else optimizer
     if owners is not None:
         settings = owned_groups(optimizer, owners, runtime)
         return {
@@ -110,6 +121,8 @@ def load_optimizer_state(
             saved in groups of different settings, or parameters of one saved group are in several groups now, each of
             which would lose its own settings.
     """
+    if owners_of(optimizer) is None:
+        optimizer = holder_of_state(optimizer)
     saved = state_by_name(optimizer, layout, saved)
     saved = {
         "state": {name: {k: saved_whole(v) for k, v in values.items()} for name, values in saved["state"].items()},
