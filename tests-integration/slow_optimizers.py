@@ -1,4 +1,4 @@
-"""All optimizers of pytorch_optimizer that docs/optimizers.md names: right and resumed on one rank, or refused.
+"""All of timm's and pytorch_optimizer's that docs/optimizers.md names: right and resumed on one rank, or refused.
 
 ``nox -s integration -- tests-integration/slow_optimizers.py`` runs it. test_optimizers_of_others.py runs a part.
 """
@@ -21,6 +21,7 @@ from test_optimizers_of_others import (
     STRATEGIES,
     new_small,
     of_pytorch_optimizer,
+    of_timm,
     ranks,
     see_others,
     steps,
@@ -28,7 +29,7 @@ from test_optimizers_of_others import (
 
 __all__ = ["ranks"]
 
-NAMED = of_pytorch_optimizer()
+NAMED = {**of_timm(), **of_pytorch_optimizer()}
 
 #: Whose steps are those of one process only within what a last bit of a gradient makes of them there.
 SENSITIVE = {"pytorch_optimizer SOAP": 1e-3, "pytorch_optimizer Kate": 1e-2}

@@ -98,6 +98,13 @@ def of_timm() -> dict[str, tuple[Make, tuple[bool, bool]]]:
     return found
 
 
+def is_variant(name: str) -> bool:
+    """Whether a name of timm's is that of a corrected or a cautious variant, which slow_optimizers.py runs."""
+    names = {one.partition(" ")[2] for one in of_timm()}
+    corrected = name[-1] in "cw" and name[:-1] in names
+    return name not in ("cadamw", "clion", "adamw") and (corrected or (name[0] == "c" and name[1:] in names))
+
+
 #: What tests in CI run of pytorch_optimizer's; slow_optimizers.py runs all.
 OF_PYTORCH_OPTIMIZER = ("AdaFactor", "CAME", "Conda", "Kron", "NorMuon", "ScalableShampoo", "Shampoo", "SOAP")
 
@@ -157,7 +164,7 @@ OPTIMIZERS: dict[str, tuple[Make, tuple[bool, bool]]] = {
         f"torchao {name}": (by_path("torchao.optim", name, lr=0.01), BOTH)
         for name in ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
     },
-    **of_timm(),
+    **{name: one for name, one in of_timm().items() if not is_variant(name.partition(" ")[2])},
     **{name: one for name, one in of_pytorch_optimizer().items() if name.partition(" ")[2] in OF_PYTORCH_OPTIMIZER},
     "timm lookahead_adamw": (by_name_of_timm("lookahead_adamw"), BOTH),
     "timm lars with weight decay": (by_name_of_timm("lars", weight_decay=0.01), BOTH),
