@@ -64,7 +64,7 @@ CORE = (
 SMOKE = ("it_is_listed", "trainer_equals_plain[2-sgd]", "saved_on_n_loaded_on_m[2-sharded-momentum]")
 
 # Whose optimizers docs/optimizers.md has tables of.
-OPTIMIZERS = ("schedulefree", "timm", "torchao", "transformers")
+OPTIMIZERS = ("pytorch-optimizer", "schedulefree", "timm", "torchao", "transformers")
 
 # What the examples of docs/transformers.md import. Not among those: transformers imports torchvision where it is, which
 # timm brings, and its wheels on the package index can't be imported beside torch's build for CPUs.

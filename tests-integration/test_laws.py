@@ -139,7 +139,11 @@ NEVER = {
     "gradients/**": ("plugins", "state", "initialization", "sharding", "checkpoint", *ABOVE),
     "state/**": ("plugins", "initialization", "sharding", "checkpoint", *ABOVE),
     "initialization/**": ("plugins", "gradients", "sharding", "checkpoint", *ABOVE),
-    "sharding/**": ("plugins", "checkpoint", *ABOVE),
+    "sharding/**": (
+        *("plugins", *ABOVE, "checkpoint.storage", "checkpoint.tools", "checkpoint.importing", "checkpoint.collective"),
+        *(f"checkpoint.{one}" for one in ("async_save", "loading", "merging", "planning", "saving", "staging")),
+        *("checkpoint.state_dict", "checkpoint.verifying"),
+    ),
     "checkpoint/**": ("plugins", "gradients", "initialization", "sharding", *ABOVE),
     "huggingface/**": ("plugins", "gradients", "initialization", "lightning"),
     "checkpoint/format/**": (

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import random
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.sharding import trial_duration
 from fsdp_core.sharding.optimizer_trial import check_steps
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.state.layout import FlatRange, Layout, Part, stand_in
+from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 
 #: What the documentation's table says of torch's optimizers over 1-D pieces.
 REFUSED_OVER_PIECES = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
@@ -267,3 +275,288 @@ def test_owners_run_what_looks_at_one_parameter_alone() -> None:
         with pytest.raises(OptimizerMismatchError, match="ByTheNormOfAll looks at more"):
             check_steps(ByTheNormOfAll(model.held, lr=0.1), model.layout, owners=True)
         assert not check_steps(torch.optim.AdamW(model.held, lr=0.1), model.layout, owners=True)
+
+
+class Squares(torch.optim.Optimizer):
+    """Preconditions each side of a tensor by a square matrix, as Shampoo does.
+
+    Attributes:
+        largest: The largest side so far.
+    """
+
+    largest = 0
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                update = parameter.grad
+                for dim, size in enumerate(parameter.shape):
+                    Squares.largest = max(Squares.largest, size)
+                    if size > 1000:
+                        raise MemoryError("a matrix of so many rows")
+                    rows = update.movedim(dim, 0).reshape(size, -1)
+                    update = (rows @ rows.T @ rows).view(update.movedim(dim, 0).shape).movedim(0, dim)
+                parameter -= group["lr"] * update / (1e-6 + update.norm())
+
+
+def test_a_trial_makes_no_matrix_of_all_elements() -> None:
+    """Whose runs are looked at, an optimizer of square matrices would make one with thousands of rows."""
+    model = Model((6, 4), (4,))
+    assert check_steps(Squares(model.held), model.layout, owners=True)
+    assert 100 < Squares.largest < 200
+
+
+class KeepsAQueue(torch.optim.SGD):
+    """Keeps the last gradients where no checkpoint holds them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("last", deque(maxlen=3)).append(parameter.grad.clone())
+        return super().step(closure)
+
+
+class KeepsForNone(torch.optim.SGD):
+    """Keeps state under a name instead of a parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = {"taken": 1}  # type: ignore[index]
+        return super().step(closure)
+
+
+class ByItsLoss(torch.optim.SGD):
+    """Makes smaller steps where the loss is small."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = 1.0 if closure is None else float(closure())
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * loss * parameter.grad
+
+
+class Differentiates(torch.optim.SGD):
+    """Takes the gradients of gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        held = [p for group in self.param_groups for p in group["params"]]
+        torch.autograd.grad([p.grad for p in held], held, [torch.ones_like(p) for p in held])
+
+
+class Ascends(torch.optim.SGD):
+    """Evaluates where gradients lead up, as SAM does, and so can't do without a closure, whatever it says."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise RuntimeError("a closure is needed")
+        held = [p for group in self.param_groups for p in group["params"]]
+        total = torch.stack([p.grad.norm() for p in held]).norm()
+        up = [p.grad / total for p in held]
+        for parameter, way in zip(held, up, strict=True):
+            parameter += way
+        with torch.enable_grad():
+            closure()
+        for parameter, way in zip(held, up, strict=True):
+            parameter -= way
+        return super().step()
+
+
+class DropsAtRandom(torch.optim.SGD):
+    """Leaves a parameter as it is, now and then."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(torch.rand(()) > 0.5)
+        return super().step(closure)
+
+
+class DecaysByTheMean(torch.optim.SGD):
+    """Its weight decay, which is little beside its steps, is divided by a norm, as AdamS's is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - 0.01 * group["lr"] / parameter.grad.square().mean().sqrt())
+        return super().step(closure)
+
+
+class Estimates(torch.optim.SGD):
+    """Adds up squares of gradients in its param group, and will use the sum much later, as D-adaptation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                group["sum"] = group.get("sum", 0.0) + float(parameter.grad.square().sum())
+        return super().step(closure)
+
+
+class KeepsSome(torch.optim.SGD):
+    """Keeps moments of the elements that are small, of which there may be none."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["some"] = parameter.grad[parameter.abs() < 1e-30].clone()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (KeepsAQueue, r"saved and resumed: 'state/a parameter of \(.*\)/last': collections.deque is neither"),
+        (KeepsForNone, "it keeps state of no parameter, under 'steps'"),
+        (DropsAtRandom, "draws random numbers in its step, and ranks would draw others for their shards"),
+        (Estimates, "Estimates looks at more of a parameter than single elements"),
+        (ByItsLoss, "scales its steps by the loss that its closure returns, and each rank has the loss of its own"),
+        (Differentiates, "Differentiates differentiates gradients once more"),
+        (Ascends, "Ascends looks at more of a parameter than single elements"),
+    ],
+)
+@pytest.mark.parametrize("owners", [False, True])
+def test_what_would_fail_or_differ_later_is_refused(kind: Any, why: str, owners: bool) -> None:
+    """At the first step, at the first checkpoint, or never, silently."""
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match=why):
+        check_steps(kind(model.held, lr=0.1), model.layout, owners=owners)
+
+
+def test_state_of_as_many_elements_as_there_happen_to_be() -> None:
+    """No rank could tell what it holds of it; an owner holds all."""
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match=r"keeps 'some' of shape \(0,\) .* would hold that of one rank"):
+        check_steps(KeepsSome(model.held, lr=0.1), model.layout)
+    assert check_steps(KeepsSome(model.held, lr=0.1), model.layout, owners=True)
+
+
+def test_a_norm_that_only_scales_a_small_part_of_a_step_is_seen() -> None:
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match="looks at more of a parameter than single elements"):
+        check_steps(DecaysByTheMean(model.held, lr=0.1), model.layout)
+    assert check_steps(DecaysByTheMean(model.held, lr=0.1), model.layout, owners=True)
+
+
+class RowsWithAMemory(Rows):
+    """Scales rows by what it keeps of them."""
+
+    keeps: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.ndim > 1:
+                    kept = self.state[parameter].setdefault("kept", type(self).keeps(parameter.grad))
+                    parameter.grad.mul_(next(iter(kept.values() if isinstance(kept, dict) else kept)))
+        return super().step(closure)
+
+
+class Box:
+    """Nothing that a checkpoint can hold."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.held = grad.clone()
+
+    def __iter__(self) -> Any:
+        return iter([self.held])
+
+
+@pytest.mark.parametrize(
+    "keeps", [lambda grad: (grad.clone(), 1.0), lambda grad: [grad.clone()], lambda grad: {"a": grad.clone()}]
+)
+def test_owners_state_in_containers_is_resumed(keeps: Any) -> None:
+    model = Model((6, 4))
+    RowsWithAMemory.keeps = staticmethod(keeps)
+    assert check_steps(RowsWithAMemory(model.held, lr=0.1), model.layout, owners=True)
+
+
+def test_owners_state_that_no_checkpoint_holds_is_refused() -> None:
+    model = Model((6, 4))
+    RowsWithAMemory.keeps = Box
+    with pytest.raises(
+        OptimizerMismatchError, match=r"state could not be saved and resumed: .*Box is neither plain data"
+    ):
+        check_steps(RowsWithAMemory(model.held, lr=0.1), model.layout, owners=True)
+
+
+class Draws(torch.optim.SGD):
+    """Draws random numbers, of which it makes no use."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.rand(3), random.random(), numpy.random.rand()
+        return super().step(closure)
+
+
+def test_a_trial_leaves_the_random_numbers_of_the_user_alone() -> None:
+    def drawn() -> tuple[float, ...]:
+        return float(torch.rand(())), random.random(), float(numpy.random.rand())
+
+    model = Model((6, 4))
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    want = drawn()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+    assert not check_steps(Draws(model.held, lr=0.1), model.layout, owners=True)
+    assert drawn() == want
+
+
+def test_a_trial_that_takes_long_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            told.set()
+
+    class Waits(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert told.wait(30.0)
+            return super().step(closure)
+
+    monkeypatch.setattr(trial_duration, "_SILENT_SECONDS", 0.01)
+    listener, model = Listener(), Model((6, 4))
+    trial_duration._log.addHandler(listener)
+    try:
+        check_steps(Waits(model.held, lr=0.1), model.layout)
+    finally:
+        trial_duration._log.removeHandler(listener)
+    assert "Waits has been tried over small tensors, to find out its steps over whole parameters" in said[0]
+
+
+class Ahead(torch.optim.Optimizer):
+    """Steps by another optimizer, whose param groups it shares, and has a state of its own, which is empty."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state: Any = defaultdict(dict)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+
+def test_the_state_of_an_optimizer_inside_is_saved_and_restored() -> None:
+    parameter = nn.Parameter(torch.ones(6, 4))
+    layout: Layout = {parameter: (Part(name="weight", shape=(6, 4)),)}
+    one, other = (Ahead(torch.optim.AdamW([parameter])) for _ in range(2))
+    parameter.grad = torch.ones(6, 4)
+    one.step()
+    load_optimizer_state(other, layout, optimizer_state(one, layout, ProcessGroupRuntime()))
+    assert torch.equal(other.inner.state[parameter]["exp_avg"], one.inner.state[parameter]["exp_avg"])
+    model = Model((6, 4))
+    assert not check_steps(Ahead(torch.optim.AdamW(model.held)), model.layout, owners=True)

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
+from fsdp_core import full_state_dict
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.training.whole_matrices import (
     OwnMuon,
@@ -19,7 +22,7 @@ from fsdp_core.testing.suite.training.whole_matrices import (
     plain_steps,
     steps_on,
 )
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.training import new_fabric, whole_batches
 
 MATRICES = 7  # of the net: its tied pair, and two in each block
 
@@ -42,21 +45,79 @@ class LooksAtAll(OwnMuon):
         return super()._update(group, parameter, state) * 100 / (1 + sum(float(n) for n in norms))
 
 
-def refused() -> tuple[str, str]:
+class FailsOnOneRank(OwnMuon):
+    """Can't step over no parameters, on one rank alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        if torch.distributed.get_rank() == 1 and not any(group["params"] for group in self.param_groups):
+            raise RuntimeError("nothing to step over")
+        return super().step(closure)
+
+
+def refused() -> list[str]:
     told = []
-    for options, kind in (({}, LooksAtAll), ({"use_orig_params": False, "auto_wrap_policy": None}, OwnMuon)):
+    flat = {"use_orig_params": False, "auto_wrap_policy": None}
+    for options, kind in (({}, LooksAtAll), (flat, OwnMuon), ({}, FailsOnOneRank)):
         fabric, net = new_fabric("fsdp_native", options=options), oracle.new_net()
         net.requires_grad_(True)
         groups = [{"params": list(net.parameters())}] if options else make_muon(net).param_groups
-        optimizer = kind([{"params": group["params"], "use_muon": False} for group in groups])
+        whole = kind is FailsOnOneRank
+        optimizer = kind([{"params": one["params"], "use_muon": whole and one["use_muon"]} for one in groups])
         if options:
             optimizer = torch.optim.Adafactor(net.parameters())  # type: ignore[assignment]
         told.append(refusal(OptimizerMismatchError, lambda f=fabric, n=net, o=optimizer: f.setup(n, o)))  # type: ignore[misc]
-    return told[0], told[1]
+    return told
 
 
 def test_optimizers_that_owners_cannot_run_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    """One whose update depends on other parameters too; and any over flat parameters of several of the user's."""
-    for looks_at_all, over_flat in ranks.run(2, refused):
+    """One whose update depends on other parameters too; any over flat parameters of several; on all ranks alike."""
+    for looks_at_all, over_flat, on_one in ranks.run(2, refused):
+        assert_says(on_one, "FailsOnOneRank looks at more of a parameter")
         assert_says(looks_at_all, "LooksAtAll looks at more of a parameter", "Use an optimizer whose update is")
         assert_says(over_flat, "Adafactor looks at more of a parameter", "Use an optimizer whose update is")
+
+
+class Remembers(torch.optim.SGD):
+    """Steps by the mean of the last gradients, which it keeps in a list, beside a pair in a dict."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["past"] = [*state.get("past", []), parameter.grad.clone()][-2:]
+                state["kept"] = {"pair": (state["past"][0].clone(), len(state["past"]))}
+                parameter.grad.copy_(torch.stack(state["past"]).mean(0) + 0.1 * state["kept"]["pair"][0])
+        return super().step(closure)
+
+
+def remembered(folder: str, world_size: int, first: int, last: int) -> dict[str, Tensor]:
+    fabric, net = new_fabric("fsdp_native", world_size), two_layers()
+    model, optimizer = fabric.setup(net, Remembers(net.parameters(), lr=0.1))
+    if first:
+        fabric.load(folder, {"model": model, "optimizer": optimizer})
+    for x, y in whole_batches(fabric, last)[first:]:
+        optimizer.zero_grad()
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+    if not first:
+        fabric.save(folder, {"model": model, "optimizer": optimizer})
+    return full_state_dict(model)
+
+
+def two_layers() -> nn.Module:
+    with oracle.seeded(5):
+        return nn.Sequential(nn.Linear(oracle.FEATURES, 5), nn.Tanh(), nn.Linear(5, oracle.FEATURES))
+
+
+def test_state_in_containers_is_resumed_on_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    ranks.run(2, remembered, folder, 2, 0, 3)
+    net = two_layers()
+    optimizer = Remembers(net.parameters(), lr=0.1)
+    for x, y in oracle.global_batches(5):
+        optimizer.zero_grad()
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+    for world_size in (1, 3):
+        first, *_ = ranks.run(world_size, remembered, folder, world_size, 3, 5)
+        torch.testing.assert_close(first, dict(net.state_dict()), atol=FP32_TOLERANCE, rtol=0)

@@ -146,7 +146,7 @@ def refused() -> list[str]:
 
 def test_optimizers_that_owners_cannot_run_are_refused(ranks: RankPool) -> None:
     for communicates, looks_at_all in ranks.run(2, refused):
-        assert_says(communicates, "Communicates", "Use another optimizer")
+        assert_says(communicates, "Communicates communicates in its step", "Use one for a single device instead")
         assert_says(looks_at_all, "LooksAtAll", "Use another optimizer")
 
 

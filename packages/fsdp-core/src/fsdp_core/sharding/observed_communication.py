@@ -10,19 +10,27 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.torch_private import TorchDispatchMode, tree_flatten
 
-__all__ = ["ObservedCommunication"]
+__all__ = ["Communicates", "ObservedCommunication"]
+
+
+class Communicates(Exception):
+    """A collective where none is allowed."""
 
 
 class ObservedCommunication(TorchDispatchMode):
     """A context that records the collectives in it, those that DTensors run included.
 
+    Args:
+        allowed: Whether there may be any; otherwise the first raises :class:`Communicates`, before it is run.
+
     Attributes:
         sizes: The number of elements that this rank passes to each collective.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, allowed: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: list[int] = []
+        self.allowed = allowed
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -30,6 +38,8 @@ class ObservedCommunication(TorchDispatchMode):
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # what it does with local tensors comes here as well
         if "c10d" in function.namespace and not function.name().endswith("wait_tensor"):
+            if not self.allowed:
+                raise Communicates
             leaves = tree_flatten((args, kwargs or {}))[0]
             self.sizes.append(max((one.numel() for one in leaves if isinstance(one, Tensor)), default=0))
         return function(*args, **(kwargs or {}))

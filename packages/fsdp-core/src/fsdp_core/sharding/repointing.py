@@ -42,6 +42,7 @@ def repoint(
             parameters that share a flat one are not all in the same group, or the optimizer keeps other tensors that
             can't be sharded, or its steps over shards would differ from those over whole parameters.
     """
+    _check_keys(optimizer)
     groups: list[list[nn.Parameter]] = []
     held: dict[Tensor, nn.Parameter] = {}
     counts: dict[nn.Parameter, int] = {}
@@ -78,10 +79,20 @@ def repoint(
             group["params"][:] = params  # in place: LBFGS, for one, holds this very list
         optimizer.state.clear()
         optimizer.state.update(state)
-    has_to = check_steps(optimizer, layout, owners=owners is not None)
+    has_to = check_steps(optimizer, layout, owners=owners is not None, runtime=owners)
     if owners is not None and (has_to or owners_of(optimizer) is not None):
         step_on_owners(optimizer, layout, owners)
     return optimizer
+
+
+def _check_keys(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state that is not of a parameter, which no checkpoint by parameter name holds."""
+    for key in optimizer.state:
+        if not isinstance(key, Tensor):
+            raise OptimizerMismatchError(
+                f"{type(optimizer).__name__} keeps state of no parameter, under {key!r}, which a checkpoint could not "
+                "hold.\nUse another optimizer, such as AdamW; or one that keeps it in its param groups."
+            )
 
 
 def _moved_state(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, nn.Parameter]) -> dict[Any, dict[str, Any]]:

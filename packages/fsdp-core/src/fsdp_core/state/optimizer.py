@@ -31,11 +31,21 @@ from fsdp_core.state.layout import Layout, Part, how_to_separate
 from fsdp_core.state.owned import owned_groups, owned_state, owners_of
 from fsdp_core.state.saved_tensor import SavedTensor
 
-__all__ = ["load_optimizer_state", "optimizer_state", "state_by_name"]
+__all__ = ["holder_of_state", "load_optimizer_state", "optimizer_state", "state_by_name"]
 
 NamedState = dict[str, Any]
 #: Called with a parameter, its parts, its param group, a key of its state, and the parts' values under that key.
 RestoreValue = Callable[[nn.Parameter, Sequence[Part], Mapping[str, Any], str, Sequence[Any]], Any]
+
+
+def holder_of_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that holds the state: one inside that has the same param groups, as in timm's Lookahead.
+
+    Args:
+        optimizer: An optimizer, which may step by another one.
+    """
+    inside = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
+    return next((one for one in inside if one.param_groups is optimizer.param_groups), optimizer)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Runtime) -> NamedState:
@@ -54,6 +64,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
         OptimizerMismatchError: The optimizer holds a parameter without a name.
     """
     owners = owners_of(optimizer)
+    optimizer = holder_of_state(optimizer) if owners is None else optimizer
     if owners is not None:
         settings = owned_groups(optimizer, owners, runtime)
         return {
@@ -110,6 +121,8 @@ def load_optimizer_state(
             saved in groups of different settings, or parameters of one saved group are in several groups now, each of
             which would lose its own settings.
     """
+    if owners_of(optimizer) is None:
+        optimizer = holder_of_state(optimizer)
     saved = state_by_name(optimizer, layout, saved)
     saved = {
         "state": {name: {k: saved_whole(v) for k, v in values.items()} for name, values in saved["state"].items()},
@@ -155,7 +168,7 @@ def load_optimizer_state(
                 values, like = saved["state"].get(part.name), nn.Parameter(local_tensor(parameter).detach(), False)
                 whole = (Part(name=part.name, shape=part.shape),)
                 if values:
-                    optimizer.state[parameter] = {k: _restored_whole(like, whole, group, k, values[k]) for k in values}
+                    optimizer.state[parameter] = {k: _restored(like, whole, group, k, [values[k]]) for k in values}
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -204,14 +217,26 @@ def _lost(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
 
 
 def _described(part: Part, held: Tensor, value: Any) -> Any:
-    """Describe a value of the optimizer's state as part of the user's parameter's state."""
-    if part.range is None or not isinstance(value, Tensor) or is_of_blocks(value):
+    """Describe a value of the optimizer's state, which may be nested, as part of the user's parameter's state."""
+    if part.range is None:
+        return value
+    if isinstance(value, dict | list | tuple) and not is_saved_in_blocks(value):
+        return _nested(value, lambda member: _described(part, held, member))
+    if not isinstance(value, Tensor) or is_of_blocks(value):
         return value
     if value.shape == held.shape:
         return part.of(value)
     # one value per parameter, such as a step count; the rank with the first element saves it
     chunk = Chunk(offsets=(0,) * value.ndim, data=value.detach())
     return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=int(not part.is_first))
+
+
+def _nested(value: Any, converted: Callable[[Any], Any]) -> Any:
+    """Convert the members of a dict, a list or a tuple."""
+    if isinstance(value, dict):
+        return {key: converted(member) for key, member in value.items()}
+    members = [converted(member) for member in value]
+    return tuple(members) if isinstance(value, tuple) else members
 
 
 def _completed(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -> NamedState:
@@ -232,7 +257,10 @@ def _completed(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -
 
 @dataclass(frozen=True)
 class _Kind:
-    """The shape and dtype, or the plain value, of an optimizer's state, for a rank that does not hold it."""
+    """The shape and dtype, or the plain value, of an optimizer's state, for a rank that does not hold it.
+
+    The members of a plain dict, list or tuple are kinds themselves.
+    """
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -242,11 +270,12 @@ class _Kind:
     def of(cls, value: Any) -> _Kind:
         if isinstance(value, ChunkedTensor | Tensor):
             return _kind(tuple(value.shape), value.dtype)
-        return cls(None, None, value)
+        return cls(None, None, _nested(value, cls.of) if type(value) in (dict, list, tuple) else value)
 
     def absent(self) -> Any:
         if self.shape is None or self.dtype is None:
-            return self.plain
+            is_nest = type(self.plain) in (dict, list, tuple)
+            return _nested(self.plain, lambda member: member.absent()) if is_nest else self.plain
         return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=(), replica=1)
 
 
@@ -301,15 +330,6 @@ def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mappi
     }
 
 
-def _restored_whole(like: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, value: Any) -> Any:
-    """Restore a value of the state of a parameter that this rank owns, which may be nested, whole."""
-    if isinstance(value, list | tuple):
-        return type(value)(_restored_whole(like, parts, group, key, member) for member in value)
-    if isinstance(value, dict):
-        return {name: _restored_whole(like, parts, group, str(name), member) for name, member in value.items()}
-    return _restored(like, parts, group, key, [value])
-
-
 def _check_state(
     optimizer: torch.optim.Optimizer, layout: Layout, state: Mapping[str, Mapping[str, Any]], *, is_whole: bool = False
 ) -> None:
@@ -331,7 +351,8 @@ def _check_state(
                         s in (1, p) for s, p in zip(shape, part.shape, strict=True)
                     )
                     # an optimizer that looks at whole matrices may keep squares of their sides, as Shampoo does
-                    fits = fits or (is_whole and len(set(shape)) == 1 and shape[0] in part.shape)
+                    whole = is_whole or (part.range is None and not isinstance(parameter, DTensor))
+                    fits = fits or (whole and len(set(shape)) == 1 and shape[0] in part.shape)
                     if not fits:
                         raise CheckpointMismatchError(
                             f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "
@@ -365,8 +386,11 @@ def _restored(
 ) -> Any:
     """Convert a state value to the optimizer's layout: sharded as its parameter if it has that shape, else full."""
     value = values[0]
-    if isinstance(value, list):  # LBFGS keeps lists of vectors
-        return [_restored(parameter, parts, group, key, members) for members in zip(*values, strict=True)]
+    if type(value) in (list, tuple):  # LBFGS keeps lists of vectors
+        members = [_restored(parameter, parts, group, key, members) for members in zip(*values, strict=True)]
+        return tuple(members) if isinstance(value, tuple) else members
+    if isinstance(value, dict):
+        return {name: _restored(parameter, parts, group, str(name), [one[name] for one in values]) for name in value}
     if not isinstance(value, SavedTensor | Tensor):
         return value
     shape = tuple(value.shape)
@@ -395,7 +419,13 @@ def _restored(
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with their tensors read, such as a tensor learning rate."""
-    return {key: value.full() if isinstance(value, SavedTensor) else value for key, value in group.items()}
+    return {key: _read(value) for key, value in group.items()}
+
+
+def _read(value: Any) -> Any:
+    if type(value) in (dict, list, tuple):
+        return _nested(value, _read)
+    return value.full() if isinstance(value, SavedTensor) else value
 
 
 def _some(names: list[str]) -> str:

@@ -99,7 +99,8 @@ def _outline(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _outline(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_outline(member) for member in value]
+        members = [_outline(member) for member in value]
+        return tuple(members) if isinstance(value, tuple) else members
     return value
 
 
@@ -111,7 +112,8 @@ def _described(value: Any, outline: Any) -> Any:
         return ChunkedTensor(shape=outline.shape, dtype=outline.dtype, chunks=chunks, replica=int(data is None))
     if isinstance(outline, dict):
         return {key: _described(None if value is None else value[key], member) for key, member in outline.items()}
-    if isinstance(outline, list):
-        members = [None] * len(outline) if value is None else value
-        return [_described(one, member) for one, member in zip(members, outline, strict=True)]
+    if isinstance(outline, list | tuple):
+        of_rank = [None] * len(outline) if value is None else value
+        members = [_described(one, member) for one, member in zip(of_rank, outline, strict=True)]
+        return tuple(members) if isinstance(outline, tuple) else members
     return outline
