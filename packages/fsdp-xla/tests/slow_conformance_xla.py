@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from conformance_expected import CLASSIC
@@ -20,3 +22,4 @@ class TestXLA(StrategySuite):
     rank_pool = ThreadRanks
     expected_failures = CLASSIC
     drawn_pairs = 6  # each compiles programs of its own
+    not_in_pairs: ClassVar = {"precision=double": "XlaFullyShardedDataParallel keeps its shards in fp32; it is refused"}

@@ -72,7 +72,7 @@ def clip_grads_by_norm(
         part = _power_sum(grads, norm_type, runtime.device).to(wide)
         for one in groups:
             part = _largest(runtime, part, one) if is_inf else runtime.all_reduce(part, "sum", one)
-        total = torch.maximum(total, part) if is_inf else total + part
+        total = _larger(total, part) if is_inf else total + part
     if not is_inf:
         total = total ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -114,6 +114,11 @@ def _largest(runtime: Runtime, value: Tensor, group: Any | None) -> Tensor:
     return found[0].where(found[1] == 0, torch.nan)
 
 
+def _larger(one: Tensor, other: Tensor) -> Tensor:
+    """The larger of two numbers, NaN if one is: XLA's maximum on CPUs ignores NaN."""
+    return other.where((other > one) | other.isnan(), one)
+
+
 def _by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -129,7 +134,7 @@ def _power_sum(tensors: list[Tensor], norm_type: float, device: torch.device) ->
     for grads in _by_kind(tensors).values():
         norms = torch.stack(foreach_norm(grads, norm_type)).to(device)
         if math.isinf(norm_type):
-            total = torch.maximum(total, norms.max())
+            total = _larger(total, norms.max())
             is_nan = is_nan | torch.stack([grad.isnan().any() for grad in grads]).any().to(device)
         else:
             total = total + (norms**norm_type).sum()
