@@ -34,8 +34,9 @@ class Breaks(Lit):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         broken = batch_idx >= 1 and here().rank == self.trainer.world_size - 1
-        factor = torch.tensor(torch.nan if broken else 0.0, device=loss.device)
-        return loss + factor * self.net.inp.weight[0, 0]
+        # not a scalar, which XLA may write into the program as a constant: programs must be the same on all ranks
+        factors = torch.tensor([torch.nan if broken else 0.0, 0.0]).to(loss.device)
+        return loss + factors[0] * self.net.inp.weight[0, 0]
 
 
 class BreaksByHand(Breaks):
