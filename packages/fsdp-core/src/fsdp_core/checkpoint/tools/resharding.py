@@ -9,8 +9,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredChunk, StoredTensor
-from fsdp_core.checkpoint.merging import chunk_name, file_name
+from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name, file_name
+from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_errors
 from fsdp_core.checkpoint.storage.commit import choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
