@@ -281,8 +281,8 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
         return
     read = _computed_of_parts(module) if was_open else []
     mine = ([(one.digest, one.spoiled) for one in kept.values()], read)
-    bad = bool(read) or any(one.spoiled for one in kept.values())
-    if not runtime.total([bad or mine[0] != runtime.broadcast_object(mine[0])])[0]:
+    firsts = runtime.broadcast_object(mine[0])
+    if not runtime.total([bool(read) or mine[0] != firsts or any(one.spoiled for one in kept.values())])[0]:
         return
     everyones = runtime.gather_objects(mine)
     for name in (name for _, names in everyones for name in names):

@@ -249,7 +249,7 @@ class StoreCommunicator(Communicator):
         for key, number in zip(keys, numbers, strict=True):
             self._store.add(key, number)
         if self._store.add(arrived, 1) == self.world_size:
-            self._store.set(complete, b"")
+            self._store.set(complete, "")
         with _lost(rank):
             self._store.get(complete)
         sums = [self._store.add(key, 0) for key in keys]
