@@ -187,6 +187,10 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
     begin = time.perf_counter()
     manifest = Manifest.from_json(text)
     result["seconds to read the manifest"] = time.perf_counter() - begin
+    tracemalloc.start()
+    manifest = Manifest.from_json(text)
+    result["memory of the manifest"], result["peak memory of reading it"] = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     result["chunks"] = sum(len(tensor.chunks) for tensor in manifest.tensors.values())
     result["chunks one by one"] = sum(not isinstance(one.chunks, PatternedChunks) for one in manifest.tensors.values())
     return result

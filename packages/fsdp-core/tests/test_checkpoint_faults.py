@@ -140,7 +140,7 @@ def test_verify_tells_how_far_it_is(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(format_version=3), "has format version 3, and .* reads version 1 to 2: pip install --upgrade"),
+        (lambda c: c.update(format_version=3), "has format version 3, .* reads version 1 to 2: pip install --upgrade"),
         (lambda c: c.update(format_version="1"), "has format version '1'"),
         (lambda c: c.pop("format_version"), "has format version None"),
         (lambda c: c.update(format="other"), "it is not one of ours"),

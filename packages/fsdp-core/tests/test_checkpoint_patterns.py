@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,17 @@ from torch import Tensor
 import format_reader
 from checkpoint_ranks import ThreadRuntime, on_threads
 from damaged_folders import rewrite
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, indexes, load, load_state_dict, merging, read_manifest, save, verify
+from fsdp_core.checkpoint import (
+    Chunk,
+    ChunkedTensor,
+    indexes,
+    load,
+    load_state_dict,
+    merging,
+    read_manifest,
+    save,
+    verify,
+)
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
 from fsdp_core.checkpoint.recognising import pattern_of
@@ -43,7 +53,7 @@ def drawn(choice: random.Random) -> tuple[tuple[int, ...], Held]:
         axes = []
         for length in shape:
             cuts = sorted({0, length, *(choice.randint(0, length) for _ in range(2))})
-            axes.append([(begin, end - begin) for begin, end in zip(cuts, cuts[1:], strict=False)])
+            axes.append([(begin, end - begin) for begin, end in pairwise(cuts)])
         pieces = [((tuple(b for b, _ in cell), tuple(n for _, n in cell)),) for cell in product(*axes)]
     ranks = list(range(0, 2 * len(pieces), choice.choice([1, 2])))[: len(pieces)]
     if choice.random() < 0.3:
@@ -231,9 +241,9 @@ def test_a_plan_that_was_saved_before_is_not_sent_again(
         step(0.0)
         step(1.0)  # the same plan
         step(2.0, "elsewhere")
+        # fails when all have sent: a tensor of which no rank holds anything
+        lacks = ChunkedTensor(shape=(2,), dtype=torch.float32, chunks=())
         with pytest.raises(CheckpointMismatchError):
-            # fails when all have sent: a tensor of which no rank holds anything
-            lacks = ChunkedTensor(shape=(2,), dtype=torch.float32, chunks=())
             save_parts(tmp_path / "c", runtime, more=lacks)
         step(3.0)  # what is known is from before the failure
         if runtime.rank == 1:  # as after an interrupt of this rank alone
@@ -327,11 +337,9 @@ def test_a_pattern_that_does_not_fit_is_refused(
     rewrite(folder, change)
     with pytest.raises(CheckpointFormatError, match=message):
         load(folder)
-    with pytest.raises((ValueError, KeyError, TypeError, MemoryError)):
-        if "2**" not in message and "limit" not in message and "1099511627776" not in message:
+    if not message.startswith("cut into 1"):  # the other reader expands patterns
+        with pytest.raises((ValueError, KeyError, TypeError)):
             format_reader.Checkpoint(folder)
-        else:
-            raise ValueError  # the other reader expands patterns
 
 
 def test_a_pattern_over_files_with_other_contents_is_refused(folder: Path) -> None:
@@ -351,14 +359,23 @@ def test_ranks_without_a_file_are_looked_up() -> None:
             shape=(len(ranks),), dtype_name="int8", chunks=PatternedChunks("model/w", FILES, pattern)
         )
         return Manifest(
-            save_id="0123456789ab", created="", strategy="", versions={}, world_size=1, kinds={}, state_file="state.json",
-            state_tensors=None, tensors={"model/w": tensor}, aliases={}, files=dict.fromkeys(names, entry),
-        )  # fmt: skip
+            save_id="0123456789ab",
+            created="2026-11-24T00:00:00+00:00",
+            strategy="test",
+            versions={},
+            world_size=1,
+            kinds={},
+            state_file="state.json",
+            state_tensors=None,
+            tensors={"model/w": tensor},
+            aliases={},
+            files=dict.fromkeys(names, entry),
+        )
 
     assert manifest([0, 2, 4, 6], [0, 2, 4, 6]).format_version == 2
     assert manifest([6, 4, 0], [0, 6]).format_version == 2
     assert manifest([1, 100000], [1, 100000]).format_version == 2
-    with pytest.raises(ValueError, match="rank-00002.safetensors', which is not among"):
+    with pytest.raises(ValueError, match=r"rank-00002\.safetensors', which is not among"):
         manifest([0, 1, 3, 4], [0, 2, 4])
-    with pytest.raises(ValueError, match="rank-00005.safetensors', which is not among"):
+    with pytest.raises(ValueError, match=r"rank-00005\.safetensors', which is not among"):
         manifest([0, 1, 3, 4], [0, 1, 5])

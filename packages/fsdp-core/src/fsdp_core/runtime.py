@@ -252,8 +252,8 @@ class Runtime(ABC):
     def total(self, numbers: Sequence[int]) -> list[int]:
         """Add up whole numbers over the ranks, each by itself.
 
-        This is how ranks find out whether something has happened on any of them. What a rank sends and receives should not
-        depend on the number of ranks. This default uses :meth:`gather_objects`, for which it does.
+        This is how ranks find out whether something has happened on any of them. What a rank sends and receives should
+        not depend on the number of ranks. This default uses :meth:`gather_objects`, for which it does.
 
         Args:
             numbers: As many on every rank, and such that each sum fits 64 bits.
@@ -396,6 +396,11 @@ class ProcessGroupRuntime(Runtime):
     def _alone(self) -> bool:
         return not dist.is_initialized()
 
+    @property
+    def _on_host(self) -> bool:
+        """Whether the group can communicate tensors in host memory."""
+        return "cpu:" in dist.get_backend_config(self._group)
+
     def side_channel(self) -> Runtime:
         return _SideChannel(self, self._timeout)
 
@@ -469,23 +474,26 @@ class ProcessGroupRuntime(Runtime):
     def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
         if self._alone:
             return [obj]
+        world_size, is_here = dist.get_world_size(self._group), dist.get_rank(self._group) == dst
+        gathered: list[Any] = [obj] * world_size
+        if not self._on_host:  # NCCL would make a communicator for each pair of ranks
+            dist.gather_object(obj, gathered if is_here else None, group=self._group, group_dst=dst)
+            return gathered if is_here else None
         # dist.gather_object would first tell every rank the size of every rank's object
-        if self.rank != dst:
+        if not is_here:
             dist.send_object_list([obj], group=self._group, group_dst=dst)
             return None
-        gathered = []
-        for rank in range(dist.get_world_size(self._group)):
-            box = [obj]
+        for rank in range(world_size):
             if rank != dst:
+                box = [None]
                 dist.recv_object_list(box, group=self._group, group_src=rank)
-            gathered.append(box[0])
+                gathered[rank] = box[0]
         return gathered
 
     def total(self, numbers: Sequence[int]) -> list[int]:
         if self._alone:
             return list(numbers)
-        on_host = "cpu:" in dist.get_backend_config(self._group)
-        sums = torch.tensor(list(numbers), dtype=torch.int64, device="cpu" if on_host else self.device)
+        sums = torch.tensor(list(numbers), dtype=torch.int64, device="cpu" if self._on_host else self.device)
         dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._group)
         return [int(one) for one in sums.tolist()]
 

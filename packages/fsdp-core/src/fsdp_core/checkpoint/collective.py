@@ -84,7 +84,7 @@ def together_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -
         CheckpointError: As :func:`together` raises it.
     """
     result = together_each(runtime, doing, step)
-    return result if runtime is None else runtime.broadcast_object(result)  # type: ignore[no-any-return]
+    return result if runtime is None else runtime.broadcast_object(result)
 
 
 def together_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T] | None:

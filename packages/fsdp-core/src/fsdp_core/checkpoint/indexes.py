@@ -245,7 +245,8 @@ def boxes_of_ranks(messages: Sequence[Message], last: Remembered | None) -> list
         plan, data = before.get(rank, (b"", b""))
         if plan != message.plan:
             raise CheckpointError(
-                f"rank {rank} refers to a plan that rank 0 does not have. Save again; if that fails too, please report it."
+                f"rank {rank} refers to a plan that rank 0 does not have.\n"
+                "Save again; if that fails too, please report it."
             )
         found.append(data)
     return found

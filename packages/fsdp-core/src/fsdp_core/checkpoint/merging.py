@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
 from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name, file_of_rank, files_of
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks

@@ -38,7 +38,9 @@ def pattern_of(shape: tuple[int, ...], held: Sequence[tuple[int, tuple[Box, ...]
 def _grid(shape: tuple[int, ...], held: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
     placed = sorted((*box, rank) for rank, of_rank in held for box in of_rank)
     begins = [sorted({offsets[axis] for offsets, _, _ in placed}) for axis in range(len(shape))]
-    if math.prod(map(len, begins)) != len(placed) or any(at[0] != 0 or at[-1] >= n for at, n in zip(begins, shape, strict=True)):
+    if math.prod(map(len, begins)) != len(placed):
+        return None
+    if any(at[0] != 0 or at[-1] >= size for at, size in zip(begins, shape, strict=True)):
         return None
     lengths = [[b - a for a, b in pairwise([*at, size])] for at, size in zip(begins, shape, strict=True)]
     cells = product(*(zip(at, of_axis, strict=True) for at, of_axis in zip(begins, lengths, strict=True)))

@@ -501,7 +501,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
-            together_each(self.runtime, "comparing the checkpoint with the model", lambda: self._compare(checkpoint, strict))
+            doing = "comparing the checkpoint with the model"
+            together_each(self.runtime, doing, lambda: self._compare(checkpoint, strict))
         self.sharded.load_model_state(checkpoint["state_dict"], strict)
 
     def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:

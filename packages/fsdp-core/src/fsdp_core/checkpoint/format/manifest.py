@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from fsdp_core.checkpoint.format.chunks import StoredChunk, file_of_rank
-from fsdp_core.checkpoint.format.json_text import check_text, parse_text
-from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks, Ranks, Sizes, ranks_of
+from fsdp_core.checkpoint.format.chunks import StoredChunk
+from fsdp_core.checkpoint.format.json_text import check_text, listed, parse_text, string, strings, whole
+from fsdp_core.checkpoint.format.pattern_reading import PatternedFiles, read_pattern
+from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.state.boxes import overlap
 from fsdp_core.state.coverage import Box, find_fault
@@ -41,8 +41,6 @@ FORMAT_VERSION = 2
 MAX_DIMENSIONS = 64
 MAX_WHOLE = 2**53 - 1
 """The largest number in a manifest: the largest integer that every JSON reader represents exactly."""
-MAX_LOOKED_UP = 2**24
-"""How many files of patterns are looked up one by one, where those of other ranks are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +152,7 @@ class Manifest:
             _check_name(name)
         for name in (self.state_file, *([] if self.state_tensors is None else [self.state_tensors])):
             self._need(name, "the state")
-        patterned = _PatternedFiles(self.files)
+        patterned = PatternedFiles(self.files)
         for key, tensor in self.tensors.items():
             if isinstance(tensor.chunks, PatternedChunks):
                 lacking = patterned.lacking(tensor.chunks)
@@ -205,10 +203,10 @@ class Manifest:
             for key, tensor in self.tensors.items()
         }
         files = {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()}
-        whole = head | {"tensors": tensors, "aliases": dict(self.aliases), "files": files}
+        content = head | {"tensors": tensors, "aliases": dict(self.aliases), "files": files}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         lines += _block("tensors", tensors, chunked=True) + _block("aliases", dict(self.aliases))
-        lines += [*_block("files", files), f' "checksum": "{_checksum(whole)}"']
+        lines += [*_block("files", files), f' "checksum": "{_checksum(content)}"']
         text = "\n".join(["{", *lines, "}"]) + "\n"
         try:
             check_text(text.encode())
@@ -227,24 +225,24 @@ class Manifest:
         Raises:
             ValueError: It is not a manifest that this version can read.
         """
-        whole = parse_text(
+        content = parse_text(
             text if isinstance(text, bytes) else text.encode(),
             object_pairs_hook=_object,
             parse_float=_no_number,
             parse_constant=_no_number,
         )
-        if not isinstance(whole, dict) or next(iter(whole.items()), None) != ("format", FORMAT):
+        if not isinstance(content, dict) or next(iter(content.items()), None) != ("format", FORMAT):
             raise ValueError(f'it does not begin with "format": "{FORMAT}", so it is not one of ours')
-        version = whole.get("format_version")
+        version = content.get("format_version")
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             newer = isinstance(version, int) and version > FORMAT_VERSION
             raise ValueError(
                 f"it has format version {version!r}, and this fsdp-core reads version 1 to {FORMAT_VERSION}"
                 + (": pip install --upgrade fsdp-core" if newer else "")
             )
-        said = whole.pop("checksum", None)
+        said = content.pop("checksum", None)
         try:
-            found = _checksum(whole)
+            found = _checksum(content)
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         if said != found:
@@ -252,17 +250,17 @@ class Manifest:
         patterns: dict[str, Pattern] | None = {} if version >= 2 else None
         try:
             return cls(
-                **_strings({key: whole[key] for key in ("save_id", "created", "strategy")}),
-                world_size=_whole(whole["world_size"]),
-                versions=_strings(whole["versions"]),
-                kinds=_strings(whole["kinds"]),
-                state_file=_string(whole["state"]["json"]),
-                state_tensors=None if whole["state"]["tensors"] is None else _string(whole["state"]["tensors"]),
-                tensors={key: _tensor(key, entry, patterns) for key, entry in whole["tensors"].items()},
-                aliases=_strings(whole["aliases"]),
+                **strings({key: content[key] for key in ("save_id", "created", "strategy")}),
+                world_size=whole(content["world_size"]),
+                versions=strings(content["versions"]),
+                kinds=strings(content["kinds"]),
+                state_file=string(content["state"]["json"]),
+                state_tensors=None if content["state"]["tensors"] is None else string(content["state"]["tensors"]),
+                tensors={key: _tensor(key, entry, patterns) for key, entry in content["tensors"].items()},
+                aliases=strings(content["aliases"]),
                 files={
-                    name: FileEntry(size=_whole(entry["size"]), checksum=_string(entry["checksum"]))
-                    for name, entry in whole["files"].items()
+                    name: FileEntry(size=whole(entry["size"]), checksum=string(entry["checksum"]))
+                    for name, entry in content["files"].items()
                 },
             )
         except KeyError as error:
@@ -309,31 +307,6 @@ def _no_number(number: str) -> None:
     raise ValueError(f"{number} is not an integer")
 
 
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a string")
-    return value
-
-
-def _strings(entries: Mapping[str, Any]) -> dict[str, str]:
-    for key, value in entries.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{key!r} is {value!r}, which is not a string")
-    return dict(entries)
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a list")
-    return value
-
-
-def _whole(number: Any) -> int:
-    if type(number) is not int:
-        raise ValueError(f"{number!r} is not an integer")
-    return number
-
-
 def _tensor(key: str, entry: Any, patterns: dict[str, Pattern] | None) -> StoredTensor:
     """Read a tensor.
 
@@ -343,47 +316,29 @@ def _tensor(key: str, entry: Any, patterns: dict[str, Pattern] | None) -> Stored
         patterns: The patterns that were read already, which tensors share; ``None`` in a version without patterns.
     """
     try:
-        shape = tuple(_whole(size) for size in _list(entry["shape"]))
+        shape = tuple(whole(size) for size in listed(entry["shape"]))
         chunks = entry["chunks"]
         return StoredTensor(
             shape=shape,
-            dtype_name=_string(entry["dtype"]),
-            chunks=_listed(chunks)
+            dtype_name=string(entry["dtype"]),
+            chunks=_chunks(chunks)
             if patterns is None or not isinstance(chunks, dict)
-            else PatternedChunks(key, _string(chunks["files"]), _pattern(shape, chunks, patterns)),
+            else PatternedChunks(key, string(chunks["files"]), read_pattern(shape, chunks, patterns)),
         )
     except ValueError as error:
         raise ValueError(f"tensor {key!r}: {error}") from error
 
 
-def _listed(chunks: Any) -> tuple[StoredChunk, ...]:
+def _chunks(chunks: Any) -> tuple[StoredChunk, ...]:
     return tuple(
         StoredChunk(
-            file=_string(chunk["file"]),
-            key=_string(chunk["key"]),
-            offsets=tuple(_whole(offset) for offset in _list(chunk["offsets"])),
-            lengths=tuple(_whole(length) for length in _list(chunk["lengths"])),
+            file=string(chunk["file"]),
+            key=string(chunk["key"]),
+            offsets=tuple(whole(offset) for offset in listed(chunk["offsets"])),
+            lengths=tuple(whole(length) for length in listed(chunk["lengths"])),
         )
-        for chunk in _list(chunks)
+        for chunk in listed(chunks)
     )
-
-
-def _pattern(shape: tuple[int, ...], chunks: Mapping[str, Any], patterns: dict[str, Pattern]) -> Pattern:
-    cut = {name: chunks[name] for name in ("grid", "runs", "ranks") if name in chunks}
-    known = f"{shape} {cut}"
-    if known not in patterns:
-        grid, runs = cut.get("grid"), cut.get("runs")
-        patterns[known] = Pattern(
-            shape=shape,
-            ranks=Ranks(tuple((_whole(a), _whole(b), _whole(c)) for a, b, c in map(_list, _list(chunks["ranks"])))),
-            grid=None if grid is None else tuple(map(_sizes, _list(grid))),
-            runs=None if runs is None else _sizes(runs),
-        )
-    return patterns[known]
-
-
-def _sizes(runs: Any) -> Sizes:
-    return Sizes(tuple((_whole(length), _whole(count)) for length, count in map(_list, _list(runs))))
 
 
 def _chunks_to_json(chunks: Sequence[StoredChunk]) -> Any:
@@ -392,37 +347,6 @@ def _chunks_to_json(chunks: Sequence[StoredChunk]) -> Any:
     return [
         {"file": chunk.file, "key": chunk.key, "offsets": chunk.offsets, "lengths": chunk.lengths} for chunk in chunks
     ]
-
-
-class _PatternedFiles:
-    """Finds out whether the files of patterns exist, without looking each of them up for each tensor."""
-
-    def __init__(self, files: Mapping[str, FileEntry]) -> None:
-        self._ranks = ranks_of(files)
-        self._exist: set[tuple[str, Ranks]] = set()
-        self._left = MAX_LOOKED_UP
-
-    def lacking(self, chunks: PatternedChunks) -> str | None:
-        """Return the name of a file that does not exist; ``None`` if all do."""
-        known = chunks.files, chunks.pattern.ranks
-        if known in self._exist:
-            return None
-        there = self._ranks.get(chunks.files, [])
-        for first, step, count in chunks.pattern.ranks.runs:
-            last = first + step * (count - 1)
-            begin, end = bisect_left(there, first), bisect_right(there, last)
-            if end - begin == last - first + 1:  # also those between
-                continue
-            self._left -= 1 if step == 0 else count
-            if self._left < 0:
-                raise ValueError(f"its ranks are in more than {MAX_LOOKED_UP} places beside ranks without a file")
-            for rank in (first,) if step == 0 else range(first, last + 1, step):
-                at = bisect_left(there, rank)
-                if at == len(there) or there[at] != rank:
-                    return file_of_rank(chunks.files, rank)
-        file_of_rank(chunks.files, 0)  # raises if the name has no place for a rank
-        self._exist.add(known)
-        return None
 
 
 def _check_name(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
@@ -272,14 +272,3 @@ class PatternedChunks(Sequence[StoredChunk]):
     def file_names(self) -> set[str]:
         """The names of all files."""
         return {file_of_rank(self.files, self.pattern.ranks.at(number)) for number in range(self.pattern.pieces)}
-
-
-def ranks_of(files: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The ranks that have a file, in order, by the names that :func:`~fsdp_core.checkpoint.format.chunks.rank_in` gives."""
-    found: dict[str, list[int]] = {}
-    for name in files:
-        if (of_rank := rank_in(name)) is not None:
-            found.setdefault(of_rank[0], []).append(of_rank[1])
-    for ranks in found.values():
-        ranks.sort()
-    return found
