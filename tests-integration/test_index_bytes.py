@@ -1,4 +1,4 @@
-"""The indexes of a large model on many ranks, as the benchmark makes them; what a rank sends does not grow with them."""
+"""The indexes of a large model on 64 ranks, as the benchmark makes them; what a rank sends does not grow with them."""
 
 from __future__ import annotations
 

@@ -355,9 +355,7 @@ def test_ranks_without_a_file_are_looked_up() -> None:
         assert pattern is not None
         entry = FileEntry(size=1, checksum="xxh3:" + "0" * 16)
         names = ["state.json", *(FILES.replace("*", f"{rank:05d}") for rank in present)]
-        tensor = StoredTensor(
-            shape=(len(ranks),), dtype_name="int8", chunks=PatternedChunks("model/w", FILES, pattern)
-        )
+        tensor = StoredTensor(shape=(len(ranks),), dtype_name="int8", chunks=PatternedChunks("model/w", FILES, pattern))
         return Manifest(
             save_id="0123456789ab",
             created="2026-11-24T00:00:00+00:00",

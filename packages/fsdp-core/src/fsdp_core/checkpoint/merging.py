@@ -79,9 +79,7 @@ def _chunks(
     if isinstance(layout, Pattern):
         return PatternedChunks(key, files, layout)
     return tuple(
-        StoredChunk(
-            file=file_of_rank(files, rank), key=chunk_name(key, shape, box), offsets=box[0], lengths=box[1]
-        )
+        StoredChunk(file=file_of_rank(files, rank), key=chunk_name(key, shape, box), offsets=box[0], lengths=box[1])
         for rank, boxes in layout
         for box in boxes
     )
@@ -187,9 +185,7 @@ def _recognised(tensors: Sequence[TensorKind], ordered: Sequence[_Ordered]) -> l
     everywhere = [0] * len(tensors)  # which tensors are alike under all groups that were looked at
     for numbers in tables.values():
         seen: dict[tuple[int, int], int] = {}
-        everywhere = [
-            seen.setdefault(both, len(seen)) for both in zip(everywhere, numbers, strict=True)
-        ]
+        everywhere = [seen.setdefault(both, len(seen)) for both in zip(everywhere, numbers, strict=True)]
     made: dict[int, Pattern | Held] = {}
     for at, (tensor, kind) in enumerate(zip(tensors, everywhere, strict=True)):
         if kind not in made:

@@ -209,6 +209,7 @@ class PreparedSave:
                 by_rank.update((rank, one) for rank, one in enumerate(written or ()) if one is not None)
                 turn += 1
                 left = total(runtime, [runtime.local_rank >= turn])[0] if one_after_another else 0
+
             def commit() -> None:
                 nonlocal data, previous, merged
                 if runtime.rank == 0:
