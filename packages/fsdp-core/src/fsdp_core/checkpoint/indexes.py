@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import xxhash
 
-from fsdp_core.checkpoint.format.chunks import file_name
+from fsdp_core.checkpoint.format.chunks import Section, file_name
 from fsdp_core.checkpoint.format.manifest import FileEntry
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
@@ -27,7 +27,6 @@ from fsdp_core.state.coverage import Box
 
 if TYPE_CHECKING:
     from fsdp_core.checkpoint.merging import Merged
-    from fsdp_core.checkpoint.planning import Section
 
 __all__ = [
     "Index",

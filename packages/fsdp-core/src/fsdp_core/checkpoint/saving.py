@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from fsdp_core.checkpoint.collective import together_each, together_first, together_to_first, total
-from fsdp_core.checkpoint.format.chunks import chunk_name, file_name, files_of
+from fsdp_core.checkpoint.format.chunks import Section, chunk_name, file_name, files_of
 from fsdp_core.checkpoint.format.json_text import check_text
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.safetensors_file import write_safetensors
@@ -34,7 +34,7 @@ from fsdp_core.checkpoint.indexes import (
     table_digest,
 )
 from fsdp_core.checkpoint.merging import Merged, merged_from
-from fsdp_core.checkpoint.planning import Plan, Section, plan_save
+from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.storage.commit import Place, choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.writers import writing

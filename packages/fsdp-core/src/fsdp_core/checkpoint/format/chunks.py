@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from fsdp_core.state.coverage import Box
 
-if TYPE_CHECKING:
-    from fsdp_core.checkpoint.planning import Section
+__all__ = ["Section", "StoredChunk", "chunk_name", "file_name", "file_of_rank", "files_of", "rank_in"]
 
-__all__ = ["StoredChunk", "chunk_name", "file_name", "file_of_rank", "files_of", "rank_in"]
+Section = Literal["model", "optimizer", "state"]
+"""The folder of a tensor's files."""
 
 _OF_RANK = re.compile(r"(.*-rank-)(\d{5,15})(\.safetensors)", re.DOTALL)
 _OF_RANKS = re.compile(r".*-rank-\*\.safetensors", re.DOTALL)
