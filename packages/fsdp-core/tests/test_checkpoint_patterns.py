@@ -19,11 +19,14 @@ from damaged_folders import rewrite
 from fsdp_core.checkpoint import (
     Chunk,
     ChunkedTensor,
+    compare,
+    describe,
     indexes,
     load,
     load_state_dict,
     merging,
     read_manifest,
+    reshard,
     save,
     verify,
 )
@@ -278,6 +281,17 @@ def test_a_manifest_of_version_1_is_read_and_written_as_it_was() -> None:
 def folder(tmp_path: Path, patterns_always: None) -> Path:
     assert on_threads(3, lambda runtime: save_parts(tmp_path / "c", runtime)) == [None] * 3
     return tmp_path / "c"
+
+
+def test_tools_read_patterns(folder: Path, tmp_path: Path) -> None:
+    told = describe(folder)
+    assert told["format_version"] == 2
+    assert [told["tensors"][f"model/{name}"]["chunks"] for name in ("rows", "flat", "empty")] == [3, 7, 0]
+    manifest = reshard(folder, tmp_path / "in 2", files=2)
+    assert manifest.format_version == 1
+    assert not compare(folder, tmp_path / "in 2").tensors
+    weights = load_state_dict(tmp_path / "in 2")
+    assert all(torch.equal(weights[name], whole) for name, whole in WHOLE.items())
 
 
 def chunks_of(content: dict[str, Any], name: str = "rows") -> dict[str, Any]:
