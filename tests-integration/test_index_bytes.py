@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
 from index_bytes import SHARDINGS, measure
 
+measured = cache(measure)
+
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_sixty_four_ranks_send_little_and_the_manifest_lists_no_chunk(sharding: str) -> None:
-    found = measure(sharding, 64)
+    found = measured(sharding, 64)
     assert found["chunks one by one"] == 0
     assert found["chunks"] > 30_000
     assert found["first save"]["most bytes of a rank"] < 1000
@@ -24,6 +27,6 @@ def test_sixty_four_ranks_send_little_and_the_manifest_lists_no_chunk(sharding: 
 
 
 def test_what_a_rank_sends_does_not_grow() -> None:
-    small, large = (measure("fsdp2", ranks) for ranks in (8, 64))
+    small, large = (measured("fsdp2", ranks) for ranks in (8, 64))
     for save, digits in (("first save", 40), ("second save", 0)):
         assert large[save]["most bytes of a rank"] <= small[save]["most bytes of a rank"] + digits
