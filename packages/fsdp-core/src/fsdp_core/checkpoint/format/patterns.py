@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any, overload
 
@@ -271,4 +271,9 @@ class PatternedChunks(Sequence[StoredChunk]):
 
     def file_names(self) -> set[str]:
         """The names of all files."""
-        return {file_of_rank(self.files, self.pattern.ranks.at(number)) for number in range(self.pattern.pieces)}
+        return set(_names(self.files, self.pattern.ranks))
+
+
+@lru_cache(maxsize=64)  # tensors share their ranks
+def _names(files: str, ranks: Ranks) -> frozenset[str]:
+    return frozenset(file_of_rank(files, ranks.at(number)) for number in range(ranks.count))
