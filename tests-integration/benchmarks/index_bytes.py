@@ -10,14 +10,16 @@ Then once more, as a second save with the same plan.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import pickle
-import resource
+import re
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from fsdp_core.checkpoint.format.chunks import files_of
@@ -156,6 +158,7 @@ def manifest_of(kinds: Sequence[TensorKind], messages: Sequence[Message], last: 
 
 def measure(sharding: str, ranks: int) -> dict[str, Any]:
     """Two saves on so many ranks."""
+    at_first = _resident("VmRSS")
     told, remembered = Told(table_digest(tensors()), None), dict[int, Remembered]()
     result: dict[str, Any] = {"sharding": sharding, "ranks": ranks, "tensors": len(tensors())}
     last: Remembered | None = None
@@ -168,7 +171,7 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
             sent.append(pickle.dumps(packed(index_of(sharding, ranks, rank, save=number), told, remembered.get(rank))))
         peak_elsewhere = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        before = _resident()
+        _forget_peak()
         begin = time.perf_counter()
         messages = [pickle.loads(one) for one in sent]
         merged, text = manifest_of(tensors(), messages, last, save_id)
@@ -178,7 +181,7 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
             "most bytes of a rank": max(map(len, sent)),
             "bytes to rank 0": sum(map(len, sent)),
             "peak memory of the last rank": peak_elsewhere,
-            "peak memory of rank 0": _resident() - before + sum(map(len, sent)),
+            "peak memory of rank 0": _resident("VmHWM") - at_first,
             "bytes of the manifest": len(text),
         }
         last = Remembered(save_id, messages[0].plan, merged)
@@ -196,9 +199,17 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
     return result
 
 
-def _resident() -> int:
-    """The peak resident memory of this process, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _resident(which: str) -> int:
+    """This process's resident memory in bytes, now (``VmRSS``) or at its peak (``VmHWM``); 0 where that is not told."""
+    status = Path("/proc/self/status")
+    found = re.search(rf"{which}:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) * 1024 if found else 0
+
+
+def _forget_peak() -> None:
+    gc.collect()
+    if Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def main() -> None:
