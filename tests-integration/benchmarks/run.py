@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from contenders import STRATEGIES, contenders
 from device import ACCELERATOR, PROCESS_GROUP, RANKS
+from index_bytes import SHARDINGS
 from ranks import run_on_ranks
 from startup import fsdp_list, import_torch
 from step_time import joined
@@ -34,7 +35,7 @@ from ways import WAYS
 import fsdp_core
 
 ROOT = Path(__file__).parents[2]
-WHAT = ("training", "meshes", "muon", "checkpoints", "start-up")
+WHAT = ("training", "meshes", "muon", "checkpoints", "indexes", "start-up")
 PACKAGES = ("fsdp-core", "fsdp-fsdp2", "fsdp-cuda-native", "torch", "lightning")
 
 
@@ -187,6 +188,31 @@ def checkpoints(strategy: str, *, quick: bool) -> dict[str, Any]:
     return result
 
 
+def indexes(*, quick: bool) -> list[dict[str, Any]]:
+    """What saves on very many ranks cost rank 0 and the others, each in a process of its own."""
+    asked = [("fsdp2", 64)] if quick else [("fsdp2", 64), ("fsdp2", 1024), *((name, 16384) for name in SHARDINGS)]
+    script = Path(__file__).with_name("index_bytes.py")
+    found = []
+    for sharding, ranks in asked:
+        command = [sys.executable, script, "--ranks", str(ranks), "--sharding", sharding]
+        found.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=1200).stdout))
+    return found
+
+
+def index_rows(of: list[dict[str, Any]]) -> Iterator[Row]:
+    """The figures of :mod:`index_bytes`."""
+    for one in of:
+        which, first, second = f"{one['ranks']} ranks, {one['sharding']}", one["first save"], one["second save"]
+        for name, save, bar in (("first", first, 10), ("second", second, 1)):
+            sent = f"a rank sends {save['most bytes of a rank']} bytes, all {save['bytes to rank 0'] / 1e6:.2f} MB"
+            detail = f"{sent}; manifest {save['bytes of the manifest'] / 1e6:.2f} MB"
+            seconds = save["seconds"]
+            yield Row(f"merging, {name} save: {which}", f"{seconds:.2f} s", f"≤ {bar} s", met(seconds <= bar), detail)
+        peak, other = first["peak memory of rank 0"], first["peak memory of the last rank"]
+        yield Row(f"memory of rank 0: {which}", f"{peak / 1e6:.0f} MB", "≤ 1000 MB", met(peak <= 1e9))
+        yield Row(f"memory of another rank: {which}", f"{other / 1e6:.1f} MB", "≤ 10 MB", met(other <= 1e7))
+
+
 _STARTER = """
 import resource, subprocess, sys
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
@@ -276,6 +302,8 @@ def main() -> None:
     (ROOT / "build").mkdir(exist_ok=True)
     for strategy in args.strategy if "checkpoints" in args.what else ():
         result["checkpoints"][strategy] = checkpoints(strategy, quick=args.quick)
+    if "indexes" in args.what:
+        result["indexes"] = indexes(quick=args.quick)
     for strategy in args.strategy if "training" in args.what else ():
         of = ("--strategy", strategy)
         result["strategies"][strategy] = {
@@ -304,6 +332,7 @@ def main() -> None:
     rows += muon_rows(result["muon"]) if "muon" in result else ()
     for strategy, of in result["checkpoints"].items():
         rows += [row._replace(figure=f"{strategy}: {row.figure}") for row in checkpoint_rows(of)]
+    rows += index_rows(result.get("indexes", []))
     if "start-up" in args.what:
         rows += startup_rows(result["fsdp list"], result["import torch"])
     print_table(rows)

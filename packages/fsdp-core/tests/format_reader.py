@@ -78,6 +78,71 @@ def _map(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _counted(pairs: Any) -> list[int]:
+    """Lengths, each of which is written once with how many times it follows."""
+    found: list[int] = []
+    for pair in pairs:
+        length, count = _numbers(pair, 1)
+        found += [length] * count
+    return found
+
+
+def _expanded(key: str, shape: list[int], pattern: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks that a pattern stands for."""
+    need(("grid" in pattern) != ("runs" in pattern) and 0 not in shape, "neither grid nor runs")
+    stem, star, suffix = _text(pattern["files"]).partition("*")
+    need(star == "*" and stem.endswith("-rank-") and suffix == ".safetensors", "names without a rank")
+    ranks: list[int] = []
+    for run in pattern["ranks"]:
+        first, step, count = _numbers(run)
+        need(count >= 1, "no pieces")
+        ranks += [first + step * number for number in range(count)]
+    if "grid" in pattern:
+        axes = []
+        for lengths in map(_counted, pattern["grid"]):
+            begins = [sum(lengths[:number]) for number in range(len(lengths))]
+            axes.append(list(zip(begins, lengths, strict=True)))
+        need([sum(length for _, length in axis) for axis in axes] == shape, "a grid of another shape")
+        pieces = [[([begin for begin, _ in cell], [length for _, length in cell])] for cell in product(*axes)]
+    else:
+        counts = _counted(pattern["runs"])
+        need(sum(counts) == math.prod(shape), "runs of another number of elements")
+        pieces = [_boxes_of_run(shape, sum(counts[:number]), count) for number, count in enumerate(counts)]
+    need(len(ranks) == len(pieces), "another number of ranks")
+    return [
+        {
+            "file": f"{stem}{rank:05d}{suffix}",
+            "key": key if lengths == shape and "@" not in key else f"{key}@{','.join(map(str, offsets))}",
+            "offsets": offsets,
+            "lengths": lengths,
+        }
+        for rank, boxes in zip(ranks, pieces, strict=True)
+        for offsets, lengths in boxes
+    ]
+
+
+def _boxes_of_run(shape: list[int], start: int, count: int) -> list[tuple[list[int], list[int]]]:
+    """The chunks of consecutive elements, in row-major order."""
+    if not shape:
+        return [([], [])]
+    if len(shape) == 1:
+        return [([start], [count])]
+    row = math.prod(shape[1:])
+    found: list[tuple[list[int], list[int]]] = []
+    end = start + count
+    while start < end:
+        if start % row == 0 and end - start >= row:
+            whole = (end - start) // row
+            found.append(([start // row, *[0] * (len(shape) - 1)], [whole, *shape[1:]]))
+            start += whole * row
+            continue
+        inner = min(end, (start // row + 1) * row) - start
+        parts = _boxes_of_run(shape[1:], start % row, inner)
+        found += [([start // row, *offsets], [1, *lengths]) for offsets, lengths in parts]
+        start += inner
+    return found
+
+
 class Checkpoint:
     """A checkpoint in a local folder; everything is checked before the first tensor can be read."""
 
@@ -108,9 +173,12 @@ class Checkpoint:
         )
         content = _map(found)
         need(next(iter(content.items())) == ("format", "fsdp-checkpoint"), "another format")
-        need(type(content["format_version"]) is int and content["format_version"] == 1, "another version")
+        need(type(content["format_version"]) is int and content["format_version"] in (1, 2), "another version")
         said = content.pop("checksum", None)
         need(said == checksum(canonical(content).encode("utf-8")), "the manifest was changed")
+        for key, tensor in content["tensors"].items() if content["format_version"] == 2 else ():
+            if isinstance(tensor["chunks"], dict):
+                tensor["chunks"] = _expanded(key, tensor["shape"], tensor["chunks"])
         return content
 
     def _check_manifest(self) -> None:

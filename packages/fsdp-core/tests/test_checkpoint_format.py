@@ -394,7 +394,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"name_{index}": named(name) for index, name in enumerate(
         ["../x", "/x", "x/", "x//y", "./x", "x/..", "..", ".", "", "x\\y", "C:x", "x\ny", "x\n", "manifest.json"])},
     "other_format": lambda c: c.update(format="other"),
-    "version_2": lambda c: c.update(format_version=2),
+    "version_3": lambda c: c.update(format_version=3),
     "version_true": lambda c: c.update(format_version=True),
     "version_text": lambda c: c.update(format_version="1"),
     "save_id_short": lambda c: c.update(save_id="0123456789a"),

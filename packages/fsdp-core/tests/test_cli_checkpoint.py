@@ -91,7 +91,7 @@ def an_interrupted_save(path: Path) -> Path:
 
 
 def a_newer_version(path: Path) -> Path:
-    rewrite(save_trained(path / "a.ckpt"), lambda content: content.update(format_version=2))
+    rewrite(save_trained(path / "a.ckpt"), lambda content: content.update(format_version=3))
     return path / "a.ckpt"
 
 
@@ -125,7 +125,7 @@ BAD_INPUT: list[tuple[Callable[[Path], Any], str]] = [
     (a_file, "is a file, but a sharded checkpoint is a folder"),
     (a_foreign_folder, "is not a checkpoint of this format"),
     (an_interrupted_save, "interrupted before it was committed"),
-    (a_newer_version, "has format version 2, and this fsdp-core reads version 1: pip install --upgrade fsdp-core"),
+    (a_newer_version, "has format version 3, and this fsdp-core reads version 1 to 2: pip install --upgrade fsdp-core"),
     (a_changed_manifest, "can't read"),
     (a_hole, "tensor 'model/wte.weight': nothing covers"),
     (a_missing_file, "-rank-00000.safetensors is missing"),

@@ -53,6 +53,42 @@ def keys_after(meetings: int) -> int:
     return kept
 
 
+class _WithoutGloo(ProcessGroupRuntime):
+    """A group that can't communicate what is in host memory, as far as it knows."""
+
+    _on_host = False
+
+
+def told_over_each_channel() -> list[list[Any]]:
+    """What a rank gets over the main group, over a side channel, and as over a group of NCCL's."""
+    runtime, other = started(), _WithoutGloo()
+    other.rank, other.world_size = runtime.rank, runtime.world_size
+    side = runtime.side_channel()
+    found = []
+    for one in (runtime, side, other):
+        told: list[Any] = []
+        for turn in range(3):
+            mine = {"rank": one.rank, "turn": turn, "much": b"x" * 1000 * one.rank}
+            told += [one.gather_objects_to(mine, turn % 2), one.total([one.rank, -turn, 2**40]), one.total([])]
+        found.append(told)
+    side.stop()
+    runtime.stop()
+    return found
+
+
+def test_one_rank_gets_what_all_bring_and_all_get_sums() -> None:
+    with RankPool() as ranks:
+        for rank, channels in enumerate(ranks.run(2, told_over_each_channel, timeout=100)):
+            for told in channels:
+                for turn in range(3):
+                    gathered, sums, nothing = told[3 * turn : 3 * turn + 3]
+                    all_of_them = [{"rank": r, "turn": turn, "much": b"x" * 1000 * r} for r in range(2)]
+                    assert gathered == (all_of_them if rank == turn % 2 else None)
+                    assert (sums, nothing) == ([1, -2 * turn, 2**41], [])
+    alone = ProcessGroupRuntime()
+    assert (alone.gather_objects_to("x"), alone.total([3, 4])) == (["x"], [3, 4])
+
+
 def test_who_came_alone_may_come_again_with_the_others() -> None:
     with RankPool() as ranks:
         told, _ = ranks.run(2, comes_again, timeout=100)

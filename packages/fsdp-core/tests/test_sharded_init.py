@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_core
+from checkpoint_ranks import on_threads
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import (
     KeptPart,
@@ -34,6 +35,9 @@ class Alone(ProcessGroupRuntime):
 
     def gather_objects(self, obj: Any) -> list[Any]:
         return [obj, *(self.others(obj) for _ in range(self.world_size - 1))]
+
+    def total(self, numbers: Sequence[int]) -> list[int]:
+        return [1] * len(numbers)  # another rank asks all to look closer
 
 
 def built(rank: int, *, dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -214,6 +218,15 @@ def test_a_rank_that_has_changed_it_alone_is_told() -> None:
     check_same_parts(changed, Alone(1, others=lambda own: digests.append(own) or own))
     told = refusal(ShardingError, lambda: check_same_parts(layer, Alone(0, others=lambda own: digests[0])))
     assert_says(told, "ranks have built 'weight' with different values")
+
+
+def test_every_rank_looks_closer_if_one_differs() -> None:
+    layers = [built(rank) for rank in range(3)]
+    assert on_threads(3, lambda runtime: check_same_parts(layers[runtime.rank], runtime)) == [None] * 3
+    _scale(layers[2])
+    for error in on_threads(3, lambda runtime: check_same_parts(layers[runtime.rank], runtime)):
+        assert isinstance(error, ShardingError)
+        assert_says(str(error), "ranks have built 'weight' with different values")
 
 
 @pytest.mark.parametrize(

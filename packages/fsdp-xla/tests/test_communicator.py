@@ -95,6 +95,44 @@ def test_every_rank_gets_what_all_have_brought(communicators: list[Communicator]
             assert [(t, r, x.item()) for t, r, x in of_turn] == [(turn, rank, rank) for rank in range(RANKS)]
 
 
+def test_one_gets_what_all_have_brought_and_all_get_sums(communicators: list[Communicator]) -> None:
+    """Ranks that wait for nobody go on, in between exchanges in which all wait for all."""
+
+    def talk(rank: int) -> list[Any]:
+        told: list[Any] = []
+        for turn in range(20):
+            told.append(communicators[rank].gather_object(rank, (turn, rank), turn % RANKS))
+            told.append(communicators[rank].gather_object(rank, torch.tensor([rank]), 1))
+            told.append(communicators[rank].total(rank, [rank, -turn, 2**40]))
+            told.append(communicators[rank].all_gather_object(rank, turn * rank))
+            told.append(communicators[rank].total(rank, []))
+        return told
+
+    for rank, told in enumerate(on_all(talk)):
+        for turn in range(20):
+            first, tensors, sums, all_of_them, nothing = told[5 * turn : 5 * turn + 5]
+            here = rank == turn % RANKS
+            assert first == ([(turn, other) for other in range(RANKS)] if here else None)
+            assert tensors is None if rank != 1 else [int(one) for one in tensors] == [0, 1, 2]
+            assert sums == [3, -3 * turn, 3 * 2**40]
+            assert all_of_them == [0, turn, 2 * turn]
+            assert nothing == []
+
+
+def test_a_store_keeps_nothing_of_earlier_exchanges() -> None:
+    communicators = of_processes(LATE)
+
+    def talk(rank: int) -> None:
+        for _ in range(30):
+            communicators[rank].gather_object(rank, rank, 0)
+            communicators[rank].total(rank, [rank])
+            communicators[rank].all_gather_object(rank, rank)
+
+    on_all(talk)
+    store: Any = communicators[0]._store  # type: ignore[attr-defined]
+    assert store.num_keys() < 20
+
+
 def test_each_gets_copies_of_its_own(communicators: list[Communicator]) -> None:
     def talk(rank: int) -> int:
         shared = communicators[rank].all_gather_object(rank, [rank])[0]

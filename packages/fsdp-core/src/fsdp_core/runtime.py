@@ -233,6 +233,36 @@ class Runtime(ABC):
     def gather_objects(self, obj: Any) -> list[Any]:
         """Return the list of all ranks' objects, by rank, on every rank. The objects must be picklable."""
 
+    def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """Return the list of all ranks' objects, by rank, on rank ``dst`` alone. The objects must be picklable.
+
+        What the other ranks send and keep should not depend on the number of ranks. This default uses
+        :meth:`gather_objects`, for which it does.
+
+        Args:
+            obj: This rank's object.
+            dst: The rank that gets all of them.
+
+        Returns:
+            The objects on rank ``dst``, ``None`` elsewhere.
+        """
+        gathered = self.gather_objects(obj)
+        return gathered if self.rank == dst else None
+
+    def total(self, numbers: Sequence[int]) -> list[int]:
+        """Add up whole numbers over the ranks, each by itself.
+
+        This is how ranks find out whether something has happened on any of them. What a rank sends and receives should
+        not depend on the number of ranks. This default uses :meth:`gather_objects`, for which it does.
+
+        Args:
+            numbers: As many on every rank, and such that each sum fits 64 bits.
+
+        Returns:
+            The sums, the same on every rank.
+        """
+        return [sum(of_ranks) for of_ranks in zip(*self.gather_objects(list(numbers)), strict=True)]
+
     @abstractmethod
     def barrier(self) -> None:
         """Block until every rank has called it."""
@@ -366,6 +396,11 @@ class ProcessGroupRuntime(Runtime):
     def _alone(self) -> bool:
         return not dist.is_initialized()
 
+    @property
+    def _on_host(self) -> bool:
+        """Whether the group can communicate tensors in host memory."""
+        return "cpu:" in dist.get_backend_config(self._group)
+
     def side_channel(self) -> Runtime:
         return _SideChannel(self, self._timeout)
 
@@ -435,6 +470,32 @@ class ProcessGroupRuntime(Runtime):
         box: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(box, obj, group=self._group)
         return box
+
+    def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        if self._alone:
+            return [obj]
+        world_size, is_here = dist.get_world_size(self._group), dist.get_rank(self._group) == dst
+        gathered: list[Any] = [obj] * world_size
+        if not self._on_host:  # NCCL would make a communicator for each pair of ranks
+            dist.gather_object(obj, gathered if is_here else None, group=self._group, group_dst=dst)
+            return gathered if is_here else None
+        # dist.gather_object would first tell every rank the size of every rank's object
+        if not is_here:
+            dist.send_object_list([obj], group=self._group, group_dst=dst)
+            return None
+        for rank in range(world_size):
+            if rank != dst:
+                box = [None]
+                dist.recv_object_list(box, group=self._group, group_src=rank)
+                gathered[rank] = box[0]
+        return gathered
+
+    def total(self, numbers: Sequence[int]) -> list[int]:
+        if self._alone:
+            return list(numbers)
+        sums = torch.tensor(list(numbers), dtype=torch.int64, device="cpu" if self._on_host else self.device)
+        dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._group)
+        return [int(one) for one in sums.tolist()]
 
     def meet(self, doing: str) -> None:
         store = default_store()

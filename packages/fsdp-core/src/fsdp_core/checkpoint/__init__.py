@@ -17,7 +17,7 @@ from fsdp_core.checkpoint.verifying import verify
 from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fsdp_core.checkpoint.collective import together
+    from fsdp_core.checkpoint.collective import together, together_each, together_first, together_to_first
     from fsdp_core.checkpoint.loading import load
     from fsdp_core.checkpoint.saving import save
     from fsdp_core.checkpoint.state_dict import load_state_dict
@@ -55,6 +55,9 @@ __all__ = [
     "reshard",
     "save",
     "together",
+    "together_each",
+    "together_first",
+    "together_to_first",
     "verify",
 ]
 
@@ -78,6 +81,9 @@ _HOMES = {
     "reshard": "fsdp_core.checkpoint.tools.resharding",
     "save": "fsdp_core.checkpoint.saving",
     "together": "fsdp_core.checkpoint.collective",
+    "together_each": "fsdp_core.checkpoint.collective",
+    "together_first": "fsdp_core.checkpoint.collective",
+    "together_to_first": "fsdp_core.checkpoint.collective",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

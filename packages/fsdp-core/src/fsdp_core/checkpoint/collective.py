@@ -1,22 +1,35 @@
-"""Steps that all ranks take: either all succeed, or the failure of one is raised on all, and none keeps waiting."""
+"""Steps that all ranks take: either all succeed, or the failure of one is raised on all, and none keeps waiting.
+
+Where all succeed, a step costs each rank one sum over the ranks, however many they are. Only after a failure do ranks
+exchange messages: rank 0 gets them, and tells all ranks the same text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, TypeVar
 
 from fsdp_core import errors
 from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.errors import FSDPError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["together"]
+__all__ = ["together", "together_each", "together_first", "together_to_first", "total"]
 
 T = TypeVar("T")
+
+Failure = tuple[str, str]
+"""The name of a class of :mod:`fsdp_core.errors`, and a message."""
+
+_RANKS_SHOWN = 64
+_MESSAGES_SHOWN = 16
 
 
 def together(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T]:
     """Run a step on every rank, and return the results of all ranks on each.
+
+    Each rank receives what all ranks return: for small results that every rank needs. :func:`together_each`,
+    :func:`together_first` and :func:`together_to_first` send less.
 
     Args:
         runtime: The ranks; this process alone if ``None``.
@@ -30,29 +43,102 @@ def together(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list
         CheckpointError: The step failed on some rank. The error names the ranks. Its class is that of the first failing
             rank's error, if that is a class of :mod:`fsdp_core.errors`.
     """
+    result = together_each(runtime, doing, step)
+    return [result] if runtime is None else runtime.gather_objects(result)
+
+
+def together_each(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
+    """Run a step on every rank, and return this rank's own result, which is sent to no other.
+
+    Args:
+        runtime: The ranks; this process alone if ``None``.
+        doing: What the step does, for the error.
+        step: This rank's step, which must not wait for another rank.
+
+    Raises:
+        CheckpointError: As :func:`together` raises it.
+    """
     if runtime is None:
-        return [step()]
+        return step()
     own: Exception | None = None
     result: T | None = None
     try:
         result = step()
     except Exception as error:
         own = error
-    outcomes = runtime.gather_objects((result, None if own is None else _describe(own, doing)))
-    failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
-    if not failures:
-        return [given for given, _ in outcomes]
-    name, message = failures[min(failures)]
-    ranks = [rank for rank, (_, other) in failures.items() if other == message]
-    if len(ranks) < len(outcomes):
-        message = f"{message}\n(on rank {', '.join(map(str, ranks))} of {len(outcomes)}, while {doing})"
-    others = {other for _, other in failures.values()} - {failures[min(failures)][1]}
-    for other in sorted(others):
-        message += f"\nanother rank: {other}"
+    if runtime.total([own is not None])[0]:
+        _raise(runtime, doing, own)
+    return result  # type: ignore[return-value]
+
+
+def together_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
+    """Run a step on every rank, and return rank 0's result on all of them.
+
+    Args:
+        runtime: The ranks; this process alone if ``None``.
+        doing: What the step does, for the error.
+        step: This rank's step. It must not wait for another rank. Rank 0's result must be picklable; that of others is
+            sent to none.
+
+    Raises:
+        CheckpointError: As :func:`together` raises it.
+    """
+    result = together_each(runtime, doing, step)
+    return result if runtime is None else runtime.broadcast_object(result)
+
+
+def together_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T] | None:
+    """Run a step on every rank, and return the results of all ranks on rank 0.
+
+    Args:
+        runtime: The ranks; this process alone if ``None``.
+        doing: What the step does, for the error.
+        step: This rank's step. It must not wait for another rank, and its result must be picklable.
+
+    Returns:
+        The results by rank, on rank 0; ``None`` elsewhere.
+
+    Raises:
+        CheckpointError: As :func:`together` raises it.
+    """
+    result = together_each(runtime, doing, step)
+    return [result] if runtime is None else runtime.gather_objects_to(result)
+
+
+def total(runtime: Runtime | None, numbers: Sequence[int]) -> list[int]:
+    """Add up numbers over the ranks, as :meth:`~fsdp_core.Runtime.total` does; in this process alone if ``None``."""
+    return list(numbers) if runtime is None else runtime.total(numbers)
+
+
+def _raise(runtime: Runtime, doing: str, own: Exception | None) -> NoReturn:
+    """Raise the same error on every rank. All ranks must call it."""
+    by_rank = runtime.gather_objects_to(None if own is None else _describe(own, doing))
+    told: Failure | None = None
+    if by_rank is not None:
+        failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
+        told = _summary(failures, len(by_rank), doing)
+    name, message = runtime.broadcast_object(told)
     raise getattr(errors, name)(message) from own
 
 
-def _describe(error: Exception, doing: str) -> tuple[str, str]:
+def _summary(failures: Mapping[int, Failure], world_size: int, doing: str) -> Failure:
+    """One error for all that have failed, at most a few kilobytes more than the longest message."""
+    name, first = failures[min(failures)]
+    message = first
+    ranks = [rank for rank, (_, other) in failures.items() if other == first]
+    if len(ranks) < world_size:
+        shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+        more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+        message = f"{message}\n(on rank {shown}{more} of {world_size}, while {doing})"
+    others = sorted({other for _, other in failures.values()} - {first})
+    for other in others[:_MESSAGES_SHOWN]:
+        message += f"\nanother rank: {other}"
+    if len(others) > _MESSAGES_SHOWN:
+        message += f"\n… and {len(others) - _MESSAGES_SHOWN} other messages"
+    return name, message
+
+
+def _describe(error: Exception, doing: str) -> Failure:
     """Return the name of an error class of :mod:`fsdp_core.errors` that every rank can raise, and the message."""
     if isinstance(error, FSDPError) and hasattr(errors, type(error).__name__):
         return type(error).__name__, str(error)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_each, total
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.plain_data import decode
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
@@ -56,11 +56,15 @@ def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) 
     doing = f"loading {os.fspath(path)}"
     for attempt in range(ATTEMPTS):
         reading = _Reading(folder, runtime, checksums=verify)
-        examined = together(runtime, doing, reading.examine)
-        alike = len({save_id for save_id, _, _ in examined}) == 1
-        if alike and not any(replaced for _, _, replaced in examined):
-            refuse_damage(folder, {name: fault for _, faults, _ in examined for name, fault in faults.items()})
-            if all(together(runtime, doing, reading.decode)):
+        save_id, faults, replaced = together_each(runtime, doing, reading.examine)
+        firsts = save_id if runtime is None else runtime.broadcast_object(save_id)
+        others, changing, damaged = total(runtime, [save_id != firsts, replaced, bool(faults)])
+        alike = not others
+        if alike and not changing:
+            if damaged and runtime is not None:  # rarely: each rank needs the faults of all
+                faults = {name: fault for of_rank in runtime.gather_objects(faults) for name, fault in of_rank.items()}
+            refuse_damage(folder, faults)
+            if not total(runtime, [not together_each(runtime, doing, reading.decode)])[0]:
                 return reading.nest
         pause(attempt)
     if alike:
@@ -81,10 +85,9 @@ class _BoxesInFiles:
     def read_into(self, chunk: Chunk) -> None:
         assert isinstance(chunk.data, Tensor)
         box = tuple(chunk.data.shape)
-        for part in self.stored.chunks:
+        for part in self.stored.overlapping((chunk.offsets, box)):
             common = overlap((part.offsets, part.lengths), (chunk.offsets, box))
-            if common is None:
-                continue
+            assert common is not None
             inside = tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, chunk.offsets, strict=True))
             source = tuple(a - o for a, o in zip(common[0], part.offsets, strict=True))
             with torch.no_grad():
@@ -143,7 +146,7 @@ def _note_files(nest: Any, names: dict[StoredFiles, set[str]]) -> None:
     if isinstance(nest, SavedTensor):
         boxes = nest._boxes
         assert isinstance(boxes, _BoxesInFiles)
-        names.setdefault(boxes.files, set()).update(chunk.file for chunk in boxes.stored.chunks)
+        names.setdefault(boxes.files, set()).update(boxes.stored.file_names())
     elif isinstance(nest, Mapping):
         for value in nest.values():
             _note_files(value, names)

@@ -1,113 +1,212 @@
-"""Rank 0's check that the chunks of all ranks cover every tensor exactly once."""
+"""Rank 0's check that the chunks of all ranks cover every tensor exactly once.
+
+Tensors that are alike on every rank are merged once. So the work grows with the number of ranks times the number of
+different tensors, and not with the number of boxes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fsdp_core.checkpoint.format.manifest import FileEntry, StoredChunk, StoredTensor
+from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name, file_of_rank, files_of
+from fsdp_core.checkpoint.format.manifest import StoredTensor
+from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
+from fsdp_core.checkpoint.indexes import Message, RankBoxes, Remembered, TensorKind, boxes_of_ranks
+from fsdp_core.checkpoint.recognising import pattern_of
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.state.coverage import Box
 
-if TYPE_CHECKING:
-    from fsdp_core.checkpoint.planning import Plan, Section
+__all__ = ["MOST_LISTED", "Held", "Merged", "merge", "merged_from"]
 
-__all__ = ["Index", "chunk_name", "file_name", "merge"]
+MOST_LISTED = 2**14
+"""Up to how many chunks a manifest lists each by itself, for people and for readers of version 1: 3 MB."""
 
 _SHOWN = 20
 
+Held = list[tuple[int, tuple[Box, ...]]]
+"""The ranks that hold boxes of a tensor, in order, with their boxes."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
-    """The tensors and files that one rank has written.
+class Merged:
+    """The indexes of all ranks, merged; nothing in it is about one save.
 
     Attributes:
-        tensors: The key, shape and dtype of each tensor of the state, and the boxes of it that this rank has written.
-        files: The rank's files.
+        tensors: The tensors, in rank 0's order.
+        layouts: Where each is.
+        sent: By rank, the digest of the boxes that it sent, and these.
     """
 
-    tensors: list[tuple[str, tuple[int, ...], str, list[Box]]]
-    files: dict[str, FileEntry]
+    tensors: Sequence[TensorKind]
+    layouts: Sequence[Pattern | Held]
+    sent: Mapping[int, tuple[bytes, bytes]]
+
+    def stored(self, named: Callable[[str], str]) -> dict[str, StoredTensor]:
+        """Return every tensor with its chunks, in rank 0's order.
+
+        Args:
+            named: Returns the files that hold a tensor's chunks, by its key, with ``*`` for the rank.
+
+        Raises:
+            CheckpointMismatchError: The boxes of a tensor leave a hole or overlap.
+        """
+        found, faults = _stored(zip(self.tensors, self.layouts, strict=True), named)
+        if faults:
+            raise _mismatch(faults)
+        return found
 
 
-def file_name(section: Section, save_id: str, rank: int) -> str:
-    """Return the name of the file for one rank's chunks of a section.
-
-    Example:
-        >>> file_name("model", "0123456789ab", 3)
-        'model/0123456789ab-rank-00003.safetensors'
-    """
-    return f"{section}/{save_id}-rank-{rank:05d}.safetensors"
-
-
-def chunk_name(key: str, shape: tuple[int, ...], box: Box) -> str:
-    """Return the name of a chunk in its file: the tensor's key, and the chunk's offsets if it isn't the full tensor.
-
-    A key with an ``@`` always gets the offsets, so that no two chunks share a name.
-
-    Example:
-        >>> chunk_name("model/wte.weight", (4, 2), ((2, 0), (2, 2)))
-        'model/wte.weight@2,0'
-    """
-    offsets, lengths = box
-    return key if lengths == shape and "@" not in key else f"{key}@{','.join(map(str, offsets))}"
-
-
-def merge(plan: Plan, save_id: str, indexes: Sequence[Index]) -> dict[str, StoredTensor]:
-    """Merge the indexes of all ranks.
-
-    Args:
-        plan: Rank 0's plan.
-        save_id: The save id in the names of the files.
-        indexes: The indexes by rank.
-
-    Returns:
-        Every tensor with its chunks, in rank 0's order.
-
-    Raises:
-        CheckpointMismatchError: Ranks disagree on a tensor, or their boxes leave a hole or overlap.
-    """
-    faults: dict[str, str] = {}
-    boxes: dict[str, list[tuple[int, Box]]] = {key: [] for key in plan.stored}
-    agreed = {key: (shape, dtype) for key, shape, dtype, _ in indexes[0].tensors}
-    for rank, index in enumerate(indexes):
-        for key, shape, dtype, parts in index.tensors:
-            if key not in agreed:
-                faults.setdefault(key, f"rank {rank} has it, and rank 0 does not")
-            elif agreed[key] != (shape, dtype):
-                ours = agreed[key]
-                faults.setdefault(key, f"rank 0 has {ours[0]} {ours[1]}, and rank {rank} has {shape} {dtype}")
-            else:
-                boxes[key] += [(rank, box) for box in parts]
-    tensors = {}
-    for key, chunks in boxes.items():
-        shape, dtype = agreed[key]
-        if key in faults:
-            continue
+def _stored(
+    placed: Iterable[tuple[TensorKind, Pattern | Held]], named: Callable[[str], str]
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors whose boxes cover them, and what is wrong with the others."""
+    found, faults = {}, {}
+    for (key, shape, dtype_name), layout in placed:
         try:
-            tensors[key] = StoredTensor(
-                shape=shape,
-                dtype_name=dtype,
-                chunks=tuple(
-                    StoredChunk(
-                        file=file_name(plan.section_of[key], save_id, rank),
-                        key=chunk_name(key, shape, box),
-                        offsets=box[0],
-                        lengths=box[1],
-                    )
-                    for rank, box in chunks
-                ),
-            )
+            chunks = _chunks(key, shape, named(key), layout)
+            found[key] = StoredTensor(shape=shape, dtype_name=dtype_name, chunks=chunks)
         except ValueError as error:
             faults[key] = f"{error} of shape {list(shape)}"
+    return found, faults
+
+
+def _chunks(
+    key: str, shape: tuple[int, ...], files: str, layout: Pattern | Held
+) -> PatternedChunks | tuple[StoredChunk, ...]:
+    if isinstance(layout, Pattern):
+        return PatternedChunks(key, files, layout)
+    return tuple(
+        StoredChunk(file=file_of_rank(files, rank), key=chunk_name(key, shape, box), offsets=box[0], lengths=box[1])
+        for rank, boxes in layout
+        for box in boxes
+    )
+
+
+def merged_from(tensors: Sequence[TensorKind], messages: Sequence[Message], last: Remembered | None) -> Merged:
+    """Merge what all ranks have sent, or return what was made of the same before.
+
+    Args:
+        tensors: Rank 0's tensors.
+        messages: What each rank has sent.
+        last: What rank 0 remembers.
+
+    Raises:
+        CheckpointMismatchError: Ranks disagree on a tensor.
+    """
+    packed = boxes_of_ranks(messages, last)
+    if last is not None and last.merged is not None and all(message.boxes is None for message in messages):
+        return last.merged
+    layouts = merge(tensors, [RankBoxes.unpacked(data) for data in packed])
+    sent = {rank: (one.plan, data) for rank, (one, data) in enumerate(zip(messages, packed, strict=True))}
+    return Merged(tensors=tensors, layouts=layouts, sent=sent)
+
+
+def merge(tensors: Sequence[TensorKind], by_rank: Sequence[RankBoxes]) -> list[Pattern | Held]:
+    """Merge the boxes of all ranks.
+
+    Args:
+        tensors: Rank 0's tensors.
+        by_rank: The boxes by rank.
+
+    Returns:
+        Where each tensor is: in a pattern, or the boxes of each rank.
+
+    Raises:
+        CheckpointMismatchError: Ranks disagree on a tensor, or, if they do, boxes leave a hole or overlap.
+    """
+    faults: dict[str, str] = {}
+    ordered = [_in_order_of(tensors, rank, one, faults) for rank, one in enumerate(by_rank)]
+    layouts = _listed(ordered) if _count(ordered) <= MOST_LISTED else _recognised(tensors, ordered)
     if faults:
-        lines = [f"  {key!r}: {fault}" for key, fault in list(faults.items())[:_SHOWN]]
-        more = [f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise CheckpointMismatchError(
-            "\n".join(
-                ["the ranks' chunks don't form full tensors, so nothing was saved:", *lines, *more,
-                 "Every rank must pass the same keys, and the boxes of copy 0 must cover each tensor exactly once."]
-            )
-        )  # fmt: skip
-    return tensors
+        sound = (one for one in zip(tensors, layouts, strict=True) if one[0].key not in faults)
+        raise _mismatch(faults | _stored(sound, lambda _: files_of("state", "0" * 12))[1])
+    return layouts
+
+
+_Ordered = tuple[bytes, list[tuple[Box, ...]]]
+"""For each of rank 0's tensors the number of its kind, as bytes, and the boxes of each kind."""
+
+
+def _in_order_of(tensors: Sequence[TensorKind], rank: int, one: RankBoxes, faults: dict[str, str]) -> _Ordered:
+    """Bring a rank's boxes into the order of rank 0's tensors, and note where the two disagree."""
+    if one.table is None:
+        return one.alike, one.kinds
+    agreed = {tensor.key: tensor for tensor in tensors}
+    numbers = _alike(one.alike)
+    kind_of: dict[str, int] = {}
+    for tensor, number in zip(one.table, numbers, strict=True):
+        ours = agreed.get(tensor.key)
+        if ours is None:
+            faults.setdefault(tensor.key, f"rank {rank} has it, and rank 0 does not")
+        elif ours != tensor:
+            here, there = f"{ours.shape} {ours.dtype_name}", f"{tensor.shape} {tensor.dtype_name}"
+            faults.setdefault(tensor.key, f"rank 0 has {here}, and rank {rank} has {there}")
+        else:
+            kind_of[tensor.key] = number
+    none = len(one.kinds)
+    return array("I", [kind_of.get(tensor.key, none) for tensor in tensors]).tobytes(), [*one.kinds, ()]
+
+
+def _alike(data: bytes) -> array[int]:
+    numbers = array("I")
+    numbers.frombytes(data)
+    return numbers
+
+
+def _count(ordered: Sequence[_Ordered]) -> int:
+    """The number of boxes of all tensors on all ranks."""
+    used: dict[bytes, Counter[int]] = {}
+    total = 0
+    for alike, kinds in ordered:
+        if alike not in used:
+            used[alike] = Counter(_alike(alike))
+        total += sum(len(kinds[number]) * count for number, count in used[alike].items())
+    return total
+
+
+def _listed(ordered: Sequence[_Ordered]) -> list[Pattern | Held]:
+    tables = [(_alike(alike), kinds) for alike, kinds in ordered]
+    count = len(tables[0][0])
+    return [
+        [(rank, held) for rank, (numbers, kinds) in enumerate(tables) if (held := kinds[numbers[at]])]
+        for at in range(count)
+    ]
+
+
+def _recognised(tensors: Sequence[TensorKind], ordered: Sequence[_Ordered]) -> list[Pattern | Held]:
+    """Find a pattern for tensors that are alike on every rank, once for all of them."""
+    groups: dict[bytes, list[int]] = {}
+    for rank, (alike, _) in enumerate(ordered):
+        groups.setdefault(alike, []).append(rank)
+    tables = {alike: _alike(alike) for alike in groups}
+    everywhere = [0] * len(tensors)  # which tensors are alike under all groups that were looked at
+    for numbers in tables.values():
+        seen: dict[tuple[int, int], int] = {}
+        everywhere = [seen.setdefault(both, len(seen)) for both in zip(everywhere, numbers, strict=True)]
+    made: dict[int, Pattern | Held] = {}
+    for at, (tensor, kind) in enumerate(zip(tensors, everywhere, strict=True)):
+        if kind not in made:
+            held = [
+                (rank, boxes)
+                for alike, ranks in groups.items()
+                for number in (tables[alike][at],)
+                for rank in ranks
+                if (boxes := ordered[rank][1][number])
+            ]
+            held.sort(key=lambda of_rank: of_rank[0])
+            made[kind] = pattern_of(tensor.shape, held) or held
+    return [made[kind] for kind in everywhere]
+
+
+def _mismatch(faults: Mapping[str, str]) -> CheckpointMismatchError:
+    lines = [f"  {key!r}: {fault}" for key, fault in list(faults.items())[:_SHOWN]]
+    more = [f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    return CheckpointMismatchError(
+        "\n".join(
+            ["the ranks' chunks don't form full tensors, so nothing was saved:", *lines, *more,
+             "Every rank must pass the same keys, and the boxes of copy 0 must cover each tensor exactly once."]
+        )
+    )  # fmt: skip

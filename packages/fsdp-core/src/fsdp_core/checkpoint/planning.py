@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.checkpoint.format.chunks import Section
 from fsdp_core.checkpoint.format.paths import escaped, find_part, split_path
 from fsdp_core.checkpoint.format.plain_data import Keys, TensorLeaf, encode
 from fsdp_core.checkpoint.format.safetensors_file import HEADER_KEY, unsavable
@@ -17,9 +18,7 @@ from fsdp_core.errors import CheckpointValueError
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 
-__all__ = ["Plan", "Section", "plan_save"]
-
-Section = Literal["model", "optimizer", "state"]
+__all__ = ["Plan", "plan_save"]
 
 
 @dataclass(kw_only=True)

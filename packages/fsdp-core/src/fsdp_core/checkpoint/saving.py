@@ -17,11 +17,23 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_each, together_first, together_to_first, total
+from fsdp_core.checkpoint.format.chunks import Section, chunk_name, file_name, files_of
 from fsdp_core.checkpoint.format.json_text import check_text
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.safetensors_file import write_safetensors
-from fsdp_core.checkpoint.merging import Index, chunk_name, file_name, merge
+from fsdp_core.checkpoint.indexes import (
+    Index,
+    Memory,
+    Message,
+    Remembered,
+    TensorKind,
+    Told,
+    memory_of,
+    packed,
+    table_digest,
+)
+from fsdp_core.checkpoint.merging import Merged, merged_from
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.storage.commit import Place, choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath
@@ -125,16 +137,28 @@ def prepare_save(
         CheckpointError: As in :func:`save`, for errors that are detected before anything is written.
     """
     plan = Plan()
+    memory = memory_of(runtime)
+    last = memory.last
 
-    def prepare() -> Place | None:
+    def prepare() -> tuple[Place, Told] | None:
         nonlocal plan
         plan = stage(plan_save(state, kinds, aliases or {}, runtime.rank))
-        return choose_place(path, secrets.token_hex(6), overwrite=overwrite) if runtime.rank == 0 else None
+        if runtime.rank:
+            return None
+        told = Told(table_digest(_tensors(plan)), None if last is None else last.save_id)
+        return choose_place(path, secrets.token_hex(6), overwrite=overwrite), told
 
-    place = together(runtime, f"preparing to save {os.fspath(path)}", prepare)[0]
-    assert place is not None  # rank 0 returns one
+    told = together_first(runtime, f"preparing to save {os.fspath(path)}", prepare)
+    assert told is not None  # rank 0 returns both
     return PreparedSave(
-        _place=place, _plan=plan, _strategy=strategy, _kinds=dict(kinds), _versions=dict(versions or {})
+        _place=told[0],
+        _plan=plan,
+        _strategy=strategy,
+        _kinds=dict(kinds),
+        _versions=dict(versions or {}),
+        _told=told[1],
+        _last=last,
+        _memory=memory,
     )
 
 
@@ -147,6 +171,9 @@ class PreparedSave:
     _strategy: str
     _kinds: dict[str, str]
     _versions: dict[str, str]
+    _told: Told
+    _last: Remembered | None
+    _memory: Memory
 
     def write(self, runtime: Runtime, *, one_after_another: bool = False) -> None:
         """Write and commit. Every rank calls this, on any thread.
@@ -166,21 +193,28 @@ class PreparedSave:
         folder, save_id = place.folder, place.save_id
         data: bytes | None = None
         previous: bytes | None = None
+        merged: Merged | None = None
+        mine: list[Message] = []
         try:
             # Before anything is written there, so that leftover files can be attributed to this save.
-            together(runtime, f"writing {place.final}", lambda: place.begin() if runtime.rank == 0 else None)
-            turns = max(runtime.gather_objects(runtime.local_rank)) + 1 if one_after_another else 1
-            by_rank: dict[int, Index] = {}
-            for turn in range(turns):
-                mine = not one_after_another or runtime.local_rank == turn
-                write = partial(_write_chunks, folder, save_id, plan, runtime.rank) if mine else lambda: None
-                written = together(runtime, f"writing {place.final}", write)
-                by_rank.update((rank, index) for rank, index in enumerate(written) if index is not None)
-            indexes = [by_rank[rank] for rank in sorted(by_rank)]
+            together_each(runtime, f"writing {place.final}", lambda: place.begin() if runtime.rank == 0 else None)
+            by_rank: dict[int, Message] = {}
+            turn, left = 0, 1
+            while left:
+                if not one_after_another or runtime.local_rank == turn:
+                    write: Callable[[], Message | None] = partial(self._write_chunks, runtime.rank, mine)
+                else:
+                    write = _nothing
+                written = together_to_first(runtime, f"writing {place.final}", write)
+                by_rank.update((rank, one) for rank, one in enumerate(written or ()) if one is not None)
+                turn += 1
+                left = total(runtime, [runtime.local_rank >= turn])[0] if one_after_another else 0
 
             def commit() -> None:
-                nonlocal data, previous
+                nonlocal data, previous, merged
                 if runtime.rank == 0:
+                    messages = [by_rank[rank] for rank in range(runtime.world_size)]
+                    merged = merged_from(_tensors(plan), messages, self._last)
                     manifest = Manifest(
                         save_id=save_id,
                         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -188,36 +222,46 @@ class PreparedSave:
                         versions=_own_versions() | self._versions,
                         world_size=runtime.world_size,
                         kinds=self._kinds,
-                        tensors=merge(plan, save_id, indexes),
+                        tensors=merged.stored(lambda key: files_of(plan.section_of[key], save_id)),
                         aliases=plan.aliases,
-                        **_write_state(folder, save_id, plan, indexes),
+                        **_write_state(folder, save_id, plan, messages),
                     )
                     data = manifest.to_json().encode()
                     previous = place.commit(data, manifest.files)
 
-            together(runtime, f"committing {place.final}", commit)
+            together_each(runtime, f"committing {place.final}", commit)
         except CheckpointError:
             _discard(place, runtime, data)
             raise
+        self._memory.last = Remembered(save_id, mine[0].plan, merged)
         if data is not None:  # on rank 0
             place.tidy(data, previous)
 
+    def _write_chunks(self, rank: int, mine: list[Message]) -> Message:
+        """Write this rank's chunks, and return what rank 0 is to know, which is also put into ``mine``."""
+        plan, save_id = self._plan, self._place.save_id
+        contents: dict[Section, dict[str, Tensor | TensorSource]] = {}
+        index = Index(tensors=_tensors(plan))
+        for key, tensor in plan.stored.items():
+            boxes: list[Box] = []
+            for chunk in tensor.chunks if tensor.replica == 0 else ():
+                box = tuple(chunk.offsets), tuple(chunk.data.shape)
+                if 0 not in box[1]:
+                    boxes.append(box)
+                    contents.setdefault(plan.section_of[key], {})[chunk_name(key, tensor.shape, box)] = chunk.data
+            index.boxes.append(tuple(boxes))
+        for section, content in contents.items():
+            index.files[section] = _write_tensors(self._place.folder, file_name(section, save_id, rank), content)
+        mine.append(packed(index, self._told, self._last))
+        return mine[0]
 
-def _write_chunks(folder: Folder, save_id: str, plan: Plan, rank: int) -> Index:
-    contents: dict[str, dict[str, Tensor | TensorSource]] = {}
-    index = Index(tensors=[], files={})
-    for key, tensor in plan.stored.items():
-        boxes: list[Box] = []
-        for chunk in tensor.chunks if tensor.replica == 0 else ():
-            box = tuple(chunk.offsets), tuple(chunk.data.shape)
-            if 0 not in box[1]:
-                boxes.append(box)
-                content = contents.setdefault(file_name(plan.section_of[key], save_id, rank), {})
-                content[chunk_name(key, tensor.shape, box)] = chunk.data
-        index.tensors.append((key, tensor.shape, dtype_name(tensor.dtype), boxes))
-    for name, content in contents.items():
-        index.files[name] = _write_tensors(folder, name, content)
-    return index
+
+def _nothing() -> None:
+    """The step of a rank whose turn it is not."""
+
+
+def _tensors(plan: Plan) -> list[TensorKind]:
+    return [TensorKind(key, tensor.shape, dtype_name(tensor.dtype)) for key, tensor in plan.stored.items()]
 
 
 def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor | TensorSource]) -> FileEntry:
@@ -226,9 +270,9 @@ def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor | Ten
     return FileEntry(size=size, checksum=f"xxh3:{digest}")
 
 
-def _write_state(folder: Folder, save_id: str, plan: Plan, indexes: Sequence[Index]) -> dict[str, Any]:
+def _write_state(folder: Folder, save_id: str, plan: Plan, messages: Sequence[Message]) -> dict[str, Any]:
     """Write the plain data and its tensors, and return the manifest's fields about files."""
-    files = {name: entry for index in indexes for name, entry in index.files.items()}
+    files = dict(entry for rank, one in enumerate(messages) for entry in one.entries(save_id, rank))
     for name, entry in files.items():
         if (size := folder.size(name)) != entry.size:
             seen = "no file" if size is None else f"{size} bytes"
@@ -264,10 +308,10 @@ def _own_versions() -> dict[str, str]:
 
 def _discard(place: Place, runtime: Runtime, manifest: bytes | None) -> None:
     """Remove the files of a failed save, unless its last step has committed it nevertheless."""
-    undone = together(runtime, "reading the manifest", lambda: runtime.rank == 0 and place.withdraw(manifest))[0]
+    undone = together_first(runtime, "reading the manifest", lambda: runtime.rank == 0 and place.withdraw(manifest))
     if undone:
         rank = None if runtime.rank == 0 else runtime.rank
-        together(runtime, "removing a failed save", lambda: place.remove_files(of_rank=rank))
+        together_each(runtime, "removing a failed save", lambda: place.remove_files(of_rank=rank))
         if runtime.rank == 0:
             with suppress(OSError):  # the failure itself is raised, not errors of the cleanup
                 place.leave()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from fsdp_core.checkpoint.format.manifest import FileEntry, StoredChunk, StoredTensor
+from fsdp_core.checkpoint.format.chunks import StoredChunk
+from fsdp_core.checkpoint.format.manifest import FileEntry, StoredTensor
+from fsdp_core.checkpoint.format.patterns import PatternedChunks
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.remedies import unreadable
@@ -86,7 +88,8 @@ def find_damage(
     Raises:
         CheckpointFormatError: A link leads out of the folder, or this user may not read a file.
     """
-    names, lock, expected = list(names), threading.Lock(), _chunks_by_file(files)
+    names, lock = list(names), threading.Lock()
+    expected = _ExpectedChunks(files, names)
     plain = {files.manifest.state_file, files.manifest.state_tensors}
 
     def count(name: str, number: int) -> None:
@@ -104,8 +107,8 @@ def find_damage(
         try:
             read = checksums or name in plain
             fault = _compare_checksum(files.folder, name, files.manifest.files[name], count) if read else None
-            if fault is None and (name in expected or name == files.manifest.state_tensors):
-                fault = _compare_header(files, name, expected.get(name, ()))
+            if fault is None and (expected.are_in(name) or name == files.manifest.state_tensors):
+                fault = _compare_header(files, name, expected.of(name))
             return fault
         except Exception as error:  # object store clients raise errors of their own
             for one in (error, error.__cause__):
@@ -137,12 +140,30 @@ def refuse_damage(folder: Folder, faults: Mapping[str, str]) -> None:
 _Expected = tuple[str, StoredTensor, StoredChunk]
 
 
-def _chunks_by_file(files: StoredFiles) -> dict[str, list[_Expected]]:
-    found: dict[str, list[_Expected]] = {}
-    for key, tensor in files.manifest.tensors.items():
-        for chunk in tensor.chunks:
-            found.setdefault(chunk.file, []).append((key, tensor, chunk))
-    return found
+class _ExpectedChunks:
+    """The chunks that files must hold, of some files only: a rank examines its share of very many."""
+
+    def __init__(self, files: StoredFiles, names: Sequence[str]) -> None:
+        self._listed: dict[str, list[_Expected]] = {name: [] for name in names}
+        self._patterned: list[tuple[str, StoredTensor, PatternedChunks]] = []
+        for key, tensor in files.manifest.tensors.items():
+            if isinstance(tensor.chunks, PatternedChunks):
+                self._patterned.append((key, tensor, tensor.chunks))
+                continue
+            for chunk in tensor.chunks:
+                if chunk.file in self._listed:
+                    self._listed[chunk.file].append((key, tensor, chunk))
+
+    def of(self, name: str) -> Iterator[_Expected]:
+        """Yield the chunks of a file."""
+        yield from self._listed[name]
+        for key, tensor, chunks in self._patterned:
+            for chunk in chunks.in_file(name):
+                yield key, tensor, chunk
+
+    def are_in(self, name: str) -> bool:
+        """Whether a file holds any."""
+        return next(self.of(name), None) is not None
 
 
 def _compare_size(folder: Folder, name: str, entry: FileEntry) -> str | None:
@@ -169,7 +190,7 @@ def _compare_checksum(folder: Folder, name: str, entry: FileEntry, count: OnByte
     return None if checksum == entry.checksum else f"has the checksum {checksum} instead of {entry.checksum}"
 
 
-def _compare_header(files: StoredFiles, name: str, expected: Sequence[_Expected]) -> str | None:
+def _compare_header(files: StoredFiles, name: str, expected: Iterable[_Expected]) -> str | None:
     try:
         header = files.header(name)
     except CheckpointFormatError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_each, together_first
 from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.huggingface.adapted_names import base_names
@@ -98,10 +98,10 @@ def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, 
         return made
 
     try:
-        chosen = together(runtime, doing, plan)[0]
+        chosen = together_first(runtime, doing, plan)
         assert chosen is not None  # rank 0 returns one
         (reader,) = readers
-        together(runtime, doing, lambda: chosen.check(str(reader.folder), strict=strict, cast=cast))
+        together_each(runtime, doing, lambda: chosen.check(str(reader.folder), strict=strict, cast=cast))
         bytes_read = _fill(held, state, chosen, reader, doing)
     finally:
         for reader in readers:
@@ -299,5 +299,5 @@ def _fill(held: HeldModel, state: Mapping[str, ChunkedTensor], plan: _Plan, read
         if errors:
             raise errors[0]
 
-    together(held.runtime, f"{doing}, of which the model holds a part now", raise_first)
+    together_each(held.runtime, f"{doing}, of which the model holds a part now", raise_first)
     return reader.bytes_read

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_each, together_first
 from fsdp_core.checkpoint.format.huggingface_folder import INDEX, OWN_FILES, index_text, split_into_files
 from fsdp_core.checkpoint.storage.atomic import NewFolder, check_folder
 from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
@@ -208,23 +208,23 @@ def write_folder(
         place = NewFolder.of(path)
         return place.final.root, place.token, _plans(decided, state, dtype)
 
-    prepared = together(runtime, doing, prepare)[0]
+    prepared = together_first(runtime, doing, prepare)
     assert prepared is not None  # rank 0 returns one
     place, plans = NewFolder.of(prepared[0], prepared[1]), prepared[2]
     try:
         _check_boxes(runtime, doing, plans, state)
-        together(runtime, doing, lambda: None if runtime.rank else allocate(place.folder, plans))
-        written = together(runtime, doing, lambda: write_ranges(place.folder, plans, state))[runtime.rank]
+        together_each(runtime, doing, lambda: None if runtime.rank else allocate(place.folder, plans))
+        written = together_each(runtime, doing, lambda: write_ranges(place.folder, plans, state))
 
         def finish() -> None:
             if decided is not None:
                 _write_rest(place, decided, plans, also)
                 place.put(overwrite=overwrite, ours=ours)
 
-        together(runtime, doing, finish)
+        together_each(runtime, doing, finish)
     except FSDPError:  # on every rank
         remove = place.discard if runtime.rank == 0 else lambda: None
-        together(runtime, f"removing what was saved of {place.final}", remove)
+        together_each(runtime, f"removing what was saved of {place.final}", remove)
         raise
     names = [plan.name for plan in plans] + ([INDEX] if len(plans) > 1 else [])
     tensors = [tensor for plan in plans for tensor in plan.tensors.values()]
@@ -252,9 +252,9 @@ def _check_boxes(runtime: Runtime, doing: str, plans: list[FilePlan], state: Map
         for name, tensor in state.items()
         if tensor.replica == 0
     }
-    by_rank = runtime.gather_objects(boxes)
+    by_rank = runtime.gather_objects_to(boxes)
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
-    together(runtime, doing, lambda: None if runtime.rank else check_covered(by_rank, plans, shapes))
+    together_each(runtime, doing, lambda: None if by_rank is None else check_covered(by_rank, plans, shapes))
 
 
 def _write_rest(place: NewFolder, content: FolderContent, plans: list[FilePlan], also: Sequence[SavesItself]) -> None:

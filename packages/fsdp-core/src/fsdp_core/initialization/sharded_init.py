@@ -280,7 +280,11 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
     if runtime.world_size == 1:
         return
     read = _computed_of_parts(module) if was_open else []
-    everyones = runtime.gather_objects(([(one.digest, one.spoiled) for one in kept.values()], read))
+    mine = ([(one.digest, one.spoiled) for one in kept.values()], read)
+    firsts = runtime.broadcast_object(mine[0])
+    if not runtime.total([bool(read) or mine[0] != firsts or any(one.spoiled for one in kept.values())])[0]:
+        return
+    everyones = runtime.gather_objects(mine)
     for name in (name for _, names in everyones for name in names):
         raise ShardingError(
             f"{name!r} is NaN: it was computed of a parameter that was read after wrap(), and of which each rank keeps "

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.step_gradients import guard, unguard
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
@@ -504,7 +504,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
-            together(self.runtime, "comparing the checkpoint with the model", lambda: self._compare(checkpoint, strict))
+            doing = "comparing the checkpoint with the model"
+            together_each(self.runtime, doing, lambda: self._compare(checkpoint, strict))
         self.sharded.load_model_state(checkpoint["state_dict"], strict)
 
     def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -566,7 +567,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             saved: By path, whether a checkpoint exists afterwards.
         """
         if self.fit_saves is None:
-            together(self.runtime, doing, lambda: job() if self.is_global_zero else None)
+            together_each(self.runtime, doing, lambda: job() if self.is_global_zero else None)
         else:
             self.async_saved.update(saved)
             self.fit_saves.run(doing, lambda ranks: job() if ranks.rank == 0 else None)

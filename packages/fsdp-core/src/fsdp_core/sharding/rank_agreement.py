@@ -28,7 +28,7 @@ __all__ = ["check_same", "described", "facts_of_module", "facts_of_options", "fa
 def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
     """Raise on every rank if the facts of any two ranks differ. All ranks must call it.
 
-    If they agree, ranks exchange only a digest.
+    If they agree, rank 0 only sends a digest.
 
     Args:
         runtime: The ranks.
@@ -43,8 +43,8 @@ def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
         >>> check_same(ProcessGroupRuntime(), "Linear", facts_of_options({"cpu_offload": True}))
     """
     told = list(facts.items())
-    digests = runtime.gather_objects(hashlib.sha256(repr(told).encode()).hexdigest())
-    if len(set(digests)) == 1:
+    digest = hashlib.sha256(repr(told).encode()).hexdigest()
+    if not runtime.total([digest != runtime.broadcast_object(digest)])[0]:
         return
     differences = runtime.gather_objects(_difference(runtime.broadcast_object(told), told))
     others = [rank for rank, difference in enumerate(differences) if difference]

@@ -1,4 +1,4 @@
-"""Boxes of a tensor as row-major bytes: cutting a tensor into boxes, and copying one into another. No torch."""
+"""Boxes of a tensor as row-major bytes: cutting a tensor or a run into boxes, copying one into another. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_core.state.coverage import Box
 
-__all__ = ["copy_into", "cut", "overlap"]
+__all__ = ["boxes", "copy_into", "cut", "overlap"]
 
 
 def cut(shape: Sequence[int], item_bytes: int, most_bytes: int) -> Iterator[Box]:
@@ -41,6 +41,45 @@ def _cut(offsets: tuple[int, ...], lengths: tuple[int, ...], item_bytes: int, mo
         begin = (*offsets[:axis], offsets[axis] + row, *offsets[axis + 1 :])
         size = (*lengths[:axis], min(rows, lengths[axis] - row), *lengths[axis + 1 :])
         yield from _cut(begin, size, item_bytes, most_bytes)
+
+
+def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Cut a run of consecutive elements into boxes: the rest of a row, whole rows, the beginning of a row, and so on.
+
+    Args:
+        shape: The shape of the full tensor.
+        start: The index of the run's first element, in C order.
+        length: The number of elements.
+
+    Yields:
+        The offsets and lengths of a box, and where it begins in the run; at most ``2 * len(shape) - 1`` boxes.
+
+    Example:
+        >>> list(boxes((3, 4), 2, 8))
+        [((0, 2), (1, 2), 0), ((1, 0), (1, 4), 2), ((2, 0), (1, 2), 6)]
+        >>> list(boxes((), 0, 1))
+        [((), (), 0)]
+    """
+    if not length:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (length,), 0) if shape else ((), (), 0)
+        return
+    row = math.prod(shape[1:])
+    first, within = divmod(start, row)
+    done = 0
+    if within or length < row:
+        done = min(length, row - within)
+        for offsets, lengths, position in boxes(shape[1:], within, done):
+            yield (first, *offsets), (1, *lengths), position
+        first += 1
+    rows, rest = divmod(length - done, row)
+    if rows:
+        yield (first, *(0 for _ in shape[1:])), (rows, *shape[1:]), done
+        first, done = first + rows, done + rows * row
+    if rest:
+        for offsets, lengths, position in boxes(shape[1:], 0, rest):
+            yield (first, *offsets), (1, *lengths), done + position
 
 
 def overlap(a: Box, b: Box) -> Box | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.state.boxes import boxes
 from fsdp_core.state.chunks import Chunk, ChunkedTensor
 
 __all__ = [
@@ -138,45 +139,6 @@ def stand_in(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
     if element.is_floating_point():
         element.fill_(torch.nan)
     return nn.Parameter(element.expand(shape), requires_grad=like.requires_grad)
-
-
-def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cut a run of consecutive elements into boxes: the rest of a row, whole rows, the beginning of a row, and so on.
-
-    Args:
-        shape: The shape of the full tensor.
-        start: The index of the run's first element, in C order.
-        length: The number of elements.
-
-    Yields:
-        The offsets and lengths of a box, and where it begins in the run; at most ``2 * len(shape) - 1`` boxes.
-
-    Example:
-        >>> list(boxes((3, 4), 2, 8))
-        [((0, 2), (1, 2), 0), ((1, 0), (1, 4), 2), ((2, 0), (1, 2), 6)]
-        >>> list(boxes((), 0, 1))
-        [((), (), 0)]
-    """
-    if not length:
-        return
-    if len(shape) <= 1:
-        yield ((start,), (length,), 0) if shape else ((), (), 0)
-        return
-    row = prod(shape[1:])
-    first, within = divmod(start, row)
-    done = 0
-    if within or length < row:
-        done = min(length, row - within)
-        for offsets, lengths, position in boxes(shape[1:], within, done):
-            yield (first, *offsets), (1, *lengths), position
-        first += 1
-    rows, rest = divmod(length - done, row)
-    if rows:
-        yield (first, *(0 for _ in shape[1:])), (rows, *shape[1:]), done
-        first, done = first + rows, done + rows * row
-    if rest:
-        for offsets, lengths, position in boxes(shape[1:], 0, rest):
-            yield (first, *offsets), (1, *lengths), done + position
 
 
 @lru_cache(maxsize=4096)  # a save needs the boxes of a parameter once for it and once for each of its moments

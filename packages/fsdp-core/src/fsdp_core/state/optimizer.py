@@ -243,11 +243,13 @@ def _completed(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -
     """Add state that only other ranks hold, so that all ranks describe the same names and keys."""
     own = {name: {key: _Kind.of(value) for key, value in values.items()} for name, values in state.items()}
     kinds: dict[str, dict[str, _Kind]] = {}
-    ranks = runtime.gather_objects((own, {name for name in own if parts[name].is_first}))
-    for of_rank, first in ranks:  # plain values come from the rank with the first element
+    ranks = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
+    for of_rank, first in ranks or ():  # plain values come from the rank with the first element
         kinds.update((name, of_rank[name]) for name in first if name not in kinds)
-    for of_rank, _ in ranks:
-        kinds = {**of_rank, **kinds}
+    for of_rank, _ in ranks or ():
+        for name, kind in of_rank.items():
+            kinds.setdefault(name, kind)
+    kinds = runtime.broadcast_object(kinds)
     order = {name: index for index, name in enumerate(parts)}
     return {
         name: {key: state.get(name, {}).get(key, kind.absent()) for key, kind in kinds[name].items()}

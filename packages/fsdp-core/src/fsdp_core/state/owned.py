@@ -79,8 +79,9 @@ def owned_state(
         if values and owners.is_mine(p)
     }
     told: dict[str, Any] = {}
-    for of_rank in runtime.gather_objects({name: _outline(values) for name, values in mine.items()}):
+    for of_rank in runtime.gather_objects_to({name: _outline(values) for name, values in mine.items()}) or ():
         told.update(of_rank)
+    told = runtime.broadcast_object(told)
     names = [layout[cast("nn.Parameter", p)][0].name for g in optimizer.param_groups for p in g["params"]]
     return {name: _described(mine.get(name), told[name]) for name in names if name in told}
 
@@ -88,8 +89,13 @@ def owned_state(
 def owned_groups(optimizer: torch.optim.Optimizer, owners: Owners, runtime: Runtime) -> list[dict[str, Any]]:
     """Return the param groups' settings, each from a rank that has stepped over one of its members."""
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    by_rank = runtime.gather_objects(settings)
-    return [by_rank[owners.of_group(group["params"])][index] for index, group in enumerate(optimizer.param_groups)]
+    by_rank = runtime.gather_objects_to(settings)
+    chosen: list[dict[str, Any]] = []
+    if by_rank is not None:
+        groups = enumerate(optimizer.param_groups)
+        chosen = [by_rank[owners.of_group(group["params"])][index] for index, group in groups]
+    chosen = runtime.broadcast_object(chosen)
+    return chosen
 
 
 def _outline(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -66,6 +66,12 @@ class XLARuntime(Runtime):
 
     def gather_objects(self, obj: Any) -> list[Any]:
         return [obj] if self._communicator is None else self._communicator.all_gather_object(self.rank, obj)
+
+    def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        return [obj] if self._communicator is None else self._communicator.gather_object(self.rank, obj, dst)
+
+    def total(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers) if self._communicator is None else self._communicator.total(self.rank, numbers)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         if self._communicator is None:

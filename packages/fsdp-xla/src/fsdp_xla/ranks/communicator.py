@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -46,6 +46,32 @@ class Communicator(ABC):
         Raises:
             RankLostError: A rank has failed, or did not arrive in time.
         """
+
+    def gather_object(self, rank: int, value: Any, dst: int) -> list[Any] | None:
+        """Return the list of all ranks' values on rank ``dst``, and ``None`` on the others. All ranks must call it.
+
+        Args:
+            rank: The caller.
+            value: Its value; picklable.
+            dst: The rank that gets the values.
+
+        Raises:
+            RankLostError: A rank has failed, or did not arrive in time.
+        """
+        gathered = self.all_gather_object(rank, value)
+        return gathered if rank == dst else None
+
+    def total(self, rank: int, numbers: Sequence[int]) -> list[int]:
+        """Add up whole numbers over the ranks, each by itself. All ranks must call it.
+
+        Args:
+            rank: The caller.
+            numbers: As many on every rank.
+
+        Raises:
+            RankLostError: A rank has failed, or did not arrive in time.
+        """
+        return [sum(of_ranks) for of_ranks in zip(*self.all_gather_object(rank, list(numbers)), strict=True)]
 
     def building(self, rank: int) -> AbstractContextManager[None]:
         """Context in which a rank builds its model."""
@@ -93,6 +119,13 @@ class ThreadCommunicator(Communicator):
         self._slots[rank] = to_bytes(value)
         self.barrier.wait(rank, _EXCHANGES)
         gathered = [from_bytes(slot) for slot in self._slots]
+        self.barrier.wait(rank, _EXCHANGES)
+        return gathered
+
+    def gather_object(self, rank: int, value: Any, dst: int) -> list[Any] | None:
+        self._slots[rank] = to_bytes(value)
+        self.barrier.wait(rank, _EXCHANGES)
+        gathered = [from_bytes(slot) for slot in self._slots] if rank == dst else None
         self.barrier.wait(rank, _EXCHANGES)
         return gathered
 
@@ -148,6 +181,17 @@ class ThreadCommunicator(Communicator):
 _EXCHANGES = "exchanges values (barrier, broadcast, reduction, checkpoint)"
 
 
+@contextmanager
+def _lost(rank: int) -> Iterator[None]:
+    """Context in which a rank waits for others in a store."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(
+            f"another rank did not arrive where rank {rank} waits: {error}\nSee the other rank's error."
+        ) from error
+
+
 class StoreCommunicator(Communicator):
     """The ranks are processes, which share one of torch's stores.
 
@@ -163,19 +207,54 @@ class StoreCommunicator(Communicator):
         self._host = host
         self._count = 0
         self._made = 0
+        self._set: list[str] = []
 
     def all_gather_object(self, rank: int, value: Any) -> list[Any]:
         self._count += 1
         self._store.set(f"{self._count}/{rank}", to_bytes(value))
-        try:
+        with _lost(rank):
             gathered = [from_bytes(self._store.get(f"{self._count}/{r}")) for r in range(self.world_size)]
-        except RuntimeError as error:
-            raise RankLostError(
-                f"another rank did not arrive where rank {rank} waits: {error}\nSee the other rank's error."
-            ) from error
-        # every rank has read the exchange before last by now, so that its values are no longer needed
-        self._store.delete_key(f"{self._count - 2}/{rank}")
+        self._met(f"{self._count}/{rank}")
         return gathered
+
+    def _met(self, *keys: str) -> None:
+        """Remove what this rank has set in earlier exchanges, after one in which all ranks have waited for all.
+
+        Args:
+            *keys: What it has set in this one, which others may still read.
+        """
+        for key in self._set:
+            self._store.delete_key(key)
+        self._set = list(keys)
+
+    def gather_object(self, rank: int, value: Any, dst: int) -> list[Any] | None:
+        self._count += 1
+        if rank != dst:
+            self._store.set(f"{self._count}/{rank}", to_bytes(value))
+            return None
+        gathered = []
+        for other in range(self.world_size):
+            if other == rank:
+                gathered.append(value)
+                continue
+            with _lost(rank):
+                gathered.append(from_bytes(self._store.get(f"{self._count}/{other}")))
+            self._store.delete_key(f"{self._count}/{other}")
+        return gathered
+
+    def total(self, rank: int, numbers: Sequence[int]) -> list[int]:
+        self._count += 1
+        keys = [f"{self._count}/sum {index}" for index in range(len(numbers))]
+        arrived, complete = f"{self._count}/arrived", f"{self._count}/complete"
+        for key, number in zip(keys, numbers, strict=True):
+            self._store.add(key, number)
+        if self._store.add(arrived, 1) == self.world_size:
+            self._store.set(complete, "")
+        with _lost(rank):
+            self._store.get(complete)
+        sums = [self._store.add(key, 0) for key in keys]
+        self._met(*([*keys, arrived, complete] if rank == 0 else []))
+        return sums
 
     def duplicate(self, rank: int) -> Communicator:
         # a separate connection: a wait blocks its connection, so that a value from another thread of this rank, for

@@ -80,7 +80,11 @@ class XLASPMDSharded(Sharded):
         if error_if_nonfinite:
             # reading the norm must not be a separate program that computes the gradients again
             self.backend.spmd.run_pending()
-        return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        norm = super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        if error_if_nonfinite:
+            # torch_xla 2.9 mixes tensors up if one is read while the others' multiplication in place is pending
+            self.backend.spmd.run_pending()
+        return norm
 
     # -- state -----------------------------------------------------------------------------------------------------
 

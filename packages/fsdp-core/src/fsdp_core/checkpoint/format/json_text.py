@@ -1,11 +1,12 @@
-"""Size limits for a checkpoint's JSON, checked before parsing, which takes many times the memory."""
+"""Size limits for a checkpoint's JSON, checked before parsing, which takes many times the memory; and its types."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MAX_DIGITS", "MAX_JSON_BYTES", "check_text", "parse_text"]
+__all__ = ["MAX_DIGITS", "MAX_JSON_BYTES", "check_text", "listed", "parse_text", "string", "strings", "whole"]
 
 MAX_JSON_BYTES = 2**28
 """The maximum size of a manifest and of plain data, enough for 1.5 million chunks. Tensors are stored elsewhere."""
@@ -49,3 +50,32 @@ def parse_text(text: bytes, **hooks: Any) -> Any:
         if "int_max_str_digits" not in str(error):
             raise
         raise ValueError(f"it holds an integer of more than {MAX_DIGITS} digits, which is never saved") from error
+
+
+def string(value: Any) -> str:
+    """Return a value that must be a string."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a string")
+    return value
+
+
+def strings(entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return an object whose values must be strings."""
+    for key, value in entries.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{key!r} is {value!r}, which is not a string")
+    return dict(entries)
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a value that must be a list."""
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is not a list")
+    return value
+
+
+def whole(number: Any) -> int:
+    """Return a value that must be an integer."""
+    if type(number) is not int:
+        raise ValueError(f"{number!r} is not an integer")
+    return number

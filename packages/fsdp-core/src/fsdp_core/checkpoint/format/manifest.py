@@ -6,15 +6,19 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from fsdp_core.checkpoint.format.json_text import check_text, parse_text
+from fsdp_core.checkpoint.format.chunks import StoredChunk
+from fsdp_core.checkpoint.format.json_text import check_text, listed, parse_text, string, strings, whole
+from fsdp_core.checkpoint.format.pattern_reading import PatternedFiles, read_pattern
+from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
 from fsdp_core.errors import CheckpointValueError
-from fsdp_core.state.coverage import find_fault
+from fsdp_core.state.boxes import overlap
+from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.dtype_names import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -32,27 +36,11 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdp-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest version. Version 1 has no patterns, and is written wherever none is needed."""
 MAX_DIMENSIONS = 64
 MAX_WHOLE = 2**53 - 1
 """The largest number in a manifest: the largest integer that every JSON reader represents exactly."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredChunk:
-    """A box of a tensor, and the location of its bytes.
-
-    Attributes:
-        file: The safetensors file, relative to the checkpoint.
-        key: The box's name in that file.
-        offsets: Where the box begins in the tensor.
-        lengths: Its shape.
-    """
-
-    file: str
-    key: str
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +50,12 @@ class StoredTensor:
     Attributes:
         shape: Its shape.
         dtype_name: The name of its dtype, such as ``"float32"``.
-        chunks: Its chunks.
+        chunks: Its chunks; in a pattern, they are made when they are looked at.
     """
 
     shape: tuple[int, ...]
     dtype_name: str
-    chunks: tuple[StoredChunk, ...]
+    chunks: tuple[StoredChunk, ...] | PatternedChunks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,8 +75,27 @@ class StoredTensor:
         sizes = (*self.shape, math.prod(self.shape))
         if len(self.shape) > MAX_DIMENSIONS or not all(0 <= size <= MAX_WHOLE for size in sizes):
             raise ValueError(f"no tensor has the shape {list(self.shape)}")
+        if isinstance(self.chunks, PatternedChunks):  # which cover the shape of their pattern
+            if self.chunks.pattern.shape != self.shape:
+                raise ValueError(f"its pieces do not cover the shape {list(self.shape)}")
+            return
         if (fault := find_fault(self.shape, [(chunk.offsets, chunk.lengths) for chunk in self.chunks])) is not None:
             raise ValueError(fault)
+
+    def overlapping(self, box: Box) -> Iterator[StoredChunk]:
+        """Yield the chunks that overlap a box of the tensor."""
+        if isinstance(self.chunks, PatternedChunks):
+            yield from self.chunks.overlapping(box)
+            return
+        for chunk in self.chunks:
+            if overlap((chunk.offsets, chunk.lengths), box) is not None:
+                yield chunk
+
+    def file_names(self) -> set[str]:
+        """Return the names of the files that hold it."""
+        if isinstance(self.chunks, PatternedChunks):
+            return self.chunks.file_names()
+        return {chunk.file for chunk in self.chunks}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +152,13 @@ class Manifest:
             _check_name(name)
         for name in (self.state_file, *([] if self.state_tensors is None else [self.state_tensors])):
             self._need(name, "the state")
+        patterned = PatternedFiles(self.files)
         for key, tensor in self.tensors.items():
+            if isinstance(tensor.chunks, PatternedChunks):
+                lacking = patterned.lacking(tensor.chunks)
+                for name in () if lacking is None else (lacking,):
+                    self._need(name, f"tensor {key!r}")
+                continue
             for chunk in tensor.chunks:
                 self._need(chunk.file, f"tensor {key!r}")
         for alias, key in self.aliases.items():
@@ -159,15 +172,20 @@ class Manifest:
         if name not in self.files:
             raise ValueError(f"{what} is in {name!r}, which is not among the files")
 
+    @property
+    def format_version(self) -> int:
+        """The version in which it is written: 2 if chunks are in a pattern, otherwise 1."""
+        return 2 if any(isinstance(tensor.chunks, PatternedChunks) for tensor in self.tensors.values()) else 1
+
     def to_json(self) -> str:
-        """Return the manifest as readable text: one line per chunk and per file.
+        """Return the manifest as readable text: one line per chunk or pattern, and per file.
 
         Raises:
             CheckpointValueError: It would be larger than readers accept.
         """
         head = {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format_version": self.format_version,
             "save_id": self.save_id,
             "created": self.created,
             "strategy": self.strategy,
@@ -180,18 +198,15 @@ class Manifest:
             key: {
                 "shape": tensor.shape,
                 "dtype": tensor.dtype_name,
-                "chunks": [
-                    {"file": chunk.file, "key": chunk.key, "offsets": chunk.offsets, "lengths": chunk.lengths}
-                    for chunk in tensor.chunks
-                ],
+                "chunks": _chunks_to_json(tensor.chunks),
             }
             for key, tensor in self.tensors.items()
         }
         files = {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()}
-        whole = head | {"tensors": tensors, "aliases": dict(self.aliases), "files": files}
+        content = head | {"tensors": tensors, "aliases": dict(self.aliases), "files": files}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         lines += _block("tensors", tensors, chunked=True) + _block("aliases", dict(self.aliases))
-        lines += [*_block("files", files), f' "checksum": "{_checksum(whole)}"']
+        lines += [*_block("files", files), f' "checksum": "{_checksum(content)}"']
         text = "\n".join(["{", *lines, "}"]) + "\n"
         try:
             check_text(text.encode())
@@ -210,41 +225,42 @@ class Manifest:
         Raises:
             ValueError: It is not a manifest that this version can read.
         """
-        whole = parse_text(
+        content = parse_text(
             text if isinstance(text, bytes) else text.encode(),
             object_pairs_hook=_object,
             parse_float=_no_number,
             parse_constant=_no_number,
         )
-        if not isinstance(whole, dict) or next(iter(whole.items()), None) != ("format", FORMAT):
+        if not isinstance(content, dict) or next(iter(content.items()), None) != ("format", FORMAT):
             raise ValueError(f'it does not begin with "format": "{FORMAT}", so it is not one of ours')
-        version = whole.get("format_version")
-        if type(version) is not int or version != FORMAT_VERSION:
+        version = content.get("format_version")
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             newer = isinstance(version, int) and version > FORMAT_VERSION
             raise ValueError(
-                f"it has format version {version!r}, and this fsdp-core reads version {FORMAT_VERSION}"
+                f"it has format version {version!r}, and this fsdp-core reads version 1 to {FORMAT_VERSION}"
                 + (": pip install --upgrade fsdp-core" if newer else "")
             )
-        said = whole.pop("checksum", None)
+        said = content.pop("checksum", None)
         try:
-            found = _checksum(whole)
+            found = _checksum(content)
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         if said != found:
             raise ValueError(f"its content has the checksum {found}, but it records {said}: it was changed")
+        patterns: dict[str, Pattern] | None = {} if version >= 2 else None
         try:
             return cls(
-                **_strings({key: whole[key] for key in ("save_id", "created", "strategy")}),
-                world_size=_whole(whole["world_size"]),
-                versions=_strings(whole["versions"]),
-                kinds=_strings(whole["kinds"]),
-                state_file=_string(whole["state"]["json"]),
-                state_tensors=None if whole["state"]["tensors"] is None else _string(whole["state"]["tensors"]),
-                tensors={key: _tensor(key, entry) for key, entry in whole["tensors"].items()},
-                aliases=_strings(whole["aliases"]),
+                **strings({key: content[key] for key in ("save_id", "created", "strategy")}),
+                world_size=whole(content["world_size"]),
+                versions=strings(content["versions"]),
+                kinds=strings(content["kinds"]),
+                state_file=string(content["state"]["json"]),
+                state_tensors=None if content["state"]["tensors"] is None else string(content["state"]["tensors"]),
+                tensors={key: _tensor(key, entry, patterns) for key, entry in content["tensors"].items()},
+                aliases=strings(content["aliases"]),
                 files={
-                    name: FileEntry(size=_whole(entry["size"]), checksum=_string(entry["checksum"]))
-                    for name, entry in whole["files"].items()
+                    name: FileEntry(size=whole(entry["size"]), checksum=string(entry["checksum"]))
+                    for name, entry in content["files"].items()
                 },
             )
         except KeyError as error:
@@ -256,7 +272,7 @@ class Manifest:
 def _block(name: str, entries: Mapping[str, Any], *, chunked: bool = False) -> list[str]:
     lines = []
     for key, entry in entries.items():
-        if chunked and len(entry["chunks"]) > 1:
+        if chunked and isinstance(entry["chunks"], list) and len(entry["chunks"]) > 1:
             head = json.dumps({"shape": entry["shape"], "dtype": entry["dtype"]})[:-1]
             chunks = ",\n".join(f"   {json.dumps(chunk)}" for chunk in entry["chunks"])
             lines.append(f'  {json.dumps(key)}: {head}, "chunks": [\n{chunks}]}}')
@@ -291,48 +307,46 @@ def _no_number(number: str) -> None:
     raise ValueError(f"{number} is not an integer")
 
 
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a string")
-    return value
+def _tensor(key: str, entry: Any, patterns: dict[str, Pattern] | None) -> StoredTensor:
+    """Read a tensor.
 
-
-def _strings(entries: Mapping[str, Any]) -> dict[str, str]:
-    for key, value in entries.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{key!r} is {value!r}, which is not a string")
-    return dict(entries)
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a list")
-    return value
-
-
-def _whole(number: Any) -> int:
-    if type(number) is not int:
-        raise ValueError(f"{number!r} is not an integer")
-    return number
-
-
-def _tensor(key: str, entry: Any) -> StoredTensor:
+    Args:
+        key: Its key.
+        entry: Its entry.
+        patterns: The patterns that were read already, which tensors share; ``None`` in a version without patterns.
+    """
     try:
+        shape = tuple(whole(size) for size in listed(entry["shape"]))
+        chunks = entry["chunks"]
         return StoredTensor(
-            shape=tuple(_whole(size) for size in _list(entry["shape"])),
-            dtype_name=_string(entry["dtype"]),
-            chunks=tuple(
-                StoredChunk(
-                    file=_string(chunk["file"]),
-                    key=_string(chunk["key"]),
-                    offsets=tuple(_whole(offset) for offset in _list(chunk["offsets"])),
-                    lengths=tuple(_whole(length) for length in _list(chunk["lengths"])),
-                )
-                for chunk in _list(entry["chunks"])
-            ),
+            shape=shape,
+            dtype_name=string(entry["dtype"]),
+            chunks=_chunks(chunks)
+            if patterns is None or not isinstance(chunks, dict)
+            else PatternedChunks(key, string(chunks["files"]), read_pattern(shape, chunks, patterns)),
         )
     except ValueError as error:
         raise ValueError(f"tensor {key!r}: {error}") from error
+
+
+def _chunks(chunks: Any) -> tuple[StoredChunk, ...]:
+    return tuple(
+        StoredChunk(
+            file=string(chunk["file"]),
+            key=string(chunk["key"]),
+            offsets=tuple(whole(offset) for offset in listed(chunk["offsets"])),
+            lengths=tuple(whole(length) for length in listed(chunk["lengths"])),
+        )
+        for chunk in listed(chunks)
+    )
+
+
+def _chunks_to_json(chunks: Sequence[StoredChunk]) -> Any:
+    if isinstance(chunks, PatternedChunks):
+        return {"files": chunks.files, **chunks.pattern.to_json()}
+    return [
+        {"file": chunk.file, "key": chunk.key, "offsets": chunk.offsets, "lengths": chunk.lengths} for chunk in chunks
+    ]
 
 
 def _check_name(name: str) -> None:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from fsdp_core.checkpoint.format.manifest import StoredChunk
+from fsdp_core.checkpoint.format.chunks import StoredChunk
 from fsdp_core.checkpoint.format.safetensors_header import build_header
 from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
@@ -79,10 +79,9 @@ class TensorBytes:
         item = ITEM_BYTES[stored.dtype_name]
         wanted: Box = tuple(offsets), tuple(lengths)
         out = bytearray(math.prod(lengths) * item)
-        for chunk in stored.chunks:
+        for chunk in stored.overlapping(wanted):
             common = overlap((chunk.offsets, chunk.lengths), wanted)
-            if common is None:
-                continue
+            assert common is not None
             for span in _contiguous(chunk, common):
                 at = tuple(a - b for a, b in zip(span[0], offsets, strict=True))
                 self._read_span(chunk, span, item, memoryview(out), tuple(lengths), at)

@@ -229,7 +229,7 @@ class _Weights:
 
     def _needed(self) -> list[str]:
         tensors, manifest = self.files.manifest.tensors, self.files.manifest
-        named = {chunk.file for key in self._keys for chunk in tensors[key].chunks} | {manifest.state_file}
+        named = {manifest.state_file}.union(*(tensors[key].file_names() for key in self._keys))
         return [name for name in manifest.files if name in named]
 
     def prepare(self, *, verify: bool) -> int:

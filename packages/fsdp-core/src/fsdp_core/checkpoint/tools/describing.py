@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp_core.checkpoint.format.manifest import FORMAT_VERSION, Manifest
+from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.paths import join_path, split_path
 from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, scalar, tensor_of
@@ -35,7 +35,7 @@ def describe(path: StrPath) -> dict[str, Any]:
     manifest = files.manifest
     return {
         "path": str(files.folder),
-        "format_version": FORMAT_VERSION,
+        "format_version": manifest.format_version,
         "save_id": manifest.save_id,
         "created": manifest.created,
         "strategy": manifest.strategy,

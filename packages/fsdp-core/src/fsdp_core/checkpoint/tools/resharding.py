@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
-from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredChunk, StoredTensor
-from fsdp_core.checkpoint.merging import chunk_name, file_name
+from fsdp_core.checkpoint.format.chunks import Section, StoredChunk, chunk_name, file_name
+from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_errors
 from fsdp_core.checkpoint.storage.commit import choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
@@ -21,9 +20,6 @@ from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.checkpoint.tools.conversion import OnProgress, counter, refuse_damaged
 from fsdp_core.checkpoint.tools.describing import part_of
 from fsdp_core.errors import CheckpointExistsError, CheckpointValueError
-
-if TYPE_CHECKING:
-    from fsdp_core.checkpoint.planning import Section
 
 __all__ = ["reshard"]
 

@@ -48,9 +48,13 @@ class ExactResume:
     # -- what is saved ---------------------------------------------------------------------------------------------
 
     def state(self, sharded: Sharded) -> dict[str, Any]:
-        """Return what to save with the model and optimizers. All ranks must call it."""
+        """Return what to save with the model and optimizers. All ranks must call it.
+
+        The generators of all ranks are in it on rank 0, which writes them; on the others, their own.
+        """
         mine = random_state(self._runtime) if self._before_validation is None else self._before_validation
-        of_ranks = self._runtime.by_data_parallel_rank(self._runtime.gather_objects(mine))
+        by_rank = self._runtime.gather_objects_to(mine)
+        of_ranks = [mine] if by_rank is None else self._runtime.by_data_parallel_rank(by_rank)
         state: dict[str, Any] = {"ranks": [{"random": one} for one in of_ranks]}
         gradients = described(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
         return state if gradients is None else {**state, "gradients": gradients}

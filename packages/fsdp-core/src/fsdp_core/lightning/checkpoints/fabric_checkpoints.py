@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
@@ -171,7 +171,7 @@ def load_checkpoint(
         for key in order:
             _restore(strategy, state[key], saved[key], strict, check_only=True)
 
-    together(strategy.runtime, f"comparing {path} with what it is loaded into", compare)  # before any is changed
+    together_each(strategy.runtime, f"comparing {path} with what it is loaded into", compare)  # before any is changed
     for key in order:
         if not _restore(strategy, state[key], saved[key], strict):
             state[key] = _whole(saved[key])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_each, total
 from fsdp_core.lightning.capabilities import check_checkpoint
 from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
 from fsdp_core.runtime import Runtime
@@ -121,10 +121,11 @@ def read_checkpoint(strategy: str, path: str, weights_only: bool | None, runtime
         CheckpointFormatError: Some rank finds no readable checkpoint there, or a damaged part of it.
     """
     # a host that lacks the path must not look for a file there while the others read a folder together
-    sharded = any(together(runtime, f"looking for {path}", lambda: checkpoints.is_folder(path)))
+    found_here = together_each(runtime, f"looking for {path}", lambda: checkpoints.is_folder(path))
+    sharded = total(runtime, [found_here])[0] > 0
     check_checkpoint(strategy, "sharded" if sharded else "full", f"to load {path!r}")
     if sharded:
         return checkpoints.load(path, runtime=runtime), True
     found: list[Any] = []
-    together(runtime, f"reading {path}", lambda: found.append(read_full_file(path, weights_only)))
+    together_each(runtime, f"reading {path}", lambda: found.append(read_full_file(path, weights_only)))
     return found[0], False

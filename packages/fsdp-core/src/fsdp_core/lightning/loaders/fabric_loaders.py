@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_to_first
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.loaders.loader_states import (
     described,
@@ -102,15 +102,23 @@ def is_left_out(key: str, obj: object, runtime: Runtime) -> bool:
 
 
 def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
-    """The position of a loader under Fabric. All ranks must call it.
+    """The position of a loader under Fabric: of all ranks on rank 0, which writes it, and otherwise this rank's.
+
+    All ranks must call it.
 
     Args:
         key: The user's name for it, for error messages.
         loader: The loader, which is not left out.
         runtime: The ranks.
     """
-    states, epochs = together(runtime, f"reading the position of {key!r}", loader.state_dict), _epochs_of(loader)
-    saved = entry(described(loader), runtime.by_data_parallel_rank(states))
+    own: list[Any] = []
+
+    def read() -> Any:
+        own.append(loader.state_dict())
+        return own[0]
+
+    states, epochs = together_to_first(runtime, f"reading the position of {key!r}", read), _epochs_of(loader)
+    saved = entry(described(loader), own if states is None else runtime.by_data_parallel_rank(states))
     if epochs is not None:
         saved["epoch"] = epochs.current
     return {"world_size": runtime.data_parallel_world_size, "loaders": [saved]}

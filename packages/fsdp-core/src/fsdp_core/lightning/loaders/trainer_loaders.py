@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_to_first
 from fsdp_core.lightning.loaders.loader_states import (
     described,
     entry,
@@ -115,7 +115,7 @@ class TrainingLoaders:
     # -- in a checkpoint -------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer, runtime: Runtime) -> dict[str, Any]:
-        """Replace this rank's positions by those of all ranks. All ranks must call it.
+        """Replace this rank's positions by those of all ranks, on rank 0, which writes them. All ranks must call it.
 
         Args:
             checkpoint: Lightning's checkpoint dict. It is not changed.
@@ -126,8 +126,14 @@ class TrainingLoaders:
         combined = combined_loader(trainer.fit_loop)
         if loop is None or combined is None:
             return dict(checkpoint)
-        states = together(runtime, "reading the positions of the data loaders", lambda: self._states(trainer))
-        ranks = runtime.by_data_parallel_rank(states)
+        own: list[Any] = []
+
+        def read() -> list[Any]:
+            own.extend(self._states(trainer))
+            return own
+
+        states = together_to_first(runtime, "reading the positions of the data loaders", read)
+        ranks = [own] if states is None else runtime.by_data_parallel_rank(states)
         names = [described(loader) for loader in combined.flattened if has_state(loader)]
         loaders = [entry(name, states) for name, *states in zip(names, *ranks, strict=False)]
         rest = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}

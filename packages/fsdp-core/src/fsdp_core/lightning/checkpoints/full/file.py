@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.collective import together
+from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.checkpoint.storage.folder import open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
@@ -75,7 +75,7 @@ def write_full(
         if runtime.rank == 0:
             copy.update(_copied(whole, _host_memory(live), {}))
 
-    together(runtime, f"preparing to save {path}", stage)
+    together_each(runtime, f"preparing to save {path}", stage)
     async_saves.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks))
 
 
