@@ -60,6 +60,40 @@ def under_trainer(tmp: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return fit(tmp, **arguments)
 
 
+def gradients_read_after_clipping() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """The gradients as they are after clipping, and the weights after the step, of two orders of the norm."""
+    found = []
+    for order in (2.0, float("inf")):
+        fabric = new_fabric()
+        net = new_net()
+        model, optimizer = fabric.setup(net, sgd(net))
+        x, y = (fabric.to_device(one) for one in global_batches(1)[0])
+        fabric.backward(mse_loss(model(x), y))
+        fabric.clip_gradients(model, optimizer, max_norm=0.05, norm_type=order)
+        named = dict(net.named_parameters())
+        gradients = {name: p.grad.cpu() for name, p in named.items() if p.grad is not None}  # one by one
+        optimizer.step()
+        found.append((gradients, {name: p.detach().cpu() for name, p in named.items()}))
+    return found
+
+
+def test_gradients_that_are_read_after_clipping(spmd: LaunchingSPMD) -> None:
+    """torch_xla mixed them up, and the step took what was read."""
+    for order, (gradients, weights) in zip(
+        (2.0, float("inf")), spmd.call(1, gradients_read_after_clipping), strict=True
+    ):
+        net = new_net()
+        optimizer = sgd(net)
+        x, y = global_batches(1)[0]
+        mse_loss(net(x), y).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05, order)
+        want = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+        torch.testing.assert_close(gradients, want, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+        optimizer.step()
+        want = {name: p.detach() for name, p in net.named_parameters()}
+        torch.testing.assert_close(weights, want, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [

@@ -47,7 +47,7 @@ class Here:
         return self.local(tensor).untyped_storage().nbytes()
 
     def settle(self) -> None:
-        """Compute what the library has only recorded until now. All ranks must call it; then each may read by itself."""
+        """Compute what the library has only recorded until now. All ranks must call it; then each may read alone."""
 
     def held(self, tensor: Tensor) -> int:
         """The number of elements of a tensor that this rank holds, including the library's padding."""
