@@ -26,7 +26,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from fsdp_core.lightning.private import before_each_batch, instead_of_signal_handlers, path_to_resume_from
+from fsdp_core.lightning.private import (
+    before_each_batch,
+    instead_of_signal_handlers,
+    note_sigterm,
+    path_to_resume_from,
+)
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.torch_private import default_store
 
@@ -109,6 +114,7 @@ class Preemption:
             told = self._told_to_any(told)
         if told:
             self._ended = True
+            note_sigterm(trainer)
             self._save(trainer, told)
             # one status tells a launcher; a process of Lightning's that ended with it would have the others killed
             raise SIGTERMException(128 + told if self._strategy.is_global_zero else 0)

@@ -53,6 +53,7 @@ __all__ = [
     "instead_of_signal_handlers",
     "load_loader_states",
     "logs_graph",
+    "note_sigterm",
     "path_to_resume_from",
     "reset_seed",
     "set_sampler_epoch",
@@ -84,6 +85,11 @@ def instead_of_signal_handlers(trainer: Any, register: Callable[[], None]) -> No
         register()
 
     connector.register_signal_handlers = note_and_register
+
+
+def note_sigterm(trainer: Any) -> None:
+    """Make ``trainer.received_sigterm`` true, which callbacks may look at."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def before_each_batch(trainer: Any, call: Callable[[], None]) -> None:

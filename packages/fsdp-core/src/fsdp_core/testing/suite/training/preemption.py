@@ -80,7 +80,8 @@ def _fit(
             code = ended.code
         assert signal.getsignal(signal.SIGTERM) is before
     state = full_state(run.strategy) if code is None else {}
-    return {"code": code, "step": run.global_step, "losses": means(module.losses), "state": state}
+    told = run.received_sigterm
+    return {"code": code, "step": run.global_step, "losses": means(module.losses), "state": state, "told": told}
 
 
 class PreemptionSuite(Clauses):
@@ -106,7 +107,7 @@ class PreemptionSuite(Clauses):
         stub.chmod(0o755)
         whole = ranks.run(2, _fit, self.strategy, str(tmp_path), None, (0, 0), None, "plain")
         ended = ranks.run(2, _fit, self.strategy, str(tmp_path), signum, at, None, kind)
-        assert [one["code"] for one in ended] == [128 + signum, 0]
+        assert [(one["code"], one["told"]) for one in ended] == [(128 + signum, True), (0, True)]
         (step,) = {one["step"] for one in ended}
         assert at[1] < step <= at[1] + 2  # one more if rank 0 has looked before the other has written
         if kind == "slurm":
