@@ -76,18 +76,19 @@ def check_steps(
     if not is_flat and mesh is None:
         return False
     settings = _settings(optimizer, kinds)
-    if settings is not None and (owners, settings) in _right:
-        return _right[owners, settings]
 
     def on_all_ranks(fine: bool) -> bool:
         if runtime is not None:
-            return all(runtime.gather_objects(fine))
+            return not runtime.total([not fine])[0]
         if mesh is None:
             return fine
         flag = torch.tensor(float(fine), device=mesh.device_type)
         dist.all_reduce(flag, dist.ReduceOp.MIN)  # not over one parameter's mesh: others may have larger ones
         return bool(flag)
 
+    # a rank may remember what another does not, such as one that has taken part in more runs
+    if on_all_ranks(settings is not None and (owners, settings) in _right):
+        return _right[owners, settings]  # type: ignore[index]
     with said_if_it_takes_long(name) as doing:
         owned = owners and all(len(layout[p]) == 1 for p in kinds)
         doing("its steps over whole parameters")
