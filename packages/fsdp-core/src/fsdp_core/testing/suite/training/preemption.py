@@ -109,7 +109,8 @@ class PreemptionSuite(Clauses):
         ended = ranks.run(2, _fit, self.strategy, str(tmp_path), signum, at, None, kind)
         assert [(one["code"], one["told"]) for one in ended] == [(128 + signum, True), (0, True)]
         (step,) = {one["step"] for one in ended}
-        assert at[1] < step <= at[1] + 2  # one more if rank 0 has looked before the other has written
+        # one more step if rank 0 has looked before the other has written
+        assert at[1] < step <= at[1] + 2, f"told in step {at[1]}, the fit has ended after step {step}"
         if kind == "slurm":
             job, *complete = (tmp_path / "requeued").read_text().split()[1:]
             assert job == "17"
