@@ -8,7 +8,6 @@ collective.
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -43,8 +42,8 @@ __all__ = ["Preemption"]
 #: Seconds between two looks of rank 0 at the store, where the other ranks write that they were told to end.
 _EVERY = 0.5
 
-#: Numbers the fits of this process, which are the same ones on every rank: a store may outlive a fit.
-_fits = itertools.count()
+#: Where they write it. Rank 0 removes it before each fit: a store may outlive one.
+_KEY = "fsdp_core/told_to_end"
 
 
 class Preemption:
@@ -59,7 +58,6 @@ class Preemption:
         self._told: int | None = None
         self._passed_on = self._ended = False
         self._looked = 0.0
-        self._key = ""
 
     def follow(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Take over the signals of a stage, which Lightning is about to register. All ranks must call it."""
@@ -67,7 +65,9 @@ class Preemption:
         if not is_process or threading.current_thread() is not threading.main_thread():
             return
         self._told, self._passed_on, self._ended, self._looked = None, False, False, 0.0
-        self._key = f"fsdp_core/told_to_end/{next(_fits)}"
+        store = default_store()
+        if store is not None and self._strategy.runtime.rank == 0:
+            store.delete_key(_KEY)  # the others write there after the barrier at the end of the set-up
         instead_of_signal_handlers(trainer, lambda: self._register(fitting))
         if fitting:
             before_each_batch(trainer, lambda: self._end_together(trainer))
@@ -124,10 +124,10 @@ class Preemption:
         if runtime.rank == 0:
             if not told and time.monotonic() - self._looked > _EVERY:
                 self._looked = time.monotonic()
-                told = int(store.get(self._key)) if store.check([self._key]) else 0
+                told = int(store.get(_KEY)) if store.check([_KEY]) else 0
         elif told and not self._passed_on:
             self._passed_on = True
-            store.set(self._key, str(told))
+            store.set(_KEY, str(told))
         return int(runtime.broadcast(torch.tensor([told], device=runtime.device)))
 
     def _save(self, trainer: pl.Trainer, told: int) -> None:

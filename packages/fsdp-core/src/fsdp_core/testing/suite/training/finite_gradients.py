@@ -79,7 +79,7 @@ def _stepped(strategy: str, clip: bool) -> tuple[list[str], list[str], dict[str,
         if number == 1:
             is_last = here().rank == here().shares(2) - 1
             layout = sharded_by(used).layout()
-            wide = [p for p in trained_by(optimizer) if any(".up.weight" in part.name for part in layout[p])]
+            wide = [p for p in trained_by(optimizer) if any(".up." in x.name or ".down." in x.name for x in layout[p])]
             poison_gradient(wide, float("inf"), here_too=is_last)
             broken = [p for p in layout if p.grad is not None and not torch.isfinite(here().local(p.grad)).all()]
             names = [layout[p][0].name for p in broken]
