@@ -326,6 +326,7 @@ class BadModulesSuite(Clauses):
         assert_says(told, "ModelPruning", repr(self.own_name("trainer")), "load_from_checkpoint()", "strategy='ddp'")
         assert not steps
 
+    @on_ranks("processes", "threads")  # one controller runs the model on all devices
     def test_logger_that_draws_the_graph(self, ranks: Ranks, tmp_path: Path) -> None:
         """A logger that would run the sharded model on rank 0 alone must be refused before training."""
         for told, steps in ranks.run(2, _drawn, self.strategy, str(tmp_path)):
