@@ -88,7 +88,7 @@ def check_steps(
 
     # a rank may remember what another does not, such as one that has taken part in more runs
     if on_all_ranks(settings is not None and (owners, settings) in _right):
-        return _right[owners, settings]  # type: ignore[index]
+        return _right[owners, settings]
     with said_if_it_takes_long(name) as doing:
         owned = owners and all(len(layout[p]) == 1 for p in kinds)
         doing("its steps over whole parameters")
