@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding import trial_duration
-from fsdp_core.sharding.optimizer_trial import check_steps
+from fsdp_core.sharding.optimizer_trial import duration as trial_duration
+from fsdp_core.sharding.optimizer_trial.trial import check_steps
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.state.layout import FlatRange, Layout, Part, stand_in
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
@@ -484,6 +484,21 @@ def test_owners_state_that_no_checkpoint_holds_is_refused() -> None:
         OptimizerMismatchError, match=r"state could not be saved and resumed: .*Box is neither plain data"
     ):
         check_steps(RowsWithAMemory(model.held, lr=0.1), model.layout, owners=True)
+
+
+class Forgets(torch.optim.SGD):
+    """Can't be resumed by anybody."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise NotImplementedError("no states here")
+
+
+@pytest.mark.parametrize("show_whole", [False, True])
+def test_an_optimizer_that_nobody_can_resume_is_said_to_be_one(show_whole: bool) -> None:
+    model = Model((6, 4))
+    made = (Forgets if not show_whole else type("ForgetsRows", (Forgets, Rows), {}))(model.held, lr=0.1)
+    with pytest.warns(UserWarning, match=r"can't be resumed, sharded or not: .*NotImplementedError: no states here"):
+        assert check_steps(made, model.layout, owners=True) is show_whole
 
 
 class Draws(torch.optim.SGD):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.optimizer_trial import check_steps
-from fsdp_core.sharding.owner_compute import step_on_owners
+from fsdp_core.sharding.optimizer_trial.trial import check_steps
+from fsdp_core.sharding.owner_compute.owners import step_on_owners
 from fsdp_core.state.layout import Layout, Part, how_to_separate
 from fsdp_core.state.owned import owners_of
 

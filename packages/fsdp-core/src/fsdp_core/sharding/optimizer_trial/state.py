@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,9 +16,18 @@ from fsdp_core.checkpoint.format.safetensors_file import unsavable
 from fsdp_core.errors import CheckpointValueError, FSDPError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.optimizer_copies import copied
-from fsdp_core.sharding.small_tensors import Key, Kind, Shown, Small, as_dtensor, as_it_is, new_smalls
-from fsdp_core.sharding.trial_courses import COARSE, STEPS, Course, Ran, alike, of_this_rank, own_world, record
+from fsdp_core.sharding.optimizer_trial.copies import copied
+from fsdp_core.sharding.optimizer_trial.courses import (
+    COARSE,
+    STEPS,
+    Course,
+    Ran,
+    alike,
+    of_this_rank,
+    own_world,
+    record,
+)
+from fsdp_core.sharding.optimizer_trial.small_tensors import Key, Kind, Shown, Small, as_dtensor, as_it_is, new_smalls
 from fsdp_core.state.block_quantised import is_of_blocks, quantises
 from fsdp_core.state.chunks import chunked
 from fsdp_core.state.layout import Layout, Part
@@ -106,8 +116,15 @@ def why_not_resumed(
         return None  # what ranks hold of it is for the sizes of real parameters
     try:
         want = _stepped_on(optimizer, kinds, whole, as_it_is, by_closure, _plainly_resumed)
-    except Exception:
-        return None  # nor does one process resume it
+    except Exception as raised:  # nor does one process resume it
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"{name} can't be resumed, sharded or not: a copy of it that was given its state_dict() failed with "
+            f"{type(raised).__name__}: {str(raised)[:200]}. Training goes on, and its checkpoints hold the weights; "
+            f"expect this error when you resume one with {name}.",
+            stacklevel=2,
+        )
+        return None
     try:
         got = _stepped_on(optimizer, kinds, ran, shown, by_closure, _resumed)
     except Exception as raised:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.sharding.observed_communication import ObservedCommunication
-from fsdp_core.sharding.optimizer_copies import copied, step_of
-from fsdp_core.sharding.small_tensors import (
+from fsdp_core.sharding.optimizer_trial.copies import copied, step_of
+from fsdp_core.sharding.optimizer_trial.small_tensors import (
     Key,
     Kind,
     Shown,

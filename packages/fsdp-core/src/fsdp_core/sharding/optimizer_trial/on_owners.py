@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_core.sharding.optimizer_copies import keeps_parameters
-from fsdp_core.sharding.small_tensors import Kind, as_it_is
-from fsdp_core.sharding.trial_courses import (
+from fsdp_core.sharding.optimizer_trial.copies import keeps_parameters
+from fsdp_core.sharding.optimizer_trial.courses import (
     FINE,
     SLIGHT,
     Course,
@@ -22,7 +21,8 @@ from fsdp_core.sharding.trial_courses import (
     keeps_alike,
     step_over_nothing,
 )
-from fsdp_core.sharding.trial_state import why_not_resumed, why_not_saved
+from fsdp_core.sharding.optimizer_trial.small_tensors import Kind, as_it_is
+from fsdp_core.sharding.optimizer_trial.state import why_not_resumed, why_not_saved
 
 __all__ = ["right_on_owners"]
 

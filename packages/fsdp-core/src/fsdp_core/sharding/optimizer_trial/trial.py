@@ -13,9 +13,8 @@ from torch import nn
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.observed_communication import ObservedCommunication
-from fsdp_core.sharding.optimizer_copies import requires_closure
-from fsdp_core.sharding.small_tensors import Kind, Shown, as_dtensor, as_it_is, kind_of
-from fsdp_core.sharding.trial_courses import (
+from fsdp_core.sharding.optimizer_trial.copies import requires_closure
+from fsdp_core.sharding.optimizer_trial.courses import (
     COARSE,
     FINE,
     Ran,
@@ -26,10 +25,11 @@ from fsdp_core.sharding.trial_courses import (
     moves_without_gradients_of,
     of_this_rank,
 )
-from fsdp_core.sharding.trial_duration import said_if_it_takes_long
-from fsdp_core.sharding.trial_of_wholes import DIFFERENTIATES, stepped_whole
-from fsdp_core.sharding.trial_on_owners import right_on_owners
-from fsdp_core.sharding.trial_state import why_lost, why_not_resumed
+from fsdp_core.sharding.optimizer_trial.duration import said_if_it_takes_long
+from fsdp_core.sharding.optimizer_trial.of_wholes import DIFFERENTIATES, stepped_whole
+from fsdp_core.sharding.optimizer_trial.on_owners import right_on_owners
+from fsdp_core.sharding.optimizer_trial.small_tensors import Kind, Shown, as_dtensor, as_it_is, kind_of
+from fsdp_core.sharding.optimizer_trial.state import why_lost, why_not_resumed
 from fsdp_core.state.block_quantised import quantises
 from fsdp_core.state.layout import Layout
 

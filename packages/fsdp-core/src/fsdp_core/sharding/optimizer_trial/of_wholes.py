@@ -9,9 +9,9 @@ from torch import nn
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.sharding.observed_communication import Communicates
-from fsdp_core.sharding.optimizer_copies import requires_closure, takes_closure
-from fsdp_core.sharding.small_tensors import Kind, as_it_is
-from fsdp_core.sharding.trial_courses import Ran, course, ends_alike
+from fsdp_core.sharding.optimizer_trial.copies import requires_closure, takes_closure
+from fsdp_core.sharding.optimizer_trial.courses import Ran, course, ends_alike
+from fsdp_core.sharding.optimizer_trial.small_tensors import Kind, as_it_is
 
 __all__ = ["DIFFERENTIATES", "stepped_whole"]
 

@@ -1,0 +1,1 @@
+"""Optimizers that look at whole parameters: each steps on one rank, over parameters gathered there."""
