@@ -368,6 +368,8 @@ class ProcessGroupRuntime(Runtime):
         if dist.is_initialized():
             return
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = str(address), str(port)
+        # the last collective of a rank that hangs is looked up there; torch 2.9 records none unless it is told to
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         dist.init_process_group(
             self.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
             rank=rank,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -36,6 +38,7 @@ from torch.utils.data import DataLoader
 
 __all__ = [
     "BatchNorm",
+    "Collective",
     "Place",
     "StridedShard",
     "TorchDispatchMode",
@@ -48,10 +51,12 @@ __all__ = [
     "has_hooks_before_steps",
     "hooks_on",
     "in_backward",
+    "is_default_group",
     "is_exhausted",
     "is_first_slice",
     "is_flattened",
     "iterates_as_torch",
+    "last_collective",
     "make_scaler_sharded",
     "not_managed",
     "note_meshes",
@@ -229,6 +234,64 @@ def default_store() -> Any:
     There is no public way to get it. Unlike a collective, it can be used while other ranks wait in a collective.
     """
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """What torch's flight recorder holds of a collective.
+
+    Attributes:
+        name: Such as ``"gloo:all_reduce"``.
+        shapes: The shapes and dtypes of its inputs, such as ``"(2, 3) float"``.
+        group: The group, in torch's words; empty for the group of all ranks.
+        sequence: The number of collectives of all ranks that this rank has entered, this one included.
+        has_ended: Whether it is over.
+        seconds_ago: The seconds since this rank entered it.
+    """
+
+    name: str
+    shapes: str
+    group: str
+    sequence: int
+    has_ended: bool
+    seconds_ago: float
+
+
+_c10d: Any = torch._C._distributed_c10d  # whose stubs lack the recorder
+
+#: How torch calls the group of all ranks.
+_ALL_RANKS = "default_pg"
+
+
+def last_collective() -> Collective | None:
+    """The last collective that this process has entered; ``None`` if torch's flight recorder holds none.
+
+    The recorder keeps the newest ``TORCH_FR_BUFFER_SIZE`` collectives of all groups, of NCCL and of gloo. No public
+    name reads it while the process runs: torch writes it to a file when NCCL gives up.
+    """
+    held = json.loads(_c10d._dump_fr_trace_json() if dist.is_initialized() else b"{}")
+    entries = held.get("entries")
+    if not entries:
+        return None
+    last = max(entries, key=lambda one: int(one["record_id"]))
+    of_all = [int(one["collective_seq_id"]) for one in entries if _ALL_RANKS in one["process_group"]]
+    shapes = [
+        f"({', '.join(map(str, size))}) {dtype.lower()}"
+        for size, dtype in zip(last["input_sizes"], last["input_dtypes"], strict=False)
+    ]
+    return Collective(
+        name=str(last["profiling_name"]),
+        shapes=", ".join(shapes) or "nothing",
+        group="" if _ALL_RANKS in last["process_group"] else " ".join(map(str, last["process_group"])),
+        sequence=max(of_all, default=-1),
+        has_ended=bool(last["retired"]),
+        seconds_ago=max(0.0, time.time() - int(last["time_created_ns"]) / 1e9),
+    )
+
+
+def is_default_group(group: Any) -> bool:
+    """Whether this is the group of all ranks that exists now; no public name returns the group itself."""
+    return dist.is_initialized() and dist.distributed_c10d._get_default_group() is group
 
 
 @contextmanager

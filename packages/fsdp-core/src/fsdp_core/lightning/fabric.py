@@ -67,6 +67,9 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         error_if_nonfinite: Whether to raise :class:`~fsdp_core.NonFiniteGradientError` on all ranks, with the names of
             parameters, before a step whose gradients hold NaN or infinity. With fp16, the gradient scaler skips such
             steps, and nothing is raised.
+        hang_timeout: How long ranks may wait for each other at one place, in seconds or as a timedelta. After it, every
+            rank writes its stack, the rank that is behind is named, and all end. ``None`` lets them wait, and does not
+            notice a lost rank.
 
     Raises:
         UnsupportedCapabilityError: An option does not work with shards, is not declared by the strategy, or does
@@ -92,10 +95,19 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         timeout: timedelta | None = None,
         async_save: bool = False,
         error_if_nonfinite: bool = False,
+        hang_timeout: timedelta | float | None = 1800.0,
         **unknown: Never,
     ) -> None:
         self._store_options(
-            backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown, error_if_nonfinite
+            backend,
+            strategy_name,
+            runtime,
+            state_dict_type,
+            timeout,
+            async_save,
+            unknown,
+            error_if_nonfinite,
+            hang_timeout,
         )
         self.roots: list[Sharded] = []
         self._first_forwards: list[FirstForwards] = []
@@ -269,6 +281,9 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         if self.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
             step = f"step {self._steps.get(optimizer, 0) + 1} of this run"
             refuse_nonfinite(optimizer, self.roots, self.runtime, step)
+
+    def progress(self) -> str:
+        return f"at step {max(self._steps.values(), default=0)}"
 
     @property
     def accumulating(self) -> Collection[Sharded]:

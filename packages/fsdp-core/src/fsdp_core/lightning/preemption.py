@@ -1,9 +1,9 @@
 """Ends a fit after a checkpoint, at the same batch on all ranks, when a signal has told any one of them to end.
 
 Lightning saves inside its signal handler, at an arbitrary point of one rank, and broadcasts there. Here a handler sets
-a flag and nothing else. A rank with the flag writes it to the store of the process group before its next batch; rank 0
-looks there, and tells all ranks by the broadcast that Lightning makes before each batch, so it costs no further
-collective.
+a flag and nothing else. After each batch the ranks add up their flags, in place of the broadcast that Lightning makes
+before each, so it costs no further collective. With them they compare whether the epoch is over: a rank whose loader
+ends earlier than the others' is named at that batch, where they would wait for it otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from types import FrameType
@@ -25,25 +24,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.private import (
-    before_each_batch,
+    around_each_batch,
     instead_of_signal_handlers,
     note_sigterm,
     path_to_resume_from,
 )
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.torch_private import default_store
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
 __all__ = ["Preemption"]
-
-#: Seconds between two looks of rank 0 at the store, where the other ranks write that they were told to end.
-_EVERY = 0.5
-
-#: Where they write it. Rank 0 removes it before each fit: a store may outlive one.
-_KEY = "fsdp_core/told_to_end"
 
 
 class Preemption:
@@ -56,21 +49,20 @@ class Preemption:
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
         self._told: int | None = None
-        self._passed_on = self._ended = False
-        self._looked = 0.0
+        self._agreed = 0
+        self._ended = False
 
     def follow(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Take over the signals of a stage, which Lightning is about to register. All ranks must call it."""
-        is_process = isinstance(self._strategy.runtime, ProcessGroupRuntime)
-        if not is_process or threading.current_thread() is not threading.main_thread():
+        if not isinstance(self._strategy.runtime, ProcessGroupRuntime):
             return
-        self._told, self._passed_on, self._ended, self._looked = None, False, False, 0.0
-        store = default_store()
-        if store is not None and self._strategy.runtime.rank == 0:
-            store.delete_key(_KEY)  # the others write there after the barrier at the end of the set-up
-        instead_of_signal_handlers(trainer, lambda: self._register(fitting))
+        self._told, self._agreed, self._ended = None, 0, False
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            instead_of_signal_handlers(trainer, lambda: self._register(fitting))
         if fitting:
-            before_each_batch(trainer, lambda: self._end_together(trainer))
+            around_each_batch(
+                trainer, lambda: self._end_together(trainer), lambda is_last: self._agree(trainer, is_last)
+            )
 
     def finish(self) -> None:
         """Warn of a signal that came during the last batch of a fit, which has ended as it would have without it."""
@@ -107,28 +99,37 @@ class Preemption:
 
         return note
 
+    def _agree(self, trainer: pl.Trainer, is_last: bool) -> None:
+        """Learn whether any rank was told to end, and check that the epoch is over on all ranks or on none.
+
+        Raises:
+            ShardingError: On all ranks: it is over on some.
+        """
+        strategy, runtime = self._strategy, self._strategy.runtime
+        requeue = self._requeue_signal()
+        told, wants = self._told is not None, self._told is not None and self._told == requeue
+        flags = torch.tensor([told, wants, is_last], dtype=torch.int32, device=runtime.device)
+        of_ranks, that_want, that_end = runtime.all_reduce(flags, "sum").tolist()
+        if of_ranks:
+            self._agreed = requeue if that_want and requeue is not None else signal.SIGTERM
+        if 0 < that_end < runtime.world_size:
+            ended = [rank for rank, has in enumerate(runtime.gather_objects(is_last)) if has]
+            raise ShardingError(
+                f"{strategy.strategy_name}: the epoch is over on rank {', '.join(map(str, ended))} after batch "
+                f"{trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}, and goes on elsewhere. All "
+                "ranks must take as many steps: each step needs the shards of all.\n"
+                "Give each rank as many batches: datasets of the same length, or Trainer(limit_train_batches=N) with "
+                "what the shortest has. on_train_batch_start() must return -1 on all ranks or on none."
+            )
+
     def _end_together(self, trainer: pl.Trainer) -> None:
         """Raise on all ranks, after a checkpoint, if any of them was told to end. Called before each batch."""
-        told = self._told or 0
-        if self._strategy.runtime.world_size > 1:
-            told = self._told_to_any(told)
-        if told:
+        if self._agreed:
             self._ended = True
             note_sigterm(trainer)
-            self._save(trainer, told)
+            self._save(trainer, self._agreed)
             # one status tells a launcher; a process of Lightning's that ended with it would have the others killed
-            raise SIGTERMException(128 + told if self._strategy.is_global_zero else 0)
-
-    def _told_to_any(self, told: int) -> int:
-        store, runtime = default_store(), self._strategy.runtime
-        if runtime.rank == 0:
-            if not told and time.monotonic() - self._looked > _EVERY:
-                self._looked = time.monotonic()
-                told = int(store.get(_KEY)) if store.check([_KEY]) else 0
-        elif told and not self._passed_on:
-            self._passed_on = True
-            store.set(_KEY, str(told))
-        return int(runtime.broadcast(torch.tensor([told], device=runtime.device)))
+            raise SIGTERMException(128 + self._agreed if self._strategy.is_global_zero else 0)
 
     def _save(self, trainer: pl.Trainer, told: int) -> None:
         strategy, name = self._strategy, signal.Signals(told).name

@@ -40,7 +40,7 @@ __all__ = [
     "TrainerSubprocessLauncher",
     "always_load_loader_states",
     "always_say_what_is_saved",
-    "before_each_batch",
+    "around_each_batch",
     "before_each_fetch",
     "begin_an_epoch",
     "combined_loader",
@@ -92,15 +92,29 @@ def note_sigterm(trainer: Any) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
-def before_each_batch(trainer: Any, call: Callable[[], None]) -> None:
-    """Call a function before each batch of a fit, before it is fetched, instead of Lightning's broadcast of SIGTERM."""
+def around_each_batch(trainer: Any, before: Callable[[], None], after: Callable[[bool], None]) -> None:
+    """Call functions around each batch of a fit, instead of Lightning's broadcast of SIGTERM before each.
+
+    Args:
+        trainer: The Trainer.
+        before: Called before a batch is fetched.
+        after: Called after the batch, before a validation that is due, with whether it was the last of the epoch.
+    """
     loop = trainer.fit_loop.epoch_loop
 
     def advance(data_fetcher: Any) -> None:
-        call()
-        type(loop).advance(loop, data_fetcher)
+        before()
+        try:
+            type(loop).advance(loop, data_fetcher)
+        except StopIteration:  # there was none, or on_train_batch_start() has ended the epoch
+            after(True)
+            raise
 
-    loop.advance, loop._broadcast_sigterm_tensor = advance, lambda: None
+    def on_advance_end(data_fetcher: Any) -> None:
+        after(bool(loop.batch_progress.is_last_batch))
+        type(loop).on_advance_end(loop, data_fetcher)
+
+    loop.advance, loop.on_advance_end, loop._broadcast_sigterm_tensor = advance, on_advance_end, lambda: None
 
 
 def path_to_resume_from(trainer: Any) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "check_loggers",
     "check_state_dict_type",
     "check_waiting",
+    "hang_duration",
     "reduce_op_name",
     "set_rank_zero",
 ]
@@ -92,6 +93,34 @@ def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
             f"async_save={async_save!r} is neither True nor False.\n"
             "Write True to write checkpoints in the background, or False to wait for them."
         )
+
+
+def hang_duration(given: object) -> timedelta | None:
+    """A ``hang_timeout`` as a duration.
+
+    Args:
+        given: A duration, or a number of seconds; ``None`` to watch nothing.
+
+    Raises:
+        UnsupportedCapabilityError: It is neither, or not positive.
+
+    Example:
+        >>> hang_duration(90)
+        datetime.timedelta(seconds=90)
+    """
+    if given is None:
+        return None
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    try:
+        duration = timedelta(seconds=given) if is_number else given  # type: ignore[arg-type]
+    except (OverflowError, ValueError):  # infinite, or not a number
+        duration = None
+    if isinstance(duration, timedelta) and duration > timedelta():
+        return duration
+    raise UnsupportedCapabilityError(
+        f"hang_timeout={given!r} is not a duration.\n"
+        "Write a number of seconds, a datetime.timedelta such as timedelta(minutes=30), or None to let ranks wait."
+    )
 
 
 def reduce_op_name(reduce_op: Any) -> str:

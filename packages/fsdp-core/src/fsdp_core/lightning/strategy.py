@@ -30,6 +30,7 @@ from fsdp_core.lightning.setup_checks import (
     check_devices,
     check_state_dict_type,
     check_waiting,
+    hang_duration,
     reduce_op_name,
     set_rank_zero,
 )
@@ -47,11 +48,15 @@ from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
 from fsdp_core.state.layout import bytes_of_wholes
+from fsdp_core.watch import watch
 
 __all__ = ["RanksOfStrategy", "StrategyOptions", "size_in_words"]
 
 #: The parameters that optimizers held when they were last checked.
 _held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
+
+#: How long torch's collectives wait. Those of NCCL wait a third of it, but Lightning's strategies give them as long.
+_TORCHS_TIMEOUT = timedelta(minutes=30)
 
 _NOT_SHARDED = "not sharded yet"
 
@@ -72,6 +77,7 @@ class RanksOfStrategy:
         async_saves: Writes checkpoints in the background; ``None`` if a save returns once everything is written.
         sequential_save: Whether the ranks of a host write their shards of a checkpoint one after another.
         error_if_nonfinite: Whether to raise before a step whose gradients are not finite.
+        hang_timeout: How long ranks may wait for each other at one place before all end; ``None`` to watch nothing.
         make_before: Where users can create parameters before sharding, as a sentence.
         log: Lightning's logger for rank 0, whose level users set.
     """
@@ -94,6 +100,7 @@ class RanksOfStrategy:
     async_saves: AsyncSaves | None
     sequential_save: bool = False
     error_if_nonfinite: bool = False
+    hang_timeout: timedelta | None = None
     _unreduced: WeakSet[Sharded]  # roots with unreduced backward passes since the last step
 
     # of Lightning's ParallelStrategy
@@ -127,6 +134,7 @@ class RanksOfStrategy:
         async_save: bool,
         unknown: Mapping[str, object],
         error_if_nonfinite: bool = False,
+        hang_timeout: timedelta | float | None = None,
     ) -> None:
         """Store the constructor's arguments, before Lightning's constructor uses them."""
         refuse_unknown_options(strategy_name, type(self), unknown, self.others_options, always=self.happens_anyway)
@@ -134,6 +142,7 @@ class RanksOfStrategy:
         check_waiting(timeout, async_save)
         check_error_if_nonfinite(error_if_nonfinite)
         self.error_if_nonfinite = error_if_nonfinite
+        self.hang_timeout = hang_duration(hang_timeout)
         self.backend = backend
         self.runtime = runtime or ProcessGroupRuntime()
         self.strategy_name = strategy_name
@@ -247,6 +256,7 @@ class RanksOfStrategy:
             "async_save": self.async_saves is not None,
             "sequential_save": self.sequential_save,
             "error_if_nonfinite": self.error_if_nonfinite,
+            "hang_timeout": self.hang_timeout,
             **{name: terms[name] for name in terms if name != "precision"},
         }
         facts = {
@@ -373,10 +383,24 @@ class RanksOfStrategy:
             device=self.root_device,
             address=environment.main_address,
             port=environment.main_port,
-            timeout=self.timeout,
+            timeout=self._patience(),
         )
         self.runtime.mesh = mesh
         self.backend.bind(self.runtime, self.shard_precision)
+        if self.hang_timeout is not None and self.world_size > 1 and isinstance(self.runtime, ProcessGroupRuntime):
+            watch(self.runtime, self.hang_timeout, environment.main_address, partial(_progress_of, ref(self)))
+
+    def _patience(self) -> timedelta | None:
+        """How long a collective waits: longer than it takes to find out which rank hangs, which says more."""
+        if self.timeout is not None or self.hang_timeout is None:
+            return self.timeout
+        if not isinstance(self.runtime, ProcessGroupRuntime):  # its own waiting names who did not come
+            return self.hang_timeout
+        return max(_TORCHS_TIMEOUT, self.hang_timeout) + timedelta(minutes=1)
+
+    def progress(self) -> str:
+        """How far this rank is, in words, for messages about ranks that are lost or hang."""
+        raise NotImplementedError
 
     def _reduced(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
         """Reduce a tensor over the ranks with different batches or parts; other values are returned unchanged."""
@@ -455,6 +479,11 @@ class StrategyOptions(RanksOfStrategy):
     ) -> None:
         # the next constructor is that of core's adapter, and not object's
         super().__init__(backend, *common, strategy_name=strategy_name, runtime=runtime, **others)  # type: ignore[call-arg]
+
+
+def _progress_of(strategy: ref[RanksOfStrategy]) -> str:
+    known = strategy()
+    return "" if known is None else known.progress()
 
 
 def _discard_unreduced(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:

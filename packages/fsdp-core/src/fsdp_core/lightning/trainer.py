@@ -57,6 +57,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sequence import use_split
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import check_not_gathered
+from fsdp_core.watch import explain
 
 __all__ = ["ShardedTrainerStrategy"]
 
@@ -93,6 +94,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         error_if_nonfinite: Whether to raise :class:`~fsdp_core.NonFiniteGradientError` on all ranks, with the names of
             parameters, before a step whose gradients hold NaN or infinity. With fp16, the gradient scaler skips such
             steps, and nothing is raised.
+        hang_timeout: How long ranks may wait for each other at one place, in seconds or as a timedelta. After it, every
+            rank writes its stack, the rank that is behind is named, and all end. ``None`` lets them wait, and does not
+            notice a lost rank.
 
     Raises:
         UnsupportedCapabilityError: An option does not work with shards, is not declared by the strategy, or does
@@ -118,10 +122,19 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         timeout: timedelta | None = None,
         async_save: bool = False,
         error_if_nonfinite: bool = False,
+        hang_timeout: timedelta | float | None = 1800.0,
         **unknown: Never,
     ) -> None:
         self._store_options(
-            backend, strategy_name, runtime, state_dict_type, timeout, async_save, unknown, error_if_nonfinite
+            backend,
+            strategy_name,
+            runtime,
+            state_dict_type,
+            timeout,
+            async_save,
+            unknown,
+            error_if_nonfinite,
+            hang_timeout,
         )
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
@@ -469,7 +482,11 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.fit_saves is not None:
             self.fit_saves.wait()
 
+    def progress(self) -> str:
+        return "before the first stage" if self._trainer is None else f"at step {self._trainer.global_step}"
+
     def on_exception(self, exception: BaseException) -> None:
+        explain(exception)
         self._let_saves_finish(exception)
         sharded = self._sharded_or_none
         if sharded is not None:

@@ -33,6 +33,11 @@ COMMON_OPTIONS = (
         default=False,
         help="Raise on all ranks, before the optimizer steps, if a gradient holds NaN or infinity.",
     ),
+    Option(
+        name="hang_timeout",
+        default=1800.0,
+        help="How long ranks may wait for each other before all end and name the one behind: seconds or a timedelta.",
+    ),
     Option(name="accelerator", default=None, help="A Lightning Accelerator; None: Lightning chooses."),
     Option(name="parallel_devices", default=None, help="The devices of this host; None: Lightning chooses."),
     Option(name="cluster_environment", default=None, help="A Lightning ClusterEnvironment; None: Lightning chooses."),

@@ -1,0 +1,165 @@
+"""Rank 0's watching thread, which all ranks are connected to: it notices who is gone, and asks when ranks hang."""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from fsdp_core.watch.locations import Location
+from fsdp_core.watch.messages import Connection, listen
+from fsdp_core.watch.verdicts import Member, Report, Verdict, hang, lost, raised
+
+__all__ = ["Hub"]
+
+#: Seconds in which the losses of one event are collected, such as those of all ranks of a host.
+_SETTLING = 0.5
+
+#: Seconds in which ranks answer where they stand.
+_TO_ANSWER = 5.0
+
+
+class Hub:
+    """The thread. It begins to listen at once.
+
+    Args:
+        world_size: The number of ranks.
+        progress: How far this rank is, in words.
+
+    Attributes:
+        port: Where it listens.
+        token: What ranks greet it with.
+    """
+
+    def __init__(self, world_size: int, progress: Callable[[], str]) -> None:
+        self.token = secrets.token_hex(16)
+        self._progress = progress
+        self._world_size = world_size
+        self._listening = listen()
+        self.port: int = self._listening.getsockname()[1]
+        self._wakes, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ, None)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._unknown: set[Connection] = set()
+        self._members: dict[Connection, Member] = {}
+        self._all: dict[int, Member] = {}
+        self._ended: set[int] = set()
+        self._gone: list[Member] = []
+        self._silent_host = False
+        self._decide_at: float | None = None
+        self._reports: dict[int, Report] = {}
+        self._waited: float | None = None
+        self._verdict: Verdict | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="fsdp-watch hub", daemon=True)
+        self._thread.start()
+
+    @property
+    def thread(self) -> int | None:
+        return self._thread.ident
+
+    def close(self) -> None:
+        """Say goodbye to all, and end."""
+        self._closing = True
+        with suppress(OSError):
+            self._wakes.send(b"-")
+        self._thread.join(5.0)
+
+    def abandon(self) -> None:
+        """In a process that was forked: close the sockets, which the parent goes on to use."""
+        sockets: list[socket.socket | Connection] = [self._listening, self._wakes, self._woken]
+        for one in (*sockets, *self._members, *self._unknown):
+            with suppress(OSError):
+                one.close()
+
+    def _run(self) -> None:
+        while not self._closing:
+            wait = None if self._decide_at is None else max(0.0, self._decide_at - time.monotonic())
+            for key, _ in self._selector.select(wait):
+                if key.fileobj is self._listening:
+                    self._accept()
+                elif isinstance(key.data, Connection):
+                    self._read(key.data)
+            if self._decide_at is not None and time.monotonic() >= self._decide_at:
+                self._decide()
+        for connection in self._members:
+            connection.send(kind="bye")
+        self.abandon()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection = Connection(self._listening.accept()[0])
+            self._unknown.add(connection)
+            self._selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            for message in connection.receive():
+                self._take(connection, message)
+        except ConnectionError as error:
+            self._drop(connection, silent_host=isinstance(error, ConnectionAbortedError))
+        except (KeyError, TypeError, ValueError):  # not from a rank of ours
+            self._drop(connection, silent_host=False)
+
+    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if connection in self._unknown:
+            if kind != "hello" or not secrets.compare_digest(str(message["token"]), self.token):
+                raise ValueError("not a rank")
+            member = Member(**message["member"])
+            self._unknown.discard(connection)
+            self._members[connection] = self._all[member.rank] = member
+            connection.send(kind="welcome")
+            return
+        member = self._members[connection]
+        if kind == "bye":
+            self._ended.add(member.rank)
+        elif kind == "raised":
+            self._ended.add(member.rank)
+            if self._verdict is None and not self._gone:
+                self._tell(raised(member, str(message["error"]), str(message["progress"])))
+        elif kind in ("waits", "report"):
+            report = dict(message["report"])
+            self._reports[member.rank] = Report(
+                progress=str(report["progress"]), location=Location(**report["location"])
+            )
+            if kind == "waits" and self._waited is None and self._verdict is None:
+                self._waited = float(message["seconds"])
+                self._decide_at = time.monotonic() + _TO_ANSWER
+                for one in self._members:
+                    one.send(kind="report?")
+            elif self._waited is not None and len(self._reports.keys() | self._ended) == len(self._all):
+                self._decide_at = time.monotonic()
+        elif kind == "who?":
+            connection.send(kind="ended", members=[asdict(self._all[rank]) for rank in sorted(self._ended)])
+
+    def _drop(self, connection: Connection, *, silent_host: bool) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        self._unknown.discard(connection)
+        member = self._members.pop(connection, None)
+        if member is not None and member.rank not in self._ended and self._verdict is None:
+            self._gone.append(member)
+            self._silent_host = silent_host
+            self._decide_at = time.monotonic() + _SETTLING
+
+    def _decide(self) -> None:
+        self._decide_at = None
+        if self._verdict is not None:
+            return
+        if self._gone:
+            self._tell(lost(self._gone, self._progress(), host_is_silent=self._silent_host))
+        elif self._waited is not None:
+            self._tell(hang(list(self._all.values()), self._reports, self._ended, self._waited))
+
+    def _tell(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        for connection in self._members:
+            connection.send(kind="verdict", verdict=asdict(verdict))

@@ -1,0 +1,151 @@
+"""Where the threads of this process stand, and for how long."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from fsdp_core.torch_private import Collective, last_collective
+
+__all__ = ["Location", "StandStill", "location_of", "stacks"]
+
+#: Whose frames are not the user's, besides what is installed and the standard library.
+_LIBRARIES = ("torch", "torch_xla", "lightning", "pytorch_lightning", "lightning_fabric")
+_INSTALLED = ("site-packages", "dist-packages")
+
+#: In whose frames a thread waits for other ranks.
+_WAITING = ("torch.distributed", "torch_xla", "fsdp_xla.ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where the training thread of a rank stands.
+
+    Attributes:
+        innermost: The file, line and function that runs, such as ``"dataloader.py:1310 in _try_get_data"``.
+        users: The innermost line of code that is not installed, as torch and Lightning are; else ``innermost``.
+        waits: Whether it waits for other ranks: in torch.distributed, or for a collective that has not ended.
+        collective: The last collective that the rank has entered, in words; empty if that is not known.
+        sequence: How many collectives of all ranks it has entered; -1 if that is not known.
+    """
+
+    innermost: str
+    users: str
+    waits: bool
+    collective: str = ""
+    sequence: int = -1
+
+    def described(self) -> str:
+        """Where it stands, in words.
+
+        Example:
+            >>> Location(innermost="queue.py:180 in get", users="train.py:7 in <module>", waits=False).described()
+            'train.py:7 in <module> (there queue.py:180 in get)'
+        """
+        return self.users if self.users == self.innermost else f"{self.users} (there {self.innermost})"
+
+
+class StandStill:
+    """For how long a thread has stood at one place: the same frames, each at the same instruction, at every look.
+
+    Args:
+        thread: The thread's identifier.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self._seen: tuple[tuple[int, int], ...] = ()
+        self._since = time.monotonic()
+
+    def seconds(self) -> float:
+        """Look where the thread is now; the seconds since the first of the looks that have found it there."""
+        frame = sys._current_frames().get(self.thread)
+        seen = tuple((id(one), one.f_lasti) for one in _stack(frame))
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since
+
+
+def location_of(thread: int, *, waited: float = 0.0) -> Location:
+    """Where a thread stands.
+
+    Args:
+        thread: The thread's identifier.
+        waited: A collective that has not ended after this number of seconds is one that the rank waits for.
+    """
+    frames = sys._current_frames()
+    stack = _stack(frames.get(thread))
+    if not stack:
+        return Location(innermost="a thread that has ended", users="a thread that has ended", waits=False)
+    innermost = _shown(stack[0])
+    users = next((_shown(frame) for frame in stack if not _is_of_library(frame)), innermost)
+    last = last_collective()
+    unfinished = last is not None and not last.has_ended and last.seconds_ago >= waited > 0.0
+    others = [frames[one.ident] for one in _ours(thread) if one.ident in frames]
+    return Location(
+        innermost=innermost,
+        users=users,
+        waits=unfinished or any(_is_waiting(frame) for frame in [stack[0], *others]),
+        collective="" if last is None else _in_words(last),
+        sequence=-1 if last is None else last.sequence,
+    )
+
+
+def stacks(without: Collection[int] = ()) -> str:
+    """The Python stacks of all threads of this process, each with its innermost call last.
+
+    Args:
+        without: Identifiers of threads to leave out.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    shown = []
+    for identifier, frame in sys._current_frames().items():
+        if identifier not in without:
+            stack = "".join(traceback.format_stack(frame))
+            shown.append(f"Thread {names.get(identifier, identifier)}, innermost call last:\n{stack}")
+    return "".join(shown)
+
+
+def _ours(thread: int) -> list[threading.Thread]:
+    """The threads that run collectives beside the training thread: those of saves in the background."""
+    return [one for one in threading.enumerate() if one.ident != thread and one.name.startswith("fsdp-save")]
+
+
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    top, file = _module(frame).partition(".")[0], frame.f_code.co_filename
+    if top in _LIBRARIES or top.startswith("fsdp_") or file.startswith("<"):
+        return True
+    return file.startswith(sysconfig.get_path("stdlib")) or any(part in Path(file).parts for part in _INSTALLED)
+
+
+def _is_waiting(frame: FrameType) -> bool:
+    module = _module(frame)
+    return any(module == one or module.startswith(f"{one}.") for one in _WAITING)
+
+
+def _shown(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _in_words(last: Collective) -> str:
+    over = f" over {last.group}" if last.group else ""
+    return f"{last.name} of {last.shapes}{over}, {'ended' if last.has_ended else 'not ended'}"

@@ -1,0 +1,193 @@
+"""Why a run can't go on, and the message that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from fsdp_core.watch.locations import Location
+
+__all__ = ["Member", "Report", "Verdict", "hang", "lost", "named", "raised"]
+
+_GO_ON = (
+    "Start the same command again to go on from the last complete checkpoint: trainer.fit(..., ckpt_path='last'), or "
+    "fabric.load() of it."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A rank as the others see it."""
+
+    rank: int
+    host: str
+    pid: int
+    started: str = ""
+
+    def described(self) -> str:
+        """The rank in words.
+
+        Example:
+            >>> Member(rank=2, host="node-b", pid=4711).described()
+            'rank 2 on node-b (process 4711)'
+        """
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a rank says when others have waited for too long: how far it is, and where it stands."""
+
+    progress: str
+    location: Location
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why the ranks end.
+
+    Attributes:
+        kind: ``"lost"``, ``"raised"`` or ``"hang"``.
+        message: The one message that is written.
+        kill: Ranks that can't end by themselves.
+    """
+
+    kind: str
+    message: str
+    kill: tuple[Member, ...] = field(default=())
+
+
+def named(members: Collection[Member]) -> str:
+    """Several ranks in words.
+
+    Example:
+        >>> named([Member(rank=2, host="b", pid=4), Member(rank=3, host="b", pid=5)])
+        'rank 2 on b (process 4), rank 3 on b (process 5)'
+    """
+    return ", ".join(one.described() for one in sorted(members, key=lambda one: one.rank))
+
+
+def lost(members: Collection[Member], progress: str, *, host_is_silent: bool = False) -> Verdict:
+    """Ranks whose processes have ended without a word, or whose host does not answer.
+
+    Args:
+        members: The ranks.
+        progress: How far the rank that notices it is, in words.
+        host_is_silent: Whether their host has not answered for a minute.
+    """
+    was, its, process = ("was", "its", "process") if len(members) == 1 else ("were", "their", "processes")
+    why = f"{its} {process} ended without a word, as after a kill or when memory runs out"
+    if host_is_silent:
+        why = f"{its} host has not answered for a minute"
+    return Verdict(
+        kind="lost",
+        message=(
+            f"{named(members)} {was} lost {progress}: {why}. The others end too: they can't train without {its} "
+            f"shards.\n{_GO_ON} The log of {its} host, or of the scheduler, may say why (dmesg, for memory)."
+        ),
+    )
+
+
+def raised(member: Member, error: str, progress: str) -> Verdict:
+    """A rank that an exception has ended.
+
+    Args:
+        member: The rank.
+        error: The exception, in one line.
+        progress: How far the rank was, in words.
+    """
+    return Verdict(
+        kind="raised",
+        message=(
+            f"{member.described()} has ended {progress} with {error}. The others end too: they can't train without its "
+            "shards.\n"
+            f"See the traceback that it wrote. {_GO_ON}"
+        ),
+    )
+
+
+def hang(
+    members: Collection[Member],
+    reports: Mapping[int, Report],
+    ended: Collection[int],
+    waited: float,
+) -> Verdict:
+    """Ranks that have waited for others for too long.
+
+    The rank that is behind is the one that did not answer, or that has ended, or that does not wait; otherwise the one
+    that has entered fewer collectives, or stands elsewhere than most.
+
+    Args:
+        members: All ranks that were watched.
+        reports: What they have said, by rank; none of those that did not answer.
+        ended: Ranks whose script has ended.
+        waited: For how many seconds.
+    """
+    silent = [one for one in members if one.rank not in reports and one.rank not in ended]
+    gone = [one for one in members if one.rank in ended]
+    free = [one for one in members if one.rank in reports and not reports[one.rank].location.waits]
+    kill: tuple[Member, ...] = ()
+    if silent:
+        behind, kill = silent, tuple(silent)
+        what = "does not answer: its process is stopped, or a call in it holds Python's lock"
+    elif gone:
+        behind, what = gone, "has ended its script"
+    elif free:
+        behind = _fewest(free, reports)
+        what = _standing(reports[behind[0].rank])
+    else:
+        behind = _apart(members, reports)
+        what = f"{_standing(reports[behind[0].rank])}, {_last(reports[behind[0].rank])}"
+    others = [one for one in members if one.rank in reports and one not in behind]
+    waiting = sorted((one for one in others if reports[one.rank].location.waits), key=lambda one: one.rank) or others
+    waiters = ""
+    if waiting:
+        shown = reports[waiting[0].rank]
+        waiters = (
+            f" Rank {', '.join(str(one.rank) for one in waiting[:8])}{', …' if len(waiting) > 8 else ''} "
+            f"{'waits' if len(waiting) == 1 else 'wait'} {_standing(shown).removeprefix('stands ')} {shown.progress}, "
+            f"{_last(shown)}."
+        )
+    first = behind[0]
+    progress = f" {reports[first.rank].progress}" if first.rank in reports else ""
+    more = f" So do {named(behind[1:])}." if len(behind) > 1 else ""
+    return Verdict(
+        kind="hang",
+        message=(
+            f"ranks have waited for each other for {waited:g} s. {first.described()} is behind{progress}: it {what}."
+            f"{more}{waiters}\n"
+            "Every rank that could has written its stack above. Look at what that rank does there. All ranks must call "
+            "what communicates, equally often: nothing of it under `if rank == 0:`, and as many batches on each. "
+            "hang_timeout=timedelta(hours=2) gives them longer; hang_timeout=None lets them wait."
+        ),
+        kill=kill,
+    )
+
+
+def _standing(report: Report) -> str:
+    return f"stands at {report.location.described()}"
+
+
+def _last(report: Report) -> str:
+    where = report.location
+    return (
+        f"and the last collective that it has entered is {where.collective}" if where.collective else "in a collective"
+    )
+
+
+def _fewest(members: Collection[Member], reports: Mapping[int, Report]) -> list[Member]:
+    by_sequence = sorted(members, key=lambda one: (reports[one.rank].location.sequence, one.rank))
+    least = reports[by_sequence[0].rank].location.sequence
+    return [one for one in by_sequence if reports[one.rank].location.sequence == least]
+
+
+def _apart(members: Collection[Member], reports: Mapping[int, Report]) -> list[Member]:
+    """Of ranks that all wait: those that have entered fewer collectives, or those at the rarest place."""
+    fewest = _fewest(members, reports)
+    if len(fewest) < len(members):
+        return fewest
+    by_place: dict[tuple[str, str], list[Member]] = {}
+    for one in fewest:
+        where = reports[one.rank].location
+        by_place.setdefault((where.users, where.collective), []).append(one)
+    return min(by_place.values(), key=lambda here: (len(here), here[0].rank))

@@ -1,0 +1,350 @@
+"""Each rank's watching thread: it says when the rank has waited for too long, and ends it when a run can't go on."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import distributed as dist
+
+from fsdp_core.errors import warn
+from fsdp_core.runtime import Runtime
+from fsdp_core.torch_private import is_default_group
+from fsdp_core.watch.hub import Hub
+from fsdp_core.watch.locations import StandStill, location_of, stacks
+from fsdp_core.watch.messages import Connection, connect
+from fsdp_core.watch.verdicts import Member, Report, Verdict, lost
+
+__all__ = ["explain", "watch"]
+
+#: Seconds in which a rank may end by itself, with an exception of its own, once another one is gone.
+_GRACE = 15.0
+
+#: The same after a hang, for what is being written.
+_GRACE_AFTER_HANG = 2.0
+
+#: Seconds between two looks at where the training thread stands, at most and at least.
+_MOST_OFTEN, _LEAST_OFTEN = 0.1, 10.0
+
+#: Seconds in which rank 0 answers a rank that has waited for too long: longer than it gives the others.
+_UNANSWERED = 9.0
+
+#: Seconds that an exception waits to learn which rank is gone, and which is late.
+_TO_LEARN, _TO_LEARN_WHO_IS_LATE = 3.0, 10.0
+
+#: What libraries write into exceptions when another rank is gone, or too late.
+_OF_OTHERS = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|remote (process|peer)|unhandled system error|"
+    r"peer (has )?(closed|exited)|socket",
+    re.IGNORECASE,
+)
+
+_watching: Watcher | None = None
+
+
+class Watcher:
+    """The thread, for as long as the process group lasts.
+
+    Args:
+        connection: To rank 0.
+        member: This rank.
+        first: Rank 0.
+        hang_timeout: After how many seconds it says that it waits.
+        progress: How far the rank is, in words.
+        hub: Rank 0's thread, on rank 0.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        member: Member,
+        first: Member,
+        hang_timeout: float,
+        progress: Callable[[], str],
+        hub: Hub | None,
+    ) -> None:
+        self.hang_timeout = hang_timeout
+        self.progress = progress
+        self.group = dist.group.WORLD if dist.is_initialized() else None
+        self.verdict: Verdict | None = None
+        self.told = threading.Event()
+        self._connection, self._member, self._first, self._hub = connection, member, first, hub
+        self._training = threading.get_ident()
+        self._ended: list[Member] = []
+        self._answered = threading.Event()
+        self._said_at: float | None = None
+        self._end_at: float | None = None
+        self._explaining = self._left = self._is_alone = self._writes = False
+        self._thread = threading.Thread(target=self._run, name="fsdp-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        standing = StandStill(self._training)
+        while not self._left:
+            every = min(max(self.hang_timeout / 10, _MOST_OFTEN), _LEAST_OFTEN)
+            if self._end_at is not None:
+                every = min(every, _GRACE_AFTER_HANG)
+            self._read(every)
+            now = time.monotonic()
+            if self._left or (self._end_at is None and self._is_alone):
+                return
+            if self._end_at is not None:
+                if now >= self._end_at:
+                    self._end()
+            elif self._said_at is not None:
+                if now - self._said_at > _UNANSWERED:
+                    self._judge(self._of_rank_0(silent=True), writes=self._member.rank == 1)
+            elif standing.seconds() >= self.hang_timeout:
+                where = location_of(self._training, waited=self.hang_timeout)
+                if where.waits and self._is_current():
+                    self._said_at = now
+                    self._connection.send(
+                        kind="waits", seconds=self.hang_timeout, report=asdict(self._report(self.hang_timeout))
+                    )
+
+    def _read(self, wait: float) -> None:
+        if self._is_alone:
+            time.sleep(min(wait, 1.0))
+            return
+        try:
+            if select.select([self._connection], [], [], wait)[0]:
+                for message in self._connection.receive():
+                    self._take(message)
+        except (ConnectionError, OSError, ValueError):
+            self._is_alone = True
+            if not self._left and self.verdict is None:
+                self._judge(self._of_rank_0(silent=False), writes=self._member.rank == 1)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "report?":
+            self._connection.send(kind="report", report=asdict(self._report(self.hang_timeout)))
+        elif message["kind"] == "verdict":
+            told = message["verdict"]
+            kill = tuple(Member(**one) for one in told["kill"])
+            verdict = Verdict(kind=told["kind"], message=told["message"], kill=kill)
+            self._judge(verdict, writes=self._member.rank == 0)
+        elif message["kind"] == "ended":
+            self._ended = [Member(**one) for one in message["members"]]
+            self._answered.set()
+        elif message["kind"] == "bye":  # rank 0 has ended as it was to
+            self._is_alone = True
+            self._ended = [self._first]
+            self._answered.set()
+
+    def _report(self, waited: float) -> Report:
+        return Report(progress=self.progress(), location=location_of(self._training, waited=waited))
+
+    def _of_rank_0(self, *, silent: bool) -> Verdict:
+        """What this rank concludes about rank 0, which would tell the others."""
+        if not silent:
+            return lost([self._first], self.progress())
+        return Verdict(
+            kind="hang",
+            message=(
+                f"rank {self._member.rank} has waited for {self.hang_timeout:g} s {self.progress()}, and "
+                f"{self._first.described()} does not answer: its process is stopped, or a call in it holds Python's "
+                "lock.\n"
+                "See the stacks above. hang_timeout=timedelta(hours=2) gives it longer; hang_timeout=None lets ranks "
+                "wait."
+            ),
+            kill=(self._first,),
+        )
+
+    def _judge(self, verdict: Verdict, *, writes: bool) -> None:
+        if self.verdict is not None:
+            return
+        self.verdict = verdict
+        if verdict.kind == "hang":
+            without = {one for one in (self._thread.ident, self._hub and self._hub.thread) if one}
+            where = location_of(self._training)
+            _write(
+                f"rank {self._member.rank} on {self._member.host}, {self.progress()}; the last collective that it has "
+                f"entered: {where.collective or 'not known'}\n{stacks(without)}"
+            )
+        self._writes = writes
+        if writes and verdict.kind != "hang":
+            _write(f"fsdp-core: {verdict.message}\n")
+        self.told.set()
+        grace = _GRACE if verdict.kind != "hang" or self._explaining else _GRACE_AFTER_HANG
+        if writes and grace == _GRACE_AFTER_HANG:  # before the others are gone, which would end this rank too
+            grace /= 2
+        self._end_at = time.monotonic() + grace
+
+    def _is_current(self) -> bool:
+        return self.group is None or is_default_group(self.group)
+
+    def _end(self) -> None:
+        """End this process, unless the process group of the lost ranks is history."""
+        self._end_at = None
+        if not self._is_current():
+            self._left = True
+            return
+        assert self.verdict is not None
+        for one in self.verdict.kill:
+            if one.host == self._member.host and started(one.pid) == one.started != "":
+                with suppress(OSError):
+                    os.kill(one.pid, signal.SIGKILL)
+        if self.verdict.kind == "hang" and self._writes:  # after the stacks of all
+            _write(f"fsdp-core: {self.verdict.message}\n")
+        elif self.verdict.kind != "hang" and not self._writes:
+            _write(f"fsdp-core: rank {self._member.rank} ends: {self.verdict.message.splitlines()[0]}\n")
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(1.0)
+        os._exit(1)
+
+    def explain(self, error: BaseException, *, uncaught: bool) -> None:
+        """Add to an exception which rank is gone, if that may be its cause; tell the others of one that ends this rank.
+
+        Args:
+            error: The exception.
+            uncaught: Whether it ends the process.
+        """
+        text = str(error)
+        if not isinstance(error, Exception) or any("fsdp-core: " in note for note in getattr(error, "__notes__", ())):
+            return
+        if not (isinstance(error, (RuntimeError, OSError)) and _OF_OTHERS.search(text)):
+            if uncaught:
+                line = f"{type(error).__name__}: {text}".splitlines()[0][:300]
+                self._connection.send(kind="raised", error=line, progress=self.progress())
+            return
+        self._explaining = True
+        is_late = re.search(r"timed? ?out", text, re.IGNORECASE) is not None
+        if self.verdict is None and is_late:
+            self._connection.send(kind="waits", seconds=0.0, report=asdict(self._report(0.0)))
+        if not self.told.wait(_TO_LEARN_WHO_IS_LATE if is_late else _TO_LEARN):
+            self._connection.send(kind="who?")
+            self._answered.wait(1.0)
+        if self.verdict is not None:
+            error.add_note(f"fsdp-core: {self.verdict.message}")
+        elif self._ended:
+            gone = ", ".join(f"rank {one.rank} on {one.host}" for one in self._ended)
+            error.add_note(
+                f"fsdp-core: the script has ended on {gone}, and this rank went on {self.progress()}.\n"
+                "Let all ranks take as many steps, and call what communicates equally often."
+            )
+
+    def leave(self) -> None:
+        """End the thread, as this rank has nothing to do any more with the others."""
+        self._left = True
+        self._connection.send(kind="bye")
+        if self._hub is not None:
+            self._hub.close()
+
+    def abandon(self) -> None:
+        """In a process that was forked: close the sockets, which the parent goes on to use."""
+        self._left = True
+        self._connection.close()
+        if self._hub is not None:
+            self._hub.abandon()
+
+
+def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Callable[[], str]) -> None:
+    """Watch this rank and the others for as long as the process group lasts. All ranks must call it.
+
+    A rank whose process ends without a word is noticed at once by its connection to rank 0, and named; so is a rank
+    that an exception ends. A rank whose training thread has stood at one place for ``hang_timeout``, waiting for
+    others, makes all ranks write their stacks; the one that is behind is named. Then all end with status 1. It costs
+    the training thread nothing: another thread looks where it stands, ten times in that duration.
+
+    Args:
+        runtime: The ranks, which are processes.
+        hang_timeout: How long ranks may wait for each other at one place.
+        address: The address of rank 0's host.
+        progress: How far this rank is, in words, such as ``"at step 12"``. Called on another thread.
+    """
+    global _watching
+    seconds = hang_timeout.total_seconds()
+    known = _watching
+    if known is not None and known.group is not None and is_default_group(known.group):
+        known.hang_timeout, known.progress = seconds, progress
+        return
+    if known is not None:
+        known.leave()
+        _watching = None
+    own = Member(rank=runtime.rank, host=socket.gethostname(), pid=os.getpid(), started=started(os.getpid()))
+    hub = Hub(runtime.world_size, progress) if runtime.rank == 0 else None
+    told = runtime.broadcast_object(None if hub is None else (hub.port, hub.token, own))
+    port, token, first = told
+    places = ["localhost"] if first.host == own.host else []
+    connection = connect([*places, address, first.host], port, kind="hello", token=token, member=asdict(own))
+    if connection is None:
+        warn(
+            f"rank {own.rank} on {own.host} can't reach rank 0 at {address}:{port}, to be watched. If it is lost or "
+            "hangs, the others learn of it when their collectives time out.\n"
+            "Let the hosts of a run reach each other at any port, or write hang_timeout=None."
+        )
+        return
+    _watching = Watcher(connection, own, first, seconds, progress, hub)
+    _install()
+
+
+def explain(error: BaseException) -> None:
+    """Add a note to an exception that may come from the loss of another rank: which rank was lost, and where."""
+    if _watching is not None:
+        _watching.explain(error, uncaught=False)
+
+
+def started(pid: int) -> str:
+    """When a process was started, in the kernel's count, so that another one of its number is not taken for it."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+_installed = False
+
+
+def _install() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    before = sys.excepthook
+
+    def tell_the_others(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if _watching is not None:
+            _watching.explain(error, uncaught=True)
+        before(kind, error, where)
+
+    sys.excepthook = tell_the_others
+    atexit.register(_leave)
+    os.register_at_fork(after_in_child=_abandon)
+
+
+def _leave() -> None:
+    if _watching is not None:
+        _watching.leave()
+
+
+def _abandon() -> None:
+    global _watching
+    if _watching is not None:
+        _watching.abandon()
+    _watching = None
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def _write(text: str) -> None:
+    """Write to the process's standard error in one piece, past what Python may have put in its place."""
+    with suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))

@@ -1,0 +1,106 @@
+"""Trains on ranks of which one, in its sixth step, does what ends a run: ``python a_rank_is_gone.py HOW RANK FRONT``.
+
+The ranks are started as by torchrun, one process each.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+STEP = 5
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def call_alone() -> None:
+    torch.distributed.barrier()
+
+
+def fail() -> None:
+    raise ValueError("a bad batch")
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exits": lambda: os._exit(0),
+    "leaves": lambda: sys.exit(0),
+    "waits": wait_for_ever,
+    "calls-alone": call_alone,
+    "raises": fail,
+}
+
+HOW, WHO, FRONT = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def do(step: int) -> None:
+    if step == STEP and RANK == WHO and HOW in WAYS:
+        WAYS[HOW]()
+
+
+class Rows(IterableDataset[Tensor]):
+    """As many rows as nobody knows before: on one rank fewer, if that is what is asked."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.ones(10 + (STEP if HOW == "fewer" and RANK == WHO else 14), 4)
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        do(batch_idx)
+        loss: Tensor = self.net(batch).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    common = {"accelerator": "cpu", "devices": RANKS, "strategy": STRATEGY}
+    if FRONT == "fabric":
+        fabric = L.Fabric(**common)
+        fabric.launch()
+        model, optimizer = fabric.setup(net := nn.Linear(4, 8), torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in range(14):
+            do(step)
+            fabric.backward(model(torch.ones(2, 4)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
+    L.Trainer(**common, **quiet, enable_model_summary=False).fit(Model(), DataLoader(Rows(), batch_size=2))
+
+
+if __name__ == "__main__":
+    from fsdp_fsdp2 import fabric, trainer
+
+    OF_FRONT = fabric.FSDP2Strategy if FRONT == "fabric" else trainer.FSDP2Strategy
+    STRATEGY = OF_FRONT(hang_timeout=float(os.environ["HANG_SECONDS"]))
+    try:
+        main()
+    except Exception:  # as Python ends; a forked process would end in another way
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        atexit._run_exitfuncs()
+        os._exit(1)
+    except SystemExit:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    atexit._run_exitfuncs()
