@@ -98,6 +98,7 @@ INSTEAD_IN_SPMD = {
     "process_group": "Leave it out: one process drives all devices.",
     "cluster_environment": "Leave it out: one process drives all devices.",
     "timeout": "Leave it out: there is no other process to wait for.",
+    "hang_timeout": "Leave it out: there is no other process to wait for.",
     "sequential_save": "Leave it out: one process saves for all devices.",
 }
 

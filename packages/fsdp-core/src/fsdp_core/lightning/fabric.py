@@ -36,10 +36,11 @@ from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.loaders.split_batches import split_in_fabric
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision
+from fsdp_core.lightning.preemption import Signals, requeue
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
 from fsdp_core.lightning.strategy import RanksOfStrategy
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.runtime import Runtime
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded, sharded_around
@@ -113,6 +114,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._first_forwards: list[FirstForwards] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._signals: Signals | None = None
         self._num_nodes = 1
         super().__init__(
             accelerator=accelerator,
@@ -281,6 +283,36 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         if self.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
             step = f"step {self._steps.get(optimizer, 0) + 1} of this run"
             refuse_nonfinite(optimizer, self.roots, self.runtime, step)
+
+    def told_to_end(self) -> bool:
+        """Whether any rank was told to end, by SIGTERM or the signal with which SLURM announces a requeue.
+
+        Call it on all ranks, between two steps; save then, and leave the loop. The signals are noted from the first
+        call on, which must be on the main thread: before it, SIGTERM ends the process. See :meth:`requeue`.
+
+        Returns:
+            The same on all ranks.
+        """
+        if self._signals is None:
+            self._signals = Signals(self)
+            if isinstance(self.runtime, ProcessGroupRuntime):  # ranks that are threads get no signals
+                self._signals.register()
+        self._signals.agree()
+        return bool(self._signals.agreed)
+
+    def requeue(self) -> None:
+        """Let SLURM queue this job again if it has announced that; call it once the checkpoint is complete.
+
+        All ranks may call it: rank 0 does it. Elsewhere than under SLURM, it does nothing.
+        """
+        signals = self._signals
+        if (
+            signals is not None
+            and signals.agreed
+            and signals.agreed == signals.requeue_signal()
+            and self.is_global_zero
+        ):
+            requeue()
 
     def progress(self) -> str:
         return f"at step {max(self._steps.values(), default=0)}"

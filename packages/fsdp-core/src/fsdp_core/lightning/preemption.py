@@ -34,13 +34,78 @@ from fsdp_core.lightning.private import (
 from fsdp_core.runtime import ProcessGroupRuntime
 
 if TYPE_CHECKING:
+    from fsdp_core.lightning.strategy import RanksOfStrategy
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
-__all__ = ["Preemption"]
+__all__ = ["Preemption", "Signals", "requeue"]
+
+
+class Signals:
+    """The signals that ask this rank to end: SIGTERM and, under SLURM, the one that announces a requeue.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        told: The signal that has come; ``None`` if none has.
+        agreed: The signal that has come to any rank, as of the last agreement; 0 if none has.
+    """
+
+    def __init__(self, strategy: RanksOfStrategy) -> None:
+        self._strategy = strategy
+        self.told: int | None = None
+        self.agreed = 0
+
+    def requeue_signal(self) -> int | None:
+        """The signal by which SLURM announces the end of a job that is to be queued again; ``None`` elsewhere."""
+        environment = self._strategy.cluster_environment
+        if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+            return None
+        return environment.requeue_signal or signal.SIGUSR1
+
+    def register(self, then: Callable[[int], None] | None = None) -> None:
+        """Note these signals from now on, and call the handlers that there are. Only the main thread gets signals.
+
+        Args:
+            then: Called with the signal, in its handler.
+        """
+        for signum in filter(None, (signal.SIGTERM, self.requeue_signal())):
+            before = signal.getsignal(signum)
+            if signum == signal.SIGTERM or before in (signal.SIG_DFL, None):
+                signal.signal(signum, self._handler(before if callable(before) else None, then))
+
+    def _handler(
+        self, before: Callable[..., Any] | None, then: Callable[[int], None] | None
+    ) -> Callable[[int, FrameType | None], None]:
+        def note(signum: int, frame: FrameType | None) -> None:
+            self.told = signum
+            if before is not None:  # the user's own
+                before(signum, frame)
+            if then is not None:
+                then(signum)
+
+        return note
+
+    def agree(self, is_last: bool = False) -> int:
+        """Add up what the ranks were told; :attr:`agreed` holds it then. All ranks must call it.
+
+        Args:
+            is_last: Something else to be added up.
+
+        Returns:
+            The number of ranks that have passed ``is_last=True``.
+        """
+        requeue, device = self.requeue_signal(), self._strategy.runtime.device
+        was_told = self.told is not None
+        flags = torch.tensor([was_told, was_told and self.told == requeue, is_last], dtype=torch.int32, device=device)
+        told, that_requeue, last = map(int, self._strategy.runtime.all_reduce(flags, "sum").tolist())
+        if told:
+            self.agreed = requeue if that_requeue and requeue is not None else signal.SIGTERM
+        return last
 
 
 class Preemption:
-    """The signals that end the fits of one strategy: SIGTERM and, under SLURM, the one that asks for a requeue.
+    """The end of a Trainer's stages by a signal.
 
     Args:
         strategy: The strategy. Nothing is done for ranks that are threads: only the main thread gets signals.
@@ -48,17 +113,17 @@ class Preemption:
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
-        self._told: int | None = None
-        self._agreed = 0
+        self._signals = Signals(strategy)
         self._ended = False
 
     def follow(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Take over the signals of a stage, which Lightning is about to register. All ranks must call it."""
         if not isinstance(self._strategy.runtime, ProcessGroupRuntime):
             return
-        self._told, self._agreed, self._ended = None, 0, False
+        self._signals.told, self._signals.agreed, self._ended = None, 0, False
         if threading.current_thread() is threading.main_thread():  # others get no signals
-            instead_of_signal_handlers(trainer, lambda: self._register(fitting))
+            then = None if fitting else self._end_at_once
+            instead_of_signal_handlers(trainer, lambda: self._signals.register(then))
         if fitting:
             around_each_batch(
                 trainer, lambda: self._end_together(trainer), lambda is_last: self._agree(trainer, is_last)
@@ -66,38 +131,19 @@ class Preemption:
 
     def finish(self) -> None:
         """Warn of a signal that came during the last batch of a fit, which has ended as it would have without it."""
-        if self._told is not None and not self._ended:
+        told = self._signals.told
+        if told is not None and not self._ended:
             warnings.warn(
-                f"{self._strategy.strategy_name}: {signal.Signals(self._told).name} came during the last batch, and "
+                f"{self._strategy.strategy_name}: {signal.Signals(told).name} came during the last batch, and "
                 "the fit has ended as planned. Send it again to end what the script does next.",
                 stacklevel=2,
             )
-        self._told = None
+        self._signals.told = None
 
-    def _register(self, fitting: bool) -> None:
-        """Handle the signals, after the handlers that were there before Lightning's were noted for later."""
-        for signum in filter(None, (signal.SIGTERM, self._requeue_signal())):
-            before = signal.getsignal(signum)
-            if signum == signal.SIGTERM or before in (signal.SIG_DFL, None):
-                signal.signal(signum, self._handler(before if callable(before) else None, fitting))
-
-    def _requeue_signal(self) -> int | None:
-        """The signal by which SLURM announces the end of a job that is to be queued again; ``None`` elsewhere."""
-        environment = self._strategy.cluster_environment
-        if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
-            return None
-        return environment.requeue_signal or signal.SIGUSR1
-
-    def _handler(self, before: Callable[..., Any] | None, fitting: bool) -> Callable[[int, FrameType | None], None]:
-        def note(signum: int, frame: FrameType | None) -> None:
-            self._told = signum
-            if before is not None:  # the user's own
-                before(signum, frame)
-            if not fitting:  # there is nothing to save
-                self._ended = True
-                raise SIGTERMException(128 + signum)
-
-        return note
+    def _end_at_once(self, signum: int) -> None:
+        """End a stage that has nothing to save."""
+        self._ended = True
+        raise SIGTERMException(128 + signum)
 
     def _agree(self, trainer: pl.Trainer, is_last: bool) -> None:
         """Learn whether any rank was told to end, and check that the epoch is over on all ranks or on none.
@@ -106,34 +152,29 @@ class Preemption:
             ShardingError: On all ranks: it is over on some.
         """
         strategy, runtime = self._strategy, self._strategy.runtime
-        requeue = self._requeue_signal()
-        told, wants = self._told is not None, self._told is not None and self._told == requeue
-        flags = torch.tensor([told, wants, is_last], dtype=torch.int32, device=runtime.device)
-        of_ranks, that_want, that_end = runtime.all_reduce(flags, "sum").tolist()
-        if of_ranks:
-            self._agreed = requeue if that_want and requeue is not None else signal.SIGTERM
-        if 0 < that_end < runtime.world_size:
+        if 0 < self._signals.agree(is_last) < runtime.world_size:
             ended = [rank for rank, has in enumerate(runtime.gather_objects(is_last)) if has]
             raise ShardingError(
                 f"{strategy.strategy_name}: the epoch is over on rank {', '.join(map(str, ended))} after batch "
                 f"{trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}, and goes on elsewhere. All "
                 "ranks must take as many steps: each step needs the shards of all.\n"
                 "Give each rank as many batches: datasets of the same length, or Trainer(limit_train_batches=N) with "
-                "what the shortest has. on_train_batch_start() must return -1 on all ranks or on none."
+                "what the shortest has."
             )
 
     def _end_together(self, trainer: pl.Trainer) -> None:
         """Raise on all ranks, after a checkpoint, if any of them was told to end. Called before each batch."""
-        if self._agreed:
+        told = self._signals.agreed
+        if told:
             self._ended = True
             note_sigterm(trainer)
-            self._save(trainer, self._agreed)
+            self._save(trainer, told)
             # one status tells a launcher; a process of Lightning's that ended with it would have the others killed
-            raise SIGTERMException(128 + self._agreed if self._strategy.is_global_zero else 0)
+            raise SIGTERMException(128 + told if self._strategy.is_global_zero else 0)
 
     def _save(self, trainer: pl.Trainer, told: int) -> None:
         strategy, name = self._strategy, signal.Signals(told).name
-        requeues = told == self._requeue_signal()
+        requeues = told == self._signals.requeue_signal()
         if not requeues and not trainer.checkpoint_callbacks:
             rank_zero_warn(
                 f"{strategy.strategy_name}: {name} ends the fit after step {trainer.global_step}, and nothing is "
@@ -151,7 +192,7 @@ class Preemption:
             "Resume it with trainer.fit(module, ckpt_path='hpc')."
         )
         if requeues and strategy.is_global_zero:
-            _requeue()
+            requeue()
 
 
 def _saves_on_exception(callback: object) -> bool:
@@ -160,8 +201,8 @@ def _saves_on_exception(callback: object) -> bool:
     )
 
 
-def _requeue() -> None:
-    """Let SLURM queue this job again, once its checkpoint is complete."""
+def requeue() -> None:
+    """Let SLURM queue this job again, once its checkpoint is complete. One rank calls it."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array is not None else os.environ["SLURM_JOB_ID"]
     try:

@@ -104,11 +104,7 @@ def around_each_batch(trainer: Any, before: Callable[[], None], after: Callable[
 
     def advance(data_fetcher: Any) -> None:
         before()
-        try:
-            type(loop).advance(loop, data_fetcher)
-        except StopIteration:  # there was none, or on_train_batch_start() has ended the epoch
-            after(True)
-            raise
+        type(loop).advance(loop, data_fetcher)
 
     def on_advance_end(data_fetcher: Any) -> None:
         after(bool(loop.batch_progress.is_last_batch))

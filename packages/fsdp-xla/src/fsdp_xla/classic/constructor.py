@@ -38,11 +38,13 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
             file gathered on rank 0.
         sequential_save: Whether the ranks of a host save one after another, so that only part of one rank's state is in
             host memory at a time.
-        timeout: How long a rank waits for the others; half an hour when ``None``.
+        timeout: How long a rank waits for the others; ``hang_timeout`` when ``None``.
         async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
             background.
         error_if_nonfinite: Whether to raise on all ranks, with the names of parameters, before a step whose gradients
             hold NaN or infinity.
+        hang_timeout: How long a rank waits for the others where ``timeout`` is ``None``, in seconds or as a timedelta.
+            Then all raise, with the rank that did not come and the line where it is.
         reshard_after_forward: Whether units free their parameters between forward and backward pass.
         flatten_parameters: Whether a unit's parameters are flattened into one, for fewer collectives.
         execute_sharding_on_init: Whether a unit is sharded immediately, and its full parameters freed.
@@ -83,6 +85,7 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
         timeout: timedelta | None = None,
         async_save: bool = False,
         error_if_nonfinite: bool = False,
+        hang_timeout: timedelta | float | None = 1800.0,
         reshard_after_forward: bool = True,
         flatten_parameters: bool = False,
         execute_sharding_on_init: bool = True,
@@ -135,4 +138,5 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
             timeout=timeout,
             async_save=async_save,
             error_if_nonfinite=error_if_nonfinite,
+            hang_timeout=hang_timeout,
         )

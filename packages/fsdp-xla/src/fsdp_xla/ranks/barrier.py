@@ -46,6 +46,7 @@ class ThreadBarrier:
         self._ranks = ranks
         self._condition = threading.Condition()
         self._waiting: dict[int, tuple[str, int]] = {}  # what each rank waits to do, and in which thread
+        self._threads: dict[int, int] = {}  # in which each rank has waited before
         self._ended: set[int] = set()
         self._turn = 0
         self._interrupted_turn = -1
@@ -74,6 +75,7 @@ class ThreadBarrier:
                 )
             turn = self._turn
             self._waiting[rank] = (doing, threading.get_ident())
+            self._threads[rank] = threading.get_ident()
             if len(self._waiting) == self._ranks:
                 self._all_here(then)
             elif self._ended:
@@ -139,7 +141,7 @@ class ThreadBarrier:
         raise RankLostError(why)
 
     def _never(self, missing: set[int], how: str) -> str:
-        ranks = " and ".join(map(str, sorted(missing)))
+        ranks = " and ".join(f"{rank}{_line(self._threads.get(rank, -1))}" for rank in sorted(missing))
         return f"rank {ranks} {how}, while {self._waits()}.\nSee the other rank's error, if it has one. {_ALIKE}"
 
     def _waits(self) -> str:
@@ -151,7 +153,7 @@ class ThreadBarrier:
 _ALIKE = (
     "Every rank must take the same steps: give all as many batches (a DistributedSampler, or drop_last=True), and call "
     "barrier(), self.log(sync_dist=True), print(loss) or .item() on all, not under `if rank == 0`. A rank that needs "
-    "longer needs XLAFSDPStrategy(timeout=timedelta(...))."
+    "longer needs XLAFSDPStrategy(hang_timeout=timedelta(...))."
 )
 
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")})

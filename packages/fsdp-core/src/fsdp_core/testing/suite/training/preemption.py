@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, IterableDataset
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks
-from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.oracle import BATCH, FP32_TOLERANCE, dataset, new_net
 from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
-from fsdp_core.testing.training import Lit, loader, means, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 __all__ = ["PreemptionSuite"]
 
@@ -82,6 +87,54 @@ def _fit(
     return {"code": code, "step": run.global_step, "losses": means(module.losses), "state": state, "told": told}
 
 
+#: What finds the checkpoint, by how it was saved.
+_RESUMES = {"plain": "hpc", "callback": None, "slurm": None}
+
+
+def _loop(strategy: str, folder: str, signum: int | None, at: tuple[int, int], resume: bool) -> dict[str, Any]:
+    """Take steps under Fabric until the ranks are told to end; the step after which they were, and the model."""
+    before = signal.getsignal(signal.SIGTERM)
+    fabric = new_fabric(strategy, 2)
+    torch.manual_seed(0)
+    net = new_net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
+    if resume:
+        fabric.load(folder, state)
+    try:
+        for step, batch in list(enumerate(loader(STEPS, 2)))[state["step"] :]:
+            fabric.backward(mse_loss(model(fabric.to_device(batch[0])), fabric.to_device(batch[1])))
+            optimizer.step()
+            optimizer.zero_grad()
+            if signum is not None and (here().rank, step) == at:
+                os.kill(os.getpid(), signum)
+            state["step"] = step + 1
+            if _strategy(fabric).told_to_end():
+                fabric.save(folder, state)
+                _strategy(fabric).requeue()  # not a job of SLURM's
+                break
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return {"step": state["step"], "state": full_state(fabric.strategy)}
+
+
+def _strategy(fabric: Fabric) -> Any:
+    return fabric.strategy
+
+
+class _FewerOnOneRank(IterableDataset[Any]):
+    """Samples of which nobody knows how many there are before they have come."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = dataset(BATCH * STEPS)
+        yield from (data[row] for row in range(8 if here().rank == 1 else 12))
+
+
+def _end_apart(strategy: str, tmp: str) -> str:
+    run = new_trainer(tmp, strategy, 2, max_epochs=1, max_steps=-1)
+    return refusal(ShardingError, lambda: run.fit(Lit(), DataLoader(_FewerOnOneRank(), batch_size=2)))
+
+
 class PreemptionSuite(Clauses):
     """A signal to any rank ends a fit on all ranks at one step, and the next fit goes on from there."""
 
@@ -118,6 +171,21 @@ class PreemptionSuite(Clauses):
             assert first["losses"] + rest["losses"] == pytest.approx(want["losses"], abs=FP32_TOLERANCE)
             torch.testing.assert_close(rest["state"], want["state"], rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
 
+    @on_ranks("processes")
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_a_signal_to_one_rank_under_fabric(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``told_to_end()`` must say so on all ranks after the same step, and a run go on from what was saved then."""
+        folder = str(tmp_path / "checkpoint")
+        whole = ranks.run(2, _loop, self.strategy, f"{folder}-unused", None, (0, 0), False)
+        ended = ranks.run(2, _loop, self.strategy, folder, signal.SIGTERM, (1, 3), False)
+        assert [one["step"] for one in ended] == [4, 4], "the ranks were not told to end after the same step"
+        resumed = ranks.run(2, _loop, self.strategy, folder, None, (0, 0), True)
+        for rest, want in zip(resumed, whole, strict=True):
+            assert rest["step"] == STEPS, f"the run has gone on until step {rest['step']} only"
+            torch.testing.assert_close(rest["state"], want["state"], rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
 
-#: What finds the checkpoint, by how it was saved.
-_RESUMES = {"plain": "hpc", "callback": None, "slurm": None}
+    @on_ranks("processes")
+    def test_an_epoch_that_ends_on_one_rank(self, ranks: Ranks, tmp_path: Path) -> None:
+        """All ranks must raise at that batch, with the rank whose epoch is over, instead of waiting for each other."""
+        for told in ranks.run(2, _end_apart, self.strategy, str(tmp_path)):
+            assert_says(told, "the epoch is over on rank 1 after batch 3 of epoch 0", "as many batches")

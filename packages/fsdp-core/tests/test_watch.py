@@ -1,0 +1,203 @@
+"""Who is said to be lost or behind, and what comes over the watch's connections that is none of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from fsdp_core.watch import hub as hubs
+from fsdp_core.watch.hub import Hub
+from fsdp_core.watch.locations import Location, StandStill, location_of, stacks
+from fsdp_core.watch.messages import Connection, connect
+from fsdp_core.watch.verdicts import Member, Report, hang, lost
+from fsdp_core.watch.watcher import started
+
+pytestmark = pytest.mark.timeout(60)
+
+MEMBERS = [Member(rank=rank, host="a" if rank < 2 else "b", pid=100 + rank) for rank in range(4)]
+REDUCES = Location(
+    innermost="c10d.py:9 in all_reduce", users="train.py:3 in fit", waits=True, collective="gloo:all_reduce", sequence=7
+)
+LOADS = Location(innermost="queue.py:5 in get", users="train.py:8 in rows", waits=False, sequence=7)
+
+
+def reports(*locations: Location | None) -> dict[int, Report]:
+    return {
+        rank: Report(progress=f"at step {rank}", location=where)
+        for rank, where in enumerate(locations)
+        if where is not None
+    }
+
+
+@pytest.mark.parametrize(
+    ("locations", "ended", "says", "kills"),
+    [
+        (
+            (REDUCES, REDUCES, LOADS, REDUCES),
+            (),
+            "rank 2 on b (process 102) is behind at step 2: it stands at train.py:8",
+            [],
+        ),
+        ((REDUCES, None, LOADS, REDUCES), (), "rank 1 on a (process 101) is behind: it does not answer", [1]),
+        ((REDUCES, REDUCES, REDUCES, None), (3,), "rank 3 on b (process 103) is behind: it has ended its script", []),
+        (
+            (REDUCES, replace(REDUCES, sequence=6), REDUCES, REDUCES),
+            (),
+            "rank 1 on a (process 101) is behind at step 1: it stands at train.py:3 in fit",
+            [],
+        ),
+        (
+            (REDUCES, REDUCES, REDUCES, replace(REDUCES, users="train.py:4 in log", collective="gloo:barrier")),
+            (),
+            "rank 3 on b (process 103) is behind at step 3: it stands at train.py:4 in log (there c10d.py:9 in all_reduce)",
+            [],
+        ),
+        ((LOADS, LOADS, REDUCES, REDUCES), (), "rank 0 on a (process 100) is behind", []),
+    ],
+    ids=[
+        "one does not wait",
+        "one is silent",
+        "one has ended",
+        "one is a collective behind",
+        "one waits elsewhere",
+        "two",
+    ],
+)
+def test_the_rank_that_is_behind(
+    locations: tuple[Location | None, ...], ended: tuple[int, ...], says: str, kills: list[int]
+) -> None:
+    verdict = hang(MEMBERS, reports(*locations), ended, 30.0)
+    assert says in verdict.message, verdict.message
+    assert "ranks have waited for each other for 30 s" in verdict.message
+    assert [one.rank for one in verdict.kill] == kills
+
+
+def test_a_lost_host_is_told_by_its_ranks() -> None:
+    told = lost(MEMBERS[2:], "at step 4", host_is_silent=True).message
+    assert told.startswith(
+        "rank 2 on b (process 102), rank 3 on b (process 103) were lost at step 4: their host has not"
+    )
+    assert "ckpt_path='last'" in told
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(hubs, "_SETTLING", 0.05)
+    made = Hub(3, lambda: "at step 4")
+    yield made
+    made.close()
+
+
+def greet(hub: Hub, rank: int) -> Connection:
+    made = connect(["localhost"], hub.port, kind="hello", token=hub.token, member=asdict(MEMBERS[rank]))
+    assert made is not None
+    return made
+
+
+def next_of(connection: Connection) -> dict[str, Any]:
+    assert select.select([connection], [], [], 30.0)[0], "nothing has come"
+    return next(iter(connection.receive()))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"kind": "hello", "token": "wrong", "member": {"rank": 1, "host": "a", "pid": 1}}\n',
+        b'{"kind": "hello", "member": {}}\n',
+        b'{"kind": "verdict", "verdict": {"kind": "lost", "message": "go", "kill": [{"rank": 0, "pid": 1}]}}\n',
+        b"[1, 2]\n{}\n",
+        b"\xff\xfe\n",
+        b"x" * 200_000,
+    ],
+    ids=["another protocol", "another token", "no token", "a verdict", "no object", "no text", "no end"],
+)
+def test_what_is_no_rank_is_turned_away(hub: Hub, sent: bytes) -> None:
+    rank = greet(hub, 0)
+    with socket.create_connection(("localhost", hub.port), timeout=30.0) as stranger:
+        try:
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(100):
+                pass
+        except ConnectionError:
+            pass
+    rank.send(kind="who?")
+    assert next_of(rank) == {"kind": "ended", "members": []}, "the ranks were told of a stranger"
+    rank.send(kind="bye")
+    rank.close()
+
+
+def test_a_rank_that_is_gone_is_told_to_the_others_and_one_that_says_goodbye_is_not(hub: Hub) -> None:
+    first, second, third = (greet(hub, rank) for rank in range(3))
+    third.send(kind="bye")
+    third.close()
+    first.send(kind="who?")
+    assert [one["rank"] for one in next_of(first)["members"]] == [2]
+    second.close()
+    told = next_of(first)["verdict"]
+    assert told["kind"] == "lost"
+    assert told["message"].startswith("rank 1 on a (process 101) was lost at step 4")
+    first.send(kind="bye")
+
+
+def test_ranks_are_asked_where_they_stand_when_one_has_waited_for_too_long(hub: Hub) -> None:
+    first, second = greet(hub, 0), greet(hub, 1)
+    first.send(kind="waits", seconds=9.0, report=asdict(reports(REDUCES)[0]))
+    for connection, where in ((first, REDUCES), (second, LOADS)):
+        assert next_of(connection) == {"kind": "report?"}
+        connection.send(kind="report", report=asdict(Report(progress="at step 4", location=where)))
+    for connection in (first, second):
+        assert "rank 1 on a (process 101) is behind at step 4" in next_of(connection)["verdict"]["message"]
+        connection.send(kind="bye")
+
+
+def test_a_hub_that_ends_says_goodbye(hub: Hub) -> None:
+    rank = greet(hub, 1)
+    hub.close()
+    assert next_of(rank) == {"kind": "bye"}
+
+
+def test_where_a_thread_stands_and_for_how_long() -> None:
+    begun, may_end, moves_on = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        moves_on.wait()
+        begun.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=work, name="worker")
+    thread.start()
+    assert begun.wait(30.0)
+    begun.clear()
+    assert thread.ident is not None
+    while "in wait" not in location_of(thread.ident).innermost:
+        pass
+    standing = StandStill(thread.ident)
+    assert standing.seconds() < 1e-3 <= max(standing.seconds() for _ in range(20_000))
+    where = location_of(thread.ident)
+    assert f"{__file__}:" in where.users
+    assert "in work" in where.users
+    assert not where.waits
+    assert "\nThread worker, innermost call last:" in stacks()
+    assert "\nThread worker, innermost call last:" not in stacks([thread.ident])
+    moves_on.set()
+    assert begun.wait(30.0)
+    assert standing.seconds() < 1e-3
+    may_end.set()
+    thread.join(30.0)
+    assert json.dumps(asdict(location_of(thread.ident))), "a thread that has ended has no place"
+
+
+def test_a_process_is_told_from_another_one_of_its_number() -> None:
+    assert started(os.getpid()) == started(os.getpid()) != ""
+    assert started(2**22 + 1) == ""
