@@ -13,5 +13,6 @@ class TestManyPairs(PairsSuite):
     meshes = DECLARED.meshes
     own_dimensions = DECLARED.own_dimensions
     own_rules = DECLARED.own_rules
+    refused_pairs = DECLARED.refused_pairs
     not_in_pairs = DECLARED.not_in_pairs
     drawn_pairs = 2000

@@ -154,8 +154,9 @@ class Hub:
         self._decide_at = None
         if self._verdict is not None:
             return
-        if self._gone:
-            self._tell(lost(self._gone, self._progress(), host_is_silent=self._silent_host))
+        progress = self._progress()
+        if self._gone and progress:  # otherwise nothing trains any more
+            self._tell(lost(self._gone, progress, host_is_silent=self._silent_host))
         elif self._waited is not None:
             self._tell(hang(list(self._all.values()), self._reports, self._ended, self._waited))
 

@@ -165,7 +165,7 @@ class Watcher:
         )
 
     def _judge(self, verdict: Verdict, *, writes: bool) -> None:
-        if self.verdict is not None:
+        if self.verdict is not None or not self.progress():  # nothing trains any more
             return
         self.verdict = verdict
         if verdict.kind == "hang":
@@ -265,7 +265,8 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
         runtime: The ranks, which are processes.
         hang_timeout: How long ranks may wait for each other at one place.
         address: The address of rank 0's host.
-        progress: How far this rank is, in words, such as ``"at step 12"``. Called on another thread.
+        progress: How far this rank is, in words, such as ``"at step 12"``; empty once it does not train any more, when
+            lost ranks are nobody's concern. Called on another thread.
     """
     global _watching
     seconds = hang_timeout.total_seconds()
