@@ -57,7 +57,7 @@ def reports(*locations: Location | None) -> dict[int, Report]:
         (
             (REDUCES, REDUCES, REDUCES, replace(REDUCES, users="train.py:4 in log", collective="gloo:barrier")),
             (),
-            "rank 3 on b (process 103) is behind at step 3: it stands at train.py:4 in log (there c10d.py:9 in all_reduce)",
+            "rank 3 on b (process 103) is behind at step 3: it stands at train.py:4 in log (there c10d.py:9 in all",
             [],
         ),
         ((LOADS, LOADS, REDUCES, REDUCES), (), "rank 0 on a (process 100) is behind", []),
@@ -188,8 +188,8 @@ def test_where_a_thread_stands_and_for_how_long() -> None:
     assert f"{__file__}:" in where.users
     assert "in work" in where.users
     assert not where.waits
-    assert "\nThread worker, innermost call last:" in stacks()
-    assert "\nThread worker, innermost call last:" not in stacks([thread.ident])
+    assert any(line == "Thread worker, innermost call last:" for line in stacks().splitlines())
+    assert "Thread worker, innermost call last:" not in stacks([thread.ident]).splitlines()
     moves_on.set()
     assert begun.wait(30.0)
     assert standing.seconds() < 1e-3
