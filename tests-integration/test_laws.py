@@ -135,6 +135,7 @@ NEVER = {
     "lazy_names.py": ("",),
     "torch_private.py": ("",),
     "runtime.py": ("plugins", "gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
+    "watch/**": ("plugins", "gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
     "plugins/**": ("gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
     "gradients/**": ("plugins", "state", "initialization", "sharding", "checkpoint", *ABOVE),
     "state/**": ("plugins", "initialization", "sharding", "checkpoint", *ABOVE),
