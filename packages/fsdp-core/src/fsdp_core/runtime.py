@@ -6,8 +6,8 @@ import atexit
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -41,6 +41,22 @@ def _destroy(group: Any) -> None:
 def _wait_for_threads() -> None:
     """Wait for gloo's threads: one that frees its last tensor while the interpreter shuts down aborts the process."""
     time.sleep(max(0.0, _last_group_destroyed + _SECONDS_FOR_THREADS - time.monotonic()))
+
+
+@contextmanager
+def _collectives_recorded() -> Iterator[None]:
+    """A context in which process groups are created that record their collectives, as torch 2.13's do in any case.
+
+    The last collective of a rank that hangs is looked up there.
+    """
+    name = "TORCH_FR_BUFFER_SIZE"
+    given = os.environ.get(name)
+    os.environ.setdefault(name, "2000")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[name]
 
 
 # torch 2.13 deprecates the second name for the first
@@ -368,14 +384,13 @@ class ProcessGroupRuntime(Runtime):
         if dist.is_initialized():
             return
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = str(address), str(port)
-        # the last collective of a rank that hangs is looked up there; torch 2.9 records none unless it is told to
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        dist.init_process_group(
-            self.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
+        with _collectives_recorded():
+            dist.init_process_group(
+                self.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+            )
         forget_meshes()
         self._along.clear()  # groups of a former world
         self._owns_group = True

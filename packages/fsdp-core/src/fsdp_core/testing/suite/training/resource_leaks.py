@@ -55,9 +55,10 @@ def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[
 def _left(
     strategy: str, tmp: str, front_end: FrontEnd, saves: bool, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What two runs leave behind. Process groups are counted from the second run on.
+    """What two runs leave behind. Process groups and threads are counted from the second run on.
 
-    The first run creates the default process group, which Lightning keeps until the process ends.
+    The first run creates the default process group, which Lightning keeps until the process ends, and the threads that
+    watch its ranks for as long.
     """
     rank, folder = here().rank, Path(tmp)
     places = [folder / f"cwd{rank}", folder / f"tmp{rank}"]
@@ -67,10 +68,10 @@ def _left(
         patch.chdir(places[0])
         patch.setattr(tempfile, "tempdir", str(places[1]))
         patch.setenv("TMPDIR", str(places[1]))
-        variables, threads, groups = dict(os.environ), set(threading.enumerate()), 0
+        variables, threads, groups = dict(os.environ), set[threading.Thread](), 0
         run = {"trainer": _under_trainer, "fabric": _under_fabric}[front_end]
         for path in (folder / "first", folder / "second"):
-            groups = process_groups()
+            groups, threads = process_groups(), set(threading.enumerate())
             run(strategy, folder, path if saves else None, options)
         return {
             "environment variables": sorted(
