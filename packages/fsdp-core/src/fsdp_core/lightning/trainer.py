@@ -35,6 +35,7 @@ from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_paramet
 from fsdp_core.lightning.checkpoints.late_param_groups import LateParamGroups
 from fsdp_core.lightning.checkpoints.model_checkpoint import treat_pending_saves_as_done
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
+from fsdp_core.lightning.checkpoints.shared_disk import check_folders_of
 from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
 from fsdp_core.lightning.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
@@ -229,6 +230,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             datamodule = getattr(trainer, "datamodule", None)
             if datamodule is not None:
                 check_hyper_parameters(datamodule, "datamodule_hyper_parameters")
+            if self.num_nodes > 1:
+                check_folders_of(trainer, self.runtime)
         sharded = self._shard_converted(module)
         gather_metrics_over_data(module, self.runtime)
         shard_averages(trainer, sharded, full=self.state_dict_type == "full")
@@ -463,6 +466,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._exact_resume.before_iterators()
         self._training_loaders.start(self.lightning_module.trainer)
         self._exact_resume.before_first_batch(self.lightning_module.trainer)
+        self._exact_resume.attempts.begin(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
         """Wait for pending saves, so that a failed one ends the fit like any other error."""

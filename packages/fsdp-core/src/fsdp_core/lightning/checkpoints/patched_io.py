@@ -7,7 +7,8 @@ sharded strategies read their own layouts in other ways; they refuse our folder 
 that resumes in the middle of an epoch warns that its data starts over. A module is never built from hyper-parameters of
 a checkpoint that name code, unless the user permits the checkpoint to run code.
 
-``ckpt_path="last"`` takes the last checkpoint of that name, except for what an interrupted save has left.
+``ckpt_path="last"`` takes the last checkpoint of that name, except for what an interrupted save has left. Which of
+several is the last follows from what led to them, where they tell that, and not from the clocks of those who saved.
 
 A function that a version of Lightning does not have is skipped.
 """
@@ -64,6 +65,9 @@ def install_search() -> None:
     for package in _PACKAGES:
         module = sys.modules.get(f"{package['pytorch']}.callbacks.model_checkpoint")
         replace_function(getattr(module, "ModelCheckpoint", None), "_find_last_checkpoints", _finds_whole_ones)
+        connectors = sys.modules.get(f"{package['pytorch']}.trainer.connectors.checkpoint_connector")
+        connector = getattr(connectors, "_CheckpointConnector", None)
+        replace_function(connector, "_select_ckpt_path", _selects_the_newest)
 
 
 def checkpoint_at(path: Any) -> Any:
@@ -179,6 +183,35 @@ def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
         return {path for path in found if path is not None}
 
     return marked(find_last, find, _finds_whole_ones)
+
+
+@cache
+def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(select)
+    def select_path(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        selected = select(self, state_fn, ckpt_path, *args, **kwargs)
+        if selected is None or ckpt_path not in (None, "last"):
+            return selected
+        found = _last_ones(self.trainer)
+        if len(found) < 2 or str(selected) not in found or not all(map(_is_sharded_folder, found.values())):
+            return selected
+        from fsdp_core.lightning.checkpoints.attempts import newest
+
+        newer = newest(found.values())
+        return next((path for path, folder in found.items() if folder == newer), selected)
+
+    return marked(select_path, select, _selects_the_newest)
+
+
+def _last_ones(trainer: Any) -> dict[str, str]:
+    """What Lightning chooses from for ``ckpt_path="last"``, with the folder that each path stands for."""
+    found: set[str] = set()
+    for callback in trainer.callbacks:
+        if hasattr(callback, "_find_last_checkpoints"):
+            found |= {str(path) for path in callback._find_last_checkpoints(trainer)}
+        elif type(callback).__name__ == "OnExceptionCheckpoint" and _is_sharded_folder(callback.ckpt_path):
+            found.add(str(callback.ckpt_path))
+    return {path: str(checkpoint_at(path)) for path in found}
 
 
 def _as_found(path: str, fs: Any) -> str | None:

@@ -1,0 +1,201 @@
+"""torchrun on two hosts: trained as one process does, lost and come back, and told what is wrong before hours are lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import Host, Run, two_hosts
+from torch import nn
+
+import fsdp_core
+
+pytestmark = pytest.mark.timeout(280)
+
+SCRIPT = Path(__file__).parents[2] / "docs/examples/many_machines.py"
+STRATEGIES = ("fsdp2", "fsdp_native")
+TOLERANCE = 1e-5  # fp32: the order of additions differs between one process and several
+GLOBAL_BATCH, ROWS = 8, 64
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    with two_hosts(tmp_path) as pair:
+        yield pair
+
+
+def torchrun(first: Host, *words: str, nnodes: str = "2", ranks: int = 2) -> list[str]:
+    return [
+        *("-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"),
+        *(f"--rdzv-endpoint={first.name}:29400", "--rdzv-id=run", *words),
+    ]
+
+
+def on_both(hosts: tuple[Host, Host], folder: Path, *words: str, status: int = 0) -> str:
+    """Run the script on both hosts to its end; what both wrote."""
+    runs = [host.start(*torchrun(hosts[0], str(SCRIPT), *words), folder=folder) for host in hosts]
+    statuses = [run.ended() for run in runs]
+    told = "".join(run.told for run in runs)
+    if status == 0:
+        assert statuses == [0, 0], told[-8000:]
+    else:
+        assert all(statuses), told[-8000:]
+    assert not any(host.processes() for host in hosts)
+    return told
+
+
+def said(told: str, front_end: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"front_end"')]
+    return [one for one in lines if one["front_end"] == front_end]
+
+
+def order_of(epoch: int) -> list[int]:
+    """The rows of an epoch, as torch's DistributedSampler shuffles them."""
+    return torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+def of_one_process(steps: int) -> tuple[list[list[int]], list[float]]:
+    """The rows and the loss of each step of one process of plain torch."""
+    x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    order = [row for epoch in range(math.ceil(steps * GLOBAL_BATCH / ROWS)) for row in order_of(epoch)]
+    batches, losses = [], []
+    for step in range(steps):
+        batches.append(order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
+        rows = x[batches[-1]]
+        loss = nn.functional.mse_loss(net(rows), rows.sum(1, keepdim=True))
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return batches, losses
+
+
+def assert_as_one_process(lines: list[dict[str, Any]], steps: range) -> None:
+    """The rows of each step are those of one process, and the mean of the losses is its loss."""
+    batches, losses = of_one_process(steps.stop)
+    for step in steps:
+        own = [one for one in lines if one["step"] == step]
+        assert sorted(row for one in own for row in one["rows"]) == sorted(batches[step]), f"step {step}"
+        mean = sum(one["loss"] for one in own) / len(own)
+        assert mean == pytest.approx(losses[step], abs=TOLERANCE), f"step {step}"
+
+
+def test_two_hosts_train_as_one_process_and_a_single_one_goes_on(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    front_ends = ("--front-ends", "trainer", "fabric", "--folder", str(tmp_path / "runs"))
+    told = on_both(hosts, tmp_path, *STRATEGIES, *front_ends, "--steps=4")
+    for front_end in ("trainer", "fabric"):
+        lines = said(told, front_end)
+        assert len(lines) == 4 * 4 * len(STRATEGIES)
+        assert_as_one_process(lines, range(4))
+    for strategy in STRATEGIES:
+        for place in ("trainer/last.ckpt", "fabric.ckpt"):
+            manifest = fsdp_core.checkpoint.read_manifest(tmp_path / "runs" / strategy / place)
+            assert (manifest.strategy, manifest.world_size) == (strategy, 4)
+    # on one host, whose two ranks take two micro-batches each
+    alone = hosts[1].start(
+        *torchrun(hosts[1], str(SCRIPT), *STRATEGIES, *front_ends, "--steps=7", nnodes="1"), folder=tmp_path
+    )
+    assert alone.ended() == 0, alone.told[-8000:]
+    for front_end in ("trainer", "fabric"):
+        assert_as_one_process(said(alone.told, front_end), range(4, 7))
+    assert "the global batch was" not in alone.told
+
+
+def test_hosts_that_do_not_share_a_disk_are_told_at_once(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    for host in hosts:
+        host.has_own_disk_at(tmp_path / "runs")
+    told = on_both(hosts, tmp_path, "fsdp2", "--folder", str(tmp_path / "runs"), status=1)
+    assert not said(told, "trainer"), "it has trained first"
+    place = tmp_path / "runs/fsdp2/trainer"
+    assert f"the hosts do not share {place}, where checkpoints are to be saved" in told
+    assert "what host-a (rank 0) writes there, host-b (rank 2) can't see" in told
+    assert "a file system that all hosts mount at the same path" in told
+
+
+#: torchrun waits half a minute for further hosts, and as long until it takes one for lost.
+QUICKLY = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+def final_history(attempts: list[list[dict[str, Any]]]) -> list[tuple[int, list[int]]]:
+    """The rows of each step by the attempt whose result went on: the last that has trained it."""
+    history: dict[int, list[int]] = {}
+    for lines in attempts:
+        for step in {one["step"] for one in lines}:
+            history[step] = sorted(row for one in lines if one["step"] == step for row in one["rows"])
+    return sorted(history.items())
+
+
+def test_a_host_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """Two hosts, then one, then two: in the end each row was trained on as one process does, once."""
+    steady, other = hosts
+    gates = {"GATES": "2:5,1:8", "GATES_IN": str(tmp_path)}
+    script = (str(Path(__file__).parent / "gated.py"), "fsdp2", "--folder", str(tmp_path / "runs"), "--steps=12")
+    words = torchrun(steady, "--max-restarts=3", QUICKLY, *script, nnodes="1:2", ranks=1)
+
+    def start(host: Host) -> Run:
+        return host.start(*words, folder=tmp_path, environment=gates)
+
+    first, second = start(steady), start(other)
+    for run in (first, second):
+        run.until("waits at 2:5")
+    other.lose()  # at step 5, after the checkpoint of step 4
+    (tmp_path / "2-5").touch()
+    first.until("waits at 1:8")
+    of_two, told_by_one = said(first.told, "trainer"), len(first.told)
+    third = start(other)  # the steady host's rank gets SIGTERM at step 8, saves, and both go on
+    assert first.ended() == 0, first.told[-8000:]
+    assert third.ended() == 0, third.told[-8000:]
+
+    lost = said(second.told, "trainer")
+    alone_from = next(at for at, one in enumerate(of_two) if at and one["step"] < of_two[at - 1]["step"])
+    alone, together = of_two[alone_from:], of_two[:alone_from]
+    rest = said(first.told[told_by_one:], "trainer")
+    # the step at which SIGTERM came belongs to the rank that was alone
+    again = next(at for at, one in enumerate(rest) if one["step"] > 8 or len(rest[at:]) * 2 <= 4 * 4)
+    alone, at_last = alone + rest[:again], rest[again:] + said(third.told, "trainer")
+    assert min(one["step"] for one in alone) == 4, "it has not gone on from the newest checkpoint"
+    first_of_last = min(one["step"] for one in at_last)
+    assert first_of_last == max(one["step"] for one in alone) + 1, "the host that came back has cost a step"
+    for lines, steps in (
+        (together + lost, range(4)),
+        (alone, range(4, first_of_last)),
+        (at_last, range(first_of_last, 12)),
+    ):
+        assert_as_one_process(lines, steps)
+    batches, _ = of_one_process(12)
+    attempts = [together + lost, alone, at_last]
+    assert final_history(attempts) == [(step, sorted(batch)) for step, batch in enumerate(batches)]
+    last = fsdp_core.checkpoint.load(tmp_path / "runs/fsdp2/trainer/last.ckpt")
+    held = last["trainer"]["fsdp_core"]["attempts"]
+    assert [(one["step"], one["ranks"], one["samples"]) for one in held] == [
+        (0, 2, GLOBAL_BATCH),
+        (4, 1, GLOBAL_BATCH),
+        (first_of_last, 2, GLOBAL_BATCH),
+    ]
+
+
+@pytest.mark.parametrize("tells", ["rendezvous", "master"], ids=["plain Kubernetes", "Kubeflow Trainer"])
+def test_what_kubernetes_sets(hosts: tuple[Host, Host], tmp_path: Path, tells: str) -> None:
+    """``PET_*`` variables instead of words: what the manifest of the docs sets, and what Kubeflow Trainer does."""
+    runs = []
+    for number, host in enumerate(hosts):
+        given = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+        if tells == "master":
+            given |= {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": hosts[0].name, "PET_MASTER_PORT": "29400"}
+        else:
+            given |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"{hosts[0].name}:29400", "PET_RDZV_ID": "run"}
+        words = ("-m", "torch.distributed.run", str(SCRIPT), "fsdp2", "--steps=2", "--folder", str(tmp_path / "runs"))
+        runs.append(host.start(*words, folder=tmp_path, environment=given))
+    for run in runs:
+        assert run.ended() == 0, run.told[-8000:]
+    lines = [one for run in runs for one in said(run.told, "trainer")]
+    assert len(lines) == 2 * 2 * 2
+    assert_as_one_process(lines, range(2))
