@@ -8,15 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from fsdp_core.checkpoint import is_checkpoint
 from fsdp_core.lightning import GlobalBatch, micro_batches
 
 PER_RANK = 2  # rows that a rank computes on at a time
@@ -31,10 +32,10 @@ def devices_and_hosts() -> tuple[int | str, int]:
     return int(devices) if devices else "auto", int(hosts)
 
 
-def rows() -> DataLoader[Any]:
-    """Rows of a table, each with its number."""
+def rows() -> StatefulDataLoader[Any]:
+    """Rows of a table, each with its number. A loader of torchdata's can go on within an epoch under Fabric too."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(torch.arange(len(x)), x, x.sum(1, keepdim=True)), PER_RANK, shuffle=True)
+    return StatefulDataLoader(TensorDataset(torch.arange(len(x)), x, x.sum(1, keepdim=True)), PER_RANK, shuffle=True)
 
 
 class Net(L.LightningModule):
@@ -67,7 +68,7 @@ def say(front_end: str, step: int, numbers: Tensor, loss: Tensor) -> None:
     print(json.dumps({"front_end": front_end, "step": step, "rows": numbers.tolist(), "loss": loss.item()}), flush=True)
 
 
-def under_trainer(strategy: Any, folder: Path, steps: int) -> None:
+def under_trainer(strategy: Any, folder: str, steps: int) -> None:
     """Fit, from the last checkpoint in the folder if there is one."""
     devices, hosts = devices_and_hosts()
     trainer = L.Trainer(
@@ -77,7 +78,7 @@ def under_trainer(strategy: Any, folder: Path, steps: int) -> None:
         num_nodes=hosts,
         max_steps=steps,
         callbacks=[
-            ModelCheckpoint(folder / "trainer", every_n_train_steps=2, save_last=True, save_on_exception=True),
+            ModelCheckpoint(f"{folder}/trainer", every_n_train_steps=2, save_last=True, save_on_exception=True),
             GlobalBatch(GLOBAL_BATCH, per_rank=PER_RANK),
         ],
         logger=False,
@@ -86,7 +87,7 @@ def under_trainer(strategy: Any, folder: Path, steps: int) -> None:
     trainer.fit(Net(), rows(), ckpt_path="last")
 
 
-def under_fabric(strategy: Any, folder: Path, steps: int) -> None:
+def under_fabric(strategy: Any, folder: str, steps: int) -> None:
     """The same with a loop of one's own."""
     devices, hosts = devices_and_hosts()
     fabric = L.Fabric(strategy=strategy, accelerator="auto", devices=devices, num_nodes=hosts)
@@ -95,8 +96,8 @@ def under_fabric(strategy: Any, folder: Path, steps: int) -> None:
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     data = fabric.setup_dataloaders(rows())
     state = {"model": model, "optimizer": optimizer, "data": data, "step": 0}
-    path = folder / "fabric.ckpt"
-    if path.exists():
+    path = f"{folder}/fabric.ckpt"
+    if is_checkpoint(path):
         fabric.load(path, state)
     accumulate = micro_batches(GLOBAL_BATCH, per_rank=PER_RANK, ranks=fabric.world_size)
     seen = 0
@@ -122,14 +123,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("strategies", nargs="+", help="names, such as fsdp2")
     parser.add_argument("--front-ends", nargs="+", default=["trainer"], choices=["trainer", "fabric"])
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="for checkpoints; all hosts must see it")
+    parser.add_argument("--folder", default="runs", help="a path that all hosts see, or a bucket, for checkpoints")
     parser.add_argument("--steps", type=int, default=6)
     given = parser.parse_args()
     torch.set_num_threads(1)
     for strategy in given.strategies:
         for front_end in given.front_ends:
             run = under_trainer if front_end == "trainer" else under_fabric
-            run(strategy, given.folder / strategy, given.steps)
+            run(strategy, f"{given.folder}/{strategy}", given.steps)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from fsdp_core.errors import ShardingError
 
-__all__ = ["GlobalBatch", "batch_size_of", "data_parallel_ranks", "micro_batches"]
+__all__ = ["GlobalBatch", "batch_size_of", "data_parallel_ranks", "keeps_global_batch", "micro_batches"]
 
 
 def micro_batches(size: int, *, per_rank: int, ranks: int) -> int:
@@ -120,6 +120,12 @@ class GlobalBatch(pl.Callback):
                 f"GlobalBatch(..., per_rank={self.per_rank}) does not fit the training loader, whose batches have "
                 f"{size} samples.\nWrite per_rank={size}, or batch_size={self.per_rank}."
             )
+
+
+def keeps_global_batch(trainer: pl.Trainer) -> bool:
+    """Whether the user has given a size that is kept on any number of ranks."""
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(one, GlobalBatch) and one.size != "scaled" for one in callbacks)
 
 
 def data_parallel_ranks(trainer: pl.Trainer) -> int:

@@ -25,9 +25,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from fsdp_core.lightning.global_batch import keeps_global_batch
 from fsdp_core.lightning.private import (
     before_each_batch,
     instead_of_signal_handlers,
+    is_accumulating,
     note_sigterm,
     path_to_resume_from,
 )
@@ -56,6 +58,7 @@ class Preemption:
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
         self._told: int | None = None
+        self._agreed = 0
         self._passed_on = self._ended = False
         self._looked = 0.0
 
@@ -64,7 +67,7 @@ class Preemption:
         is_process = isinstance(self._strategy.runtime, ProcessGroupRuntime)
         if not is_process or threading.current_thread() is not threading.main_thread():
             return
-        self._told, self._passed_on, self._ended, self._looked = None, False, False, 0.0
+        self._told, self._agreed, self._passed_on, self._ended, self._looked = None, 0, False, False, 0.0
         store = default_store()
         if store is not None and self._strategy.runtime.rank == 0:
             store.delete_key(_KEY)  # the others write there after the barrier at the end of the set-up
@@ -108,11 +111,16 @@ class Preemption:
         return note
 
     def _end_together(self, trainer: pl.Trainer) -> None:
-        """Raise on all ranks, after a checkpoint, if any of them was told to end. Called before each batch."""
-        told = self._told or 0
-        if self._strategy.runtime.world_size > 1:
+        """Raise on all ranks, after a checkpoint, if any of them was told to end. Called before each batch.
+
+        With a global batch that is kept, a step that is begun is done first: what is left of it may not be divisible
+        over other ranks.
+        """
+        told = self._agreed or self._told or 0
+        if self._strategy.runtime.world_size > 1 and not self._agreed:
             told = self._told_to_any(told)
-        if told:
+        self._agreed = told  # by all ranks
+        if told and not (keeps_global_batch(trainer) and is_accumulating(trainer)):
             self._ended = True
             note_sigterm(trainer)
             self._save(trainer, told)

@@ -50,6 +50,7 @@ __all__ = [
     "fetcher_of",
     "forget_module",
     "has_states_to_load",
+    "is_accumulating",
     "instead_of_signal_handlers",
     "load_loader_states",
     "logs_graph",
@@ -101,6 +102,12 @@ def before_each_batch(trainer: Any, call: Callable[[], None]) -> None:
         type(loop).advance(loop, data_fetcher)
 
     loop.advance, loop._broadcast_sigterm_tensor = advance, lambda: None
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the next batch goes on with an optimizer step that earlier ones have begun. To be asked between two."""
+    loop = trainer.fit_loop.epoch_loop
+    return bool(loop.batch_progress.current.processed) and not loop.batch_progress.is_last_batch and loop._should_accumulate()
 
 
 def path_to_resume_from(trainer: Any) -> str:

@@ -17,7 +17,8 @@ from fsdp_core.checkpoint.storage.folder import open_folder
 from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
-from fsdp_core.lightning.global_batch import GlobalBatch, batch_size_of, data_parallel_ranks
+from fsdp_core.errors import CheckpointMismatchError
+from fsdp_core.lightning.global_batch import GlobalBatch, batch_size_of, data_parallel_ranks, keeps_global_batch
 
 __all__ = ["Attempts", "newest"]
 
@@ -27,6 +28,7 @@ class Attempts:
 
     def __init__(self) -> None:
         self._before: list[dict[str, Any]] = []
+        self._amid_a_step = False
         self._now: list[dict[str, Any]] = []
 
     def take(self, state: Mapping[str, Any] | None) -> None:
@@ -36,9 +38,14 @@ class Attempts:
             state: What the checkpoint holds of ours; ``None`` if it holds none.
         """
         self._before = list((state or {}).get("attempts", ()))
+        self._amid_a_step = "gradients" in (state or {})
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Begin an attempt, once the loaders are there, and warn if it has another global batch on other ranks."""
+        """Begin an attempt, once the loaders are there, and warn if it has another global batch on other ranks.
+
+        Raises:
+            CheckpointMismatchError: The global batch is to be kept, and was interrupted on another number of ranks.
+        """
         size = batch_size_of(trainer)
         ranks, accumulate = data_parallel_ranks(trainer), trainer.accumulate_grad_batches
         samples = None if size is None else size * ranks * accumulate
@@ -51,8 +58,16 @@ class Attempts:
         }
         chosen = any(isinstance(one, GlobalBatch) for one in trainer.callbacks)  # type: ignore[attr-defined]
         last = self._before[-1] if self._before else None
-        if last is not None and not chosen and last["ranks"] != ranks:
-            _warn(last, now, size)
+        if last is not None and last["ranks"] != ranks:
+            if keeps_global_batch(trainer) and self._amid_a_step:
+                raise CheckpointMismatchError(
+                    f"the checkpoint was saved on {last['ranks']} data-parallel ranks amid the accumulation of a step, "
+                    f"and what is left of its global batch can't be divided over {ranks}.\nResume on {last['ranks']}, or "
+                    "from a checkpoint that was saved after a step."
+                )
+            if not chosen:
+                _warn(last, now, size)
+        self._amid_a_step = False
         before = self._before or (self._now if trainer.global_step else [])  # or this Trainer has fitted before
         self._now, self._before = [*before, now], []
 

@@ -193,12 +193,15 @@ def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
         if selected is None or ckpt_path not in (None, "last"):
             return selected
         found = _last_ones(self.trainer)
-        if len(found) < 2 or str(selected) not in found or not all(map(_is_sharded_folder, found.values())):
+        if str(selected) not in found:
+            return selected
+        told_to_end = self._hpc_resume_path  # where a signal saves, if no callback does; or of another run
+        if not all(map(_is_sharded_folder, [*found.values(), told_to_end or selected])):
             return selected
         from fsdp_core.lightning.checkpoints.attempts import newest
 
-        newer = newest(found.values())
-        return next((path for path, folder in found.items() if folder == newer), selected)
+        newer = told_to_end and newest([*found.values(), told_to_end]) or newest(found.values())
+        return next((path for path, folder in found.items() if folder == newer), newer or selected)
 
     return marked(select_path, select, _selects_the_newest)
 
