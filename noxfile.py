@@ -500,7 +500,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def launchers(session: nox.Session) -> None:
-    """The scripts of docs/many-machines.md under the engines that people launch with: `tests-integration/launchers/`."""
+    """The scripts of docs/many-machines.md under the engines that launch them: `tests-integration/launchers/`."""
     python = layered(session, "launchers", [], *LAUNCHERS)
     pip_install(session, python, "--no-deps", "--force-reinstall", *wheels(session, "--wheel"))
     run_pytest(session, "tests-integration/launchers", python=python)

@@ -113,11 +113,8 @@ class Host:
 
     def processes(self) -> list[int]:
         """The processes on this host, without the one that keeps it."""
-        own, found = _network_of(self.holder.pid), []
-        for entry in os.listdir("/proc"):
-            if entry.isdigit() and int(entry) != self.holder.pid and _network_of(int(entry)) == own:
-                found.append(int(entry))
-        return found
+        own, others = _network_of(self.holder.pid), map(int, filter(str.isdigit, os.listdir("/proc")))
+        return [pid for pid in others if pid != self.holder.pid and _network_of(pid) == own]
 
     def lose(self) -> None:
         """End all that runs there at once, as a loss of power does."""
@@ -157,7 +154,9 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     table, nobody = folder / "etc-hosts", folder / "etc-resolv.conf"
     nobody.write_text("options timeout:1 attempts:1\n")  # a name server that can't be reached is waited for
     addresses = [f"10.213.0.{number + 1}" for number in range(2)]
-    table.write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n::ffff:{a} {n}\n" for a, n in zip(addresses, names, strict=True)))
+    table.write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{a} {n}\n::ffff:{a} {n}\n" for a, n in zip(addresses, names, strict=True))
+    )
     holders: list[subprocess.Popen[bytes]] = []
     hosts: list[Host] = []
     try:

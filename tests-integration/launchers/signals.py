@@ -130,7 +130,13 @@ def _fit(strategy: str, folder: str, send: Send | None, async_save: bool) -> dic
         except SystemExit as ended:
             code = ended.code
     state = full_state(run.strategy) if code is None else {}
-    return {"code": code, "step": run.global_step, "steps": module.steps, "losses": means(module.losses), "state": state}
+    return {
+        "code": code,
+        "step": run.global_step,
+        "steps": module.steps,
+        "losses": means(module.losses),
+        "state": state,
+    }
 
 
 def runs_with_signals(

@@ -1,4 +1,7 @@
-"""200 signals at random moments: none loses a step, none hangs. ``pytest tests-integration/launchers/slow_signals.py``."""
+"""200 signals at random moments: none loses a step, none hangs.
+
+``pytest tests-integration/launchers/slow_signals.py``; ``FSDP_SIGNALS_SEED`` chooses other moments.
+"""
 
 from __future__ import annotations
 

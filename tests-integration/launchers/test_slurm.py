@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from signals import runs_with_signals
-from test_torchrun import SCRIPT, assert_as_one_process, said
+from test_torchrun import assert_as_one_process, said
 
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.forking import start_script

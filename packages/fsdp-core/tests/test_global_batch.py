@@ -49,7 +49,12 @@ class Manual(BoringModel):
 @pytest.mark.parametrize(
     ("callbacks", "given", "module", "told"),
     [
-        ([GlobalBatch(4, per_rank=1)], {"accumulate_grad_batches": 2}, BoringModel, "also has accumulate_grad_batches=2"),
+        (
+            [GlobalBatch(4, per_rank=1)],
+            {"accumulate_grad_batches": 2},
+            BoringModel,
+            "also has accumulate_grad_batches=2",
+        ),
         (
             [GlobalBatch(4, per_rank=1), GradientAccumulationScheduler({0: 2})],
             {},

@@ -32,7 +32,7 @@ def micro_batches(size: int, *, per_rank: int, ranks: int) -> int:
         >>> micro_batches(64, per_rank=4, ranks=3)
         Traceback (most recent call last):
             ...
-        fsdp_core.errors.ShardingError: a global batch of 64 samples can't be divided into micro-batches of 4 on 3 ranks.
+        fsdp_core.errors.ShardingError: a global batch of 64 samples can't be divided into ... of 4 on 3 ranks.
         Write 60 or 72, another number of samples per rank, or start another number of ranks.
     """
     for name, value in (("size", size), ("per_rank", per_rank), ("ranks", ranks)):

@@ -51,8 +51,8 @@ def check_launched(environment: ClusterEnvironment | None, devices: int, num_nod
     where = "" if on_a_host is None or hosts is None else f", {on_a_host} on each of {hosts} host{'s' * (hosts > 1)}"
     raise ShardingError(
         f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes} rank"
-        f"{'s' if devices * num_nodes > 1 else ''}, {devices} on each host, and {launcher} has started {started}{where}."
-        f"\nWrite {right}{_read_from(name_of_devices, name_of_hosts)}; or start other ranks."
+        f"{'s' * (devices * num_nodes > 1)}, {devices} on each host, and {launcher} has started {started}{where}.\n"
+        f"Write {right}{_read_from(name_of_devices, name_of_hosts)}; or start other ranks."
     )
 
 

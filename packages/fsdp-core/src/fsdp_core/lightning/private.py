@@ -50,8 +50,8 @@ __all__ = [
     "fetcher_of",
     "forget_module",
     "has_states_to_load",
-    "is_accumulating",
     "instead_of_signal_handlers",
+    "is_accumulating",
     "load_loader_states",
     "logs_graph",
     "note_sigterm",
@@ -107,7 +107,11 @@ def before_each_batch(trainer: Any, call: Callable[[], None]) -> None:
 def is_accumulating(trainer: Any) -> bool:
     """Whether the next batch goes on with an optimizer step that earlier ones have begun. To be asked between two."""
     loop = trainer.fit_loop.epoch_loop
-    return bool(loop.batch_progress.current.processed) and not loop.batch_progress.is_last_batch and loop._should_accumulate()
+    return (
+        bool(loop.batch_progress.current.processed)
+        and not loop.batch_progress.is_last_batch
+        and loop._should_accumulate()
+    )
 
 
 def path_to_resume_from(trainer: Any) -> str:

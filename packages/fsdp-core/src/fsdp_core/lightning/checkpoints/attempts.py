@@ -62,8 +62,8 @@ class Attempts:
             if keeps_global_batch(trainer) and self._amid_a_step:
                 raise CheckpointMismatchError(
                     f"the checkpoint was saved on {last['ranks']} data-parallel ranks amid the accumulation of a step, "
-                    f"and what is left of its global batch can't be divided over {ranks}.\nResume on {last['ranks']}, or "
-                    "from a checkpoint that was saved after a step."
+                    f"and what is left of its global batch can't be divided over {ranks}.\nResume on {last['ranks']}, "
+                    "or from a checkpoint that was saved after a step."
                 )
             if not chosen:
                 _warn(last, now, size)
@@ -88,9 +88,9 @@ def _warn(last: Mapping[str, Any], now: Mapping[str, Any], size: int | None) -> 
         told = f"{was} samples and is {becomes}"
     keep = f"GlobalBatch({was or '...'}, per_rank={size or '...'})"
     rank_zero_warn(
-        f"the checkpoint was saved on {last['ranks']} data-parallel ranks, and there are {now['ranks']} now: the global "
-        f"batch was {told} now.\nTo keep it, by accumulation, give the Trainer the callback fsdp_core.lightning.{keep}. "
-        "To let it change with the ranks, give it GlobalBatch('scaled'), and adapt the learning rate if it needs that."
+        f"the checkpoint was saved on {last['ranks']} data-parallel ranks, and there are {now['ranks']} now: the "
+        f"global batch was {told} now.\nTo keep it, by accumulation, give the Trainer the callback "
+        f"fsdp_core.lightning.{keep}. To let it change with the ranks, give it GlobalBatch('scaled'), and adapt the learning rate if it needs that."
     )
 
 
@@ -111,7 +111,10 @@ def newest(paths: Iterable[str]) -> str | None:
             plain = read_plain(StoredFiles(folder, read_manifest(folder)))
         except Exception:  # the load names the fault, if it is this one that is loaded
             return None
-        attempts, step = part_at(plain, ["trainer", "fsdp_core", "attempts"]), part_at(plain, ["trainer", "global_step"])
+        attempts, step = (
+            part_at(plain, ["trainer", "fsdp_core", "attempts"]),
+            part_at(plain, ["trainer", "global_step"]),
+        )
         if not isinstance(attempts, list) or not attempts or not isinstance(step, int):
             return None
         found[path] = [str(one["id"]) for one in attempts], step

@@ -200,7 +200,7 @@ def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
             return selected
         from fsdp_core.lightning.checkpoints.attempts import newest
 
-        newer = told_to_end and newest([*found.values(), told_to_end]) or newest(found.values())
+        newer = (told_to_end and newest([*found.values(), told_to_end])) or newest(found.values())
         return next((path for path, folder in found.items() if folder == newer), newer or selected)
 
     return marked(select_path, select, _selects_the_newest)
