@@ -90,7 +90,8 @@ def _warn(last: Mapping[str, Any], now: Mapping[str, Any], size: int | None) -> 
     rank_zero_warn(
         f"the checkpoint was saved on {last['ranks']} data-parallel ranks, and there are {now['ranks']} now: the "
         f"global batch was {told} now.\nTo keep it, by accumulation, give the Trainer the callback "
-        f"fsdp_core.lightning.{keep}. To let it change with the ranks, give it GlobalBatch('scaled'), and adapt the learning rate if it needs that."
+        f"fsdp_core.lightning.{keep}. To let it change with the ranks, give it GlobalBatch('scaled'), and adapt the "
+        "learning rate if it needs that."
     )
 
 
