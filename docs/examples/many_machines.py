@@ -64,8 +64,9 @@ class Net(L.LightningModule):
 
 
 def say(front_end: str, step: int, numbers: Tensor, loss: Tensor) -> None:
-    """Write down which rows a rank has seen."""
-    print(json.dumps({"front_end": front_end, "step": step, "rows": numbers.tolist(), "loss": loss.item()}), flush=True)
+    """Write down which rows a rank has seen, in one piece: ranks share the output."""
+    told = {"front_end": front_end, "step": step, "rows": numbers.tolist(), "loss": loss.item()}
+    print(json.dumps(told) + "\n", end="", flush=True)
 
 
 def under_trainer(strategy: Any, folder: str, steps: int) -> None:

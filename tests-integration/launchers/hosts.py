@@ -20,7 +20,7 @@ import pytest
 
 from fsdp_core.testing.processes import fresh_environment
 
-__all__ = ["Host", "Run", "two_hosts"]
+__all__ = ["Host", "Run", "torchrun", "two_hosts"]
 
 SECONDS = 240
 _ZONES = ("Pacific/Auckland", "America/New_York")
@@ -190,3 +190,11 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         for holder in holders:
             holder.kill()
             holder.wait()
+
+
+def torchrun(first: Host, *words: str, nnodes: str = "2", ranks: int = 2) -> list[str]:
+    """The words that start a command on each host, whose first one has the meeting point."""
+    return [
+        *("-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"),
+        *(f"--rdzv-endpoint={first.name}:29400", "--rdzv-id=run", *words),
+    ]

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,11 +57,11 @@ class Send:
 class Outcome:
     """What has come of many signals."""
 
-    signals: int = 0
-    ended: int = 0
-    too_late: int = 0
+    signals: int = 0  # that were sent while a fit trained
+    ended: int = 0  # fits that one of them has ended
+    too_late: int = 0  # that came in the last batches
     requeued: int = 0
-    runs: int = 0
+    runs: int = 0  # that were done in the end
 
 
 class Watched(Lit):
@@ -70,8 +71,11 @@ class Watched(Lit):
         super().__init__("momentum")
         self.steps: list[int] = []
         self._send, self._lock, self._over = send, threading.Lock(), False
+        self.sent = False
+        self.began = self.seconds = 0.0
 
     def on_train_start(self) -> None:
+        self.began = time.monotonic()
         send = self._send
         if send is not None and here().rank in send.ranks:
             timer = threading.Timer(send.after, self._kill)
@@ -81,12 +85,14 @@ class Watched(Lit):
     def _kill(self) -> None:
         assert self._send is not None
         with self._lock:
-            for _ in range(0 if self._over else self._send.times):
+            self.sent = not self._over
+            for _ in range(self._send.times if self.sent else 0):
                 os.kill(os.getpid(), self._send.signum)
 
     def on_train_end(self) -> None:
         with self._lock:
             self._over = True  # what comes later is the script's own affair
+            self.seconds = time.monotonic() - self.began
 
     def on_exception(self, exception: BaseException) -> None:
         self.on_train_end()
@@ -133,15 +139,15 @@ def _fit(strategy: str, folder: str, send: Send | None, async_save: bool) -> dic
     return {
         "code": code,
         "step": run.global_step,
+        "sent": module.sent,
+        "seconds": module.seconds,
         "steps": module.steps,
         "losses": means(module.losses),
         "state": state,
     }
 
 
-def runs_with_signals(
-    pool: RankPool, strategy: str, folder: Path, signals: int, seed: int, longest: float | None = None
-) -> Outcome:
+def runs_with_signals(pool: RankPool, strategy: str, folder: Path, signals: int, seed: int) -> Outcome:
     """Send as many signals to fits, let each go on where it was ended, and compare every one that is done.
 
     Args:
@@ -149,16 +155,15 @@ def runs_with_signals(
         strategy: The strategy's name.
         folder: For checkpoints.
         signals: How many are sent.
-        seed: Of the moments, the ranks and the kinds of saves.
-        longest: The latest moment, in seconds; a fit's own length if ``None``.
+        seed: Of the moments, the ranks and the kinds of saves. A moment is at most as late as a fit is long.
     """
     draw, outcome = random.Random(seed), Outcome()
-    longest = longest or 1.5
     folder.mkdir()
     whole = pool.run(RANKS, _fit, strategy, str(folder), None, False, timeout=SECONDS)
-    for number in range(signals):  # at most one run for each
-        if outcome.signals == signals:
-            break
+    longest = whole[0]["seconds"]
+    number = 0
+    while outcome.signals < signals:
+        number += 1
         place = folder / str(number)
         place.mkdir()
         stub = place / "scontrol"
@@ -169,16 +174,17 @@ def runs_with_signals(
         while not history or history[-1][0]["code"] is not None:
             send = None
             if outcome.signals < signals:
-                outcome.signals += 1
                 ranks = draw.choice([(0,), (1,), (1,), (0, 1)])
                 signum = draw.choice([signal.SIGUSR1, signal.SIGTERM])
                 send = Send(ranks=ranks, after=draw.uniform(0, longest), signum=signum, times=draw.choice([1, 1, 2]))
             told = f"seed {seed}, run {number}, attempt {len(history)}: {send}"
             history.append(pool.run(RANKS, _fit, strategy, str(place), send, draw.random() < 0.5, timeout=SECONDS))
             first, second = history[-1]
+            sent = first["sent"] or second["sent"]
+            outcome.signals += sent
             assert first["step"] == second["step"], told
             if first["code"] is None:
-                outcome.too_late += send is not None
+                outcome.too_late += sent
                 assert second["code"] is None, told
                 continue
             assert send is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from test_torchrun import SCRIPT, assert_as_one_process, said
+from example import SCRIPT, assert_as_one_process, said
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing.processes import start
@@ -22,14 +22,13 @@ def test_a_module_of_a_package(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "run.py").write_text("from many_machines import main\n\nmain()\n", encoding="utf-8")
-    words = ("fsdp2", "--front-ends", "trainer", "fabric", "--steps=2", "--folder", str(tmp_path / "runs"))
+    words = ("fsdp2", "--steps=2", "--folder", str(tmp_path / "runs"))
     finds = os.pathsep.join([str(tmp_path), str(SCRIPT.parent)])
     ended = start(tmp_path, "-m", "training.run", *words, PYTHONPATH=finds, LOCAL_WORLD_SIZE="2")
     assert ended.status == 0, ended.output
-    for front_end in ("trainer", "fabric"):
-        lines = said(ended.output, front_end)
-        assert len(lines) == 2 * 2 * 2
-        assert_as_one_process(lines, range(2))
+    lines = said(ended.output, "trainer")
+    assert len(lines) == 2 * 2 * 2
+    assert_as_one_process(lines, range(2))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])

@@ -57,10 +57,10 @@ def test_the_global_batch_is_kept_or_told_to_change(ranks: RankPool, tmp_path: P
     assert chosen[0]["said"] == []
     (told,) = ranks.run(1, fit, folder, 1, None, 3, f"{folder}/saved-on-4")[0]["said"]
     assert told == (
-        "the checkpoint was saved on 4 data-parallel ranks, and there are 1 now: the global batch was 12 samples and is "
-        "3 now.\nTo keep it, by accumulation, give the Trainer the callback fsdp_core.lightning.GlobalBatch(12, "
-        "per_rank=3). To let it change with the ranks, give it GlobalBatch('scaled'), and adapt the learning rate if it "
-        "needs that."
+        "the checkpoint was saved on 4 data-parallel ranks, and there are 1 now: the global batch was 12 samples and "
+        "is 3 now.\nTo keep it, by accumulation, give the Trainer the callback fsdp_core.lightning.GlobalBatch(12, "
+        "per_rank=3). To let it change with the ranks, give it GlobalBatch('scaled'), and adapt the learning rate if "
+        "it needs that."
     )
     by_hand = ranks.run(2, fit, folder, 2, None, STEPS, f"{folder}/saved-on-4", 2)
     assert by_hand[0]["said"] == [], "the user has kept it by hand"
