@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core.checkpoint.shared_place import check_shared
 from fsdp_core.errors import CheckpointError, ShardingError
+from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume
 from fsdp_core.lightning.launch_checks import check_launched
 from fsdp_core.sharding import host_agreement
 from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
@@ -77,6 +79,18 @@ def test_a_folder_that_cant_be_written_to_is_told_on_all_ranks(tmp_path: Path) -
     (told,) = set(on_threads(2, work))
     assert "A file exists where a folder must be" in told
     assert stat.S_ISREG((tmp_path / "file").stat().st_mode)
+
+
+def test_a_checkpoint_that_only_one_host_finds() -> None:
+    def work(runtime: ThreadRuntime) -> str:
+        check_all_resume(None, runtime)
+        check_all_resume(f"/data/{runtime.rank}", runtime)  # rank 0's is taken
+        with pytest.raises(CheckpointError) as told:
+            check_all_resume(None if runtime.rank == 1 else "/data/last.ckpt", runtime)
+        return str(told.value)
+
+    (told,) = set(on_threads(3, work))
+    assert re.match(r"rank 0 on \S+ has found /data/last.ckpt to go on from, and rank 1 on \S+ finds no", told)
 
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}

@@ -189,21 +189,30 @@ def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
 def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(select)
     def select_path(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
-        selected = select(self, state_fn, ckpt_path, *args, **kwargs)
-        if selected is None or ckpt_path not in (None, "last"):
-            return selected
-        found = _last_ones(self.trainer)
-        if str(selected) not in found:
-            return selected
-        told_to_end = self._hpc_resume_path  # where a signal saves, if no callback does; or of another run
-        if not all(map(_is_sharded_folder, [*found.values(), told_to_end or selected])):
-            return selected
-        from fsdp_core.lightning.checkpoints.attempts import newest
-
-        newer = (told_to_end and newest([*found.values(), told_to_end])) or newest(found.values())
-        return next((path for path, folder in found.items() if folder == newer), newer or selected)
+        selected = _newest_of(self, select(self, state_fn, ckpt_path, *args, **kwargs), ckpt_path)
+        strategy = self.trainer.strategy
+        if hasattr(strategy, "resumes_from"):  # one of ours, which compares it with the other hosts' choices
+            strategy.resumes_from = None if selected is None else str(selected)
+        return selected
 
     return marked(select_path, select, _selects_the_newest)
+
+
+def _newest_of(connector: Any, selected: Any, ckpt_path: Any) -> Any:
+    """What Lightning has selected, or of several that are the last of their names, the newest."""
+    if selected is None or ckpt_path not in (None, "last"):
+        return selected
+    found = _last_ones(connector.trainer)
+    if str(selected) not in found:
+        return selected
+    if not all(map(_is_sharded_folder, found.values())):
+        return selected
+    from fsdp_core.lightning.checkpoints.attempts import newest
+
+    told_to_end = connector._hpc_resume_path  # where a signal saves, if no callback does; or of another run
+    newer = newest([*found.values(), told_to_end]) if _is_sharded_folder(told_to_end) else None
+    newer = newer or newest(found.values())
+    return next((path for path, folder in found.items() if folder == newer), newer or selected)
 
 
 def _last_ones(trainer: Any) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from fsdp_core.checkpoint.shared_place import check_shared
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["check_folder_around", "check_folders_of"]
+__all__ = ["check_all_resume", "check_folder_around", "check_folders_of"]
 
 
 def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
@@ -41,6 +42,35 @@ def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
             f"a signal that ends the fit, such as a scheduler's, will leave no checkpoint: {error}\n"
             "Or give it a default_root_dir that they share, or save with ModelCheckpoint(save_on_exception=True)."
         )
+
+
+def check_all_resume(path: str | None, runtime: Runtime) -> None:
+    """Raise if some hosts have found a checkpoint to go on from, and others none. All ranks must call it.
+
+    Args:
+        path: What this rank has found.
+        runtime: The ranks.
+
+    Raises:
+        CheckpointError: Rank 0 and another have not both found one. Those that have would wait for the others.
+    """
+    first = runtime.broadcast_object((path, socket.gethostname()))
+    if not runtime.total([(path is None) != (first[0] is None)])[0]:
+        return
+    others = runtime.gather_objects_to((path, socket.gethostname()))
+    told = None
+    if others is not None:
+        rank, (found, host) = next(
+            (rank, one) for rank, one in enumerate(others) if (one[0] is None) != (first[0] is None)
+        )
+        has, lacks = (f"rank 0 on {first[1]}", f"rank {rank} on {host}")
+        has, lacks = (has, lacks) if found is None else (lacks, has)
+        told = (
+            f"{has} has found {first[0] or found} to go on from, and {lacks} finds no checkpoint there.\n"
+            "Save to a folder that all hosts share. If they do, the second has not seen yet what is new in it: start "
+            "again."
+        )
+    raise CheckpointError(runtime.broadcast_object(told))
 
 
 def check_folder_around(path: str, num_nodes: int, runtime: Runtime) -> None:
