@@ -301,7 +301,8 @@ KNOWN_ATTRIBUTES = {
     "checkpoints/patched_io.py": {
         "_fs",
         "_find_last_checkpoints",
-        "_hpc_resume_path", "_CheckpointConnector",
+        "_hpc_resume_path",
+        "_CheckpointConnector",
     },  # of Lightning's search for the last
     "lightning/trainer.py": {"_layer_sync", "_reset_optimizers_and_schedulers"},  # what a strategy inherits
     "classic/trainer.py": {"_layer_sync"},
