@@ -299,7 +299,12 @@ KNOWN_ATTRIBUTES = {
     "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
     "hooks/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging
     "checkpoints/late_param_groups.py": {"_restarting"},  # of Lightning's BaseFinetuning: to restore groups again
-    "checkpoints/patched_io.py": {"_fs"},  # of Lightning's ModelCheckpoint
+    "checkpoints/patched_io.py": {
+        "_fs",
+        "_find_last_checkpoints",
+        "_hpc_resume_path",
+        "_CheckpointConnector",
+    },  # of Lightning's search for the last
     "lightning/trainer.py": {"_layer_sync", "_reset_optimizers_and_schedulers"},  # what a strategy inherits
     "classic/trainer.py": {"_layer_sync"},
     "lightning/host_metrics.py": {"_results", "_defaults", "_logger_connector", "_first_loop_iter"},  # of the loops

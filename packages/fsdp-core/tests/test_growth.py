@@ -14,8 +14,10 @@ from torch import nn
 from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, fill_all, load, merging, save, together_each
 from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.shared_place import check_shared
 from fsdp_core.errors import CheckpointError
 from fsdp_core.initialization.sharded_init import check_same_parts
+from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module
 from fsdp_core.testing.loopback.backend import LoopbackBackend
@@ -103,6 +105,11 @@ def set_up(runtime: RecordingRuntime, path: Path) -> None:
     backend.shard(model)
 
 
+def meet_on_hosts(runtime: RecordingRuntime, path: Path) -> None:
+    check_same_packages(runtime, versions_of(LoopbackBackend))
+    check_shared(path, runtime)
+
+
 def save_once(runtime: RecordingRuntime, path: Path) -> None:
     model = rows_of(runtime.rank, runtime.world_size)
     save(path, {"model": model}, runtime=runtime, strategy="test", kinds={"model": "model"})
@@ -142,6 +149,7 @@ def load_all(runtime: RecordingRuntime, path: Path) -> None:
 
 STEPS = {
     "set-up": set_up,
+    "several hosts": meet_on_hosts,
     "first save": save_once,
     "second save": save_again,
     "save in turn": save_in_turn,

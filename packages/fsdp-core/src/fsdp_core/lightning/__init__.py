@@ -15,12 +15,14 @@ from fsdp_core.lazy_names import lazy_names
 if TYPE_CHECKING:
     from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
     from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.global_batch import GlobalBatch, micro_batches
     from fsdp_core.lightning.pretrained_folders import LoadPretrained, SavePretrained
     from fsdp_core.lightning.setup_checks import check_devices, reduce_op_name, set_rank_zero
     from fsdp_core.lightning.strategy import StrategyOptions
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
 __all__ = [
+    "GlobalBatch",
     "LoadPretrained",
     "SavePretrained",
     "ShardedFabricStrategy",
@@ -28,11 +30,13 @@ __all__ = [
     "StrategyOptions",
     "check_devices",
     "consolidate_lightning",
+    "micro_batches",
     "reduce_op_name",
     "set_rank_zero",
 ]
 
 _HOMES = {
+    "GlobalBatch": "fsdp_core.lightning.global_batch",
     "LoadPretrained": "fsdp_core.lightning.pretrained_folders",
     "SavePretrained": "fsdp_core.lightning.pretrained_folders",
     "StrategyOptions": "fsdp_core.lightning.strategy",
@@ -40,6 +44,7 @@ _HOMES = {
     "ShardedTrainerStrategy": "fsdp_core.lightning.trainer",
     "check_devices": "fsdp_core.lightning.setup_checks",
     "consolidate_lightning": "fsdp_core.lightning.checkpoints.full.consolidation",
+    "micro_batches": "fsdp_core.lightning.global_batch",
     "reduce_op_name": "fsdp_core.lightning.setup_checks",
     "set_rank_zero": "fsdp_core.lightning.setup_checks",
 }

@@ -25,9 +25,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.global_batch import keeps_global_batch
 from fsdp_core.lightning.private import (
     around_each_batch,
     instead_of_signal_handlers,
+    is_accumulating,
     note_sigterm,
     path_to_resume_from,
 )
@@ -163,9 +165,13 @@ class Preemption:
             )
 
     def _end_together(self, trainer: pl.Trainer) -> None:
-        """Raise on all ranks, after a checkpoint, if any of them was told to end. Called before each batch."""
+        """Raise on all ranks, after a checkpoint, if any of them was told to end. Called before each batch.
+
+        With a global batch that is kept, a step that is begun is done first: what is left of it may not be divisible
+        over other ranks.
+        """
         told = self._signals.agreed
-        if told:
+        if told and not (keeps_global_batch(trainer) and is_accumulating(trainer)):
             self._ended = True
             note_sigterm(trainer)
             self._save(trainer, told)

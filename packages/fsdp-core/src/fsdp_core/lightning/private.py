@@ -51,6 +51,7 @@ __all__ = [
     "forget_module",
     "has_states_to_load",
     "instead_of_signal_handlers",
+    "is_accumulating",
     "load_loader_states",
     "logs_graph",
     "note_sigterm",
@@ -111,6 +112,16 @@ def around_each_batch(trainer: Any, before: Callable[[], None], after: Callable[
         type(loop).on_advance_end(loop, data_fetcher)
 
     loop.advance, loop.on_advance_end, loop._broadcast_sigterm_tensor = advance, on_advance_end, lambda: None
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the next batch goes on with an optimizer step that earlier ones have begun. To be asked between two."""
+    loop = trainer.fit_loop.epoch_loop
+    return (
+        bool(loop.batch_progress.current.processed)
+        and not loop.batch_progress.is_last_batch
+        and loop._should_accumulate()
+    )
 
 
 def path_to_resume_from(trainer: Any) -> str:

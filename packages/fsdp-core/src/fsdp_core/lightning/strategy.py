@@ -25,6 +25,7 @@ from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
 from fsdp_core.lightning.finite_gradients import check_error_if_nonfinite
 from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
+from fsdp_core.lightning.launch_checks import check_launched
 from fsdp_core.lightning.private import reset_seed
 from fsdp_core.lightning.setup_checks import (
     check_devices,
@@ -40,6 +41,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.sharding.mixed_precision import ShardPrecision
@@ -363,6 +365,7 @@ class RanksOfStrategy:
 
     def _configure_launcher(self) -> None:
         check_devices(self.strategy_name, self.backend, self.parallel_devices, self.shard_precision)
+        check_launched(self.cluster_environment, self.num_processes, self.num_nodes)
         self.backend.mesh(self.num_nodes * self.num_processes)  # fail before any process is started
         environment = self.cluster_environment
         assert environment is not None
@@ -385,6 +388,8 @@ class RanksOfStrategy:
             port=environment.main_port,
             timeout=self._patience(),
         )
+        if self.num_nodes > 1:
+            check_same_packages(self.runtime, versions_of(type(self), type(self.backend), type(self.runtime)))
         self.runtime.mesh = mesh
         self.backend.bind(self.runtime, self.shard_precision)
         if self.hang_timeout is not None and self.world_size > 1 and isinstance(self.runtime, ProcessGroupRuntime):

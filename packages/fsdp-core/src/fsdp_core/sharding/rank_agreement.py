@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
@@ -46,11 +47,13 @@ def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
     digest = hashlib.sha256(repr(told).encode()).hexdigest()
     if not runtime.total([digest != runtime.broadcast_object(digest)])[0]:
         return
-    differences = runtime.gather_objects(_difference(runtime.broadcast_object(told), told))
-    others = [rank for rank, difference in enumerate(differences) if difference]
+    gathered = runtime.gather_objects((_difference(runtime.broadcast_object(told), told), socket.gethostname()))
+    others = [rank for rank, (difference, _) in enumerate(gathered) if difference]
+    difference, host = gathered[others[0]]
+    where = f" (on {host})" if host != gathered[0][1] else ""
     further = f" Rank {', '.join(map(str, others[1:]))} differs from it too." if len(others) > 1 else ""
     raise ShardingError(
-        f"rank {others[0]} has not set up the same {what} as rank 0: {differences[others[0]]}.{further}\n"
+        f"rank {others[0]}{where} has not set up the same {what} as rank 0: {difference}.{further}\n"
         "Build the same model on every rank, with the same options and packages. Only the values of parameters and "
         "buffers may differ, of which rank 0's are taken."
     )

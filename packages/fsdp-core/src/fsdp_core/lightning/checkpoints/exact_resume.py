@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
+from fsdp_core.lightning.checkpoints.attempts import Attempts
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.held_gradients import described, of_this_rank
@@ -37,6 +38,8 @@ class ExactResume:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        #: What has led to this state.
+        self.attempts = Attempts()
         self._to_restore: Mapping[str, Any] | None = None
         self._gradients: Mapping[str, Any] | None = None
         self._at_iterators = False
@@ -55,7 +58,10 @@ class ExactResume:
         mine = random_state(self._runtime) if self._before_validation is None else self._before_validation
         by_rank = self._runtime.gather_objects_to(mine)
         of_ranks = [mine] if by_rank is None else self._runtime.by_data_parallel_rank(by_rank)
-        state: dict[str, Any] = {"ranks": [{"random": one} for one in of_ranks]}
+        state: dict[str, Any] = {
+            "ranks": [{"random": one} for one in of_ranks],
+            "attempts": self.attempts.state(),
+        }
         gradients = described(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
         return state if gradients is None else {**state, "gradients": gradients}
 
@@ -65,6 +71,7 @@ class ExactResume:
         Args:
             state: ``None`` if the checkpoint holds none.
         """
+        self.attempts.take(state)
         self._to_restore = self._gradients = None
         if state is not None:
             self._to_restore = state_of_rank([of_rank["random"] for of_rank in state["ranks"]], self._runtime)

@@ -7,7 +7,8 @@ sharded strategies read their own layouts in other ways; they refuse our folder 
 that resumes in the middle of an epoch warns that its data starts over. A module is never built from hyper-parameters of
 a checkpoint that name code, unless the user permits the checkpoint to run code.
 
-``ckpt_path="last"`` takes the last checkpoint of that name, except for what an interrupted save has left.
+``ckpt_path="last"`` takes the last checkpoint of that name, except for what an interrupted save has left. Which of
+several is the last follows from what led to them, where they tell that, and not from the clocks of those who saved.
 
 A function that a version of Lightning does not have is skipped.
 """
@@ -64,6 +65,9 @@ def install_search() -> None:
     for package in _PACKAGES:
         module = sys.modules.get(f"{package['pytorch']}.callbacks.model_checkpoint")
         replace_function(getattr(module, "ModelCheckpoint", None), "_find_last_checkpoints", _finds_whole_ones)
+        connectors = sys.modules.get(f"{package['pytorch']}.trainer.connectors.checkpoint_connector")
+        connector = getattr(connectors, "_CheckpointConnector", None)
+        replace_function(connector, "_select_ckpt_path", _selects_the_newest)
 
 
 def checkpoint_at(path: Any) -> Any:
@@ -179,6 +183,47 @@ def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
         return {path for path in found if path is not None}
 
     return marked(find_last, find, _finds_whole_ones)
+
+
+@cache
+def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(select)
+    def select_path(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        selected = _newest_of(self, select(self, state_fn, ckpt_path, *args, **kwargs), ckpt_path)
+        strategy = self.trainer.strategy
+        if hasattr(strategy, "resumes_from"):  # one of ours, which compares it with the other hosts' choices
+            strategy.resumes_from = None if selected is None else str(selected)
+        return selected
+
+    return marked(select_path, select, _selects_the_newest)
+
+
+def _newest_of(connector: Any, selected: Any, ckpt_path: Any) -> Any:
+    """What Lightning has selected, or of several that are the last of their names, the newest."""
+    if selected is None or ckpt_path not in (None, "last"):
+        return selected
+    found = _last_ones(connector.trainer)
+    if str(selected) not in found:
+        return selected
+    if not all(map(_is_sharded_folder, found.values())):
+        return selected
+    from fsdp_core.lightning.checkpoints.attempts import newest
+
+    told_to_end = connector._hpc_resume_path  # where a signal saves, if no callback does; or of another run
+    newer = newest([*found.values(), told_to_end]) if _is_sharded_folder(told_to_end) else None
+    newer = newer or newest(found.values())
+    return next((path for path, folder in found.items() if folder == newer), newer or selected)
+
+
+def _last_ones(trainer: Any) -> dict[str, str]:
+    """What Lightning chooses from for ``ckpt_path="last"``, with the folder that each path stands for."""
+    found: set[str] = set()
+    for callback in trainer.callbacks:
+        if hasattr(callback, "_find_last_checkpoints"):
+            found |= {str(path) for path in callback._find_last_checkpoints(trainer)}
+        elif type(callback).__name__ == "OnExceptionCheckpoint" and _is_sharded_folder(callback.ckpt_path):
+            found.add(str(callback.ckpt_path))
+    return {path: str(checkpoint_at(path)) for path in found}
 
 
 def _as_found(path: str, fs: Any) -> str | None:

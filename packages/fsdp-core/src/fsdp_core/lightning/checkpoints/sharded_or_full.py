@@ -14,6 +14,7 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each, total
 from fsdp_core.lightning.capabilities import check_checkpoint
 from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
+from fsdp_core.lightning.checkpoints.shared_disk import check_folder_around
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 
@@ -26,6 +27,11 @@ class SavingStrategy(Protocol):
     backend: Backend
     runtime: Runtime
     strategy_name: str
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of hosts."""
+        ...
 
     @property
     def state_dict_type(self) -> str:
@@ -99,6 +105,7 @@ def write_folder(
         deferred: Which tensors are copied in the background as well; see :meth:`AsyncSaves.save`.
     """
     strategy.refuse_storage_options(storage_options)
+    check_folder_around(path, strategy.num_nodes, strategy.runtime)
     in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
     save = in_order if async_saves is None else partial(async_saves.save, deferred=deferred)
     save(path, state, strategy=strategy.strategy_name, kinds=kinds, aliases=aliases)

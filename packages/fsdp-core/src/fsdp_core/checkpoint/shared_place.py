@@ -1,0 +1,112 @@
+"""Finds out whether all hosts see one folder, before anything is saved there. No torch."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from fsdp_core.checkpoint.collective import together_each, together_first, total
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.errors import CheckpointError
+from fsdp_core.runtime import Runtime
+
+__all__ = ["check_shared"]
+
+#: How long a host may take to see what another has written: network file systems keep what they know for a while.
+_SECONDS = 3.0
+
+#: The places that the ranks of a runtime share.
+_shared: WeakKeyDictionary[Runtime, set[str]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sign:
+    """What rank 0 writes, and one rank of each host looks for.
+
+    Attributes:
+        path: The folder.
+        name: The file's name.
+        host: The host that writes it.
+    """
+
+    path: str
+    name: str
+    host: str
+
+
+def check_shared(path: StrPath, runtime: Runtime) -> None:
+    """Raise on all ranks if a host does not see what rank 0 writes to a folder. All ranks must call it.
+
+    Rank 0 creates the folder, and an empty file in it that it removes again. A folder is looked at once for each
+    runtime. Each rank takes part in one broadcast and three sums.
+
+    Args:
+        path: A local path or an fsspec URL of a folder, which may not exist yet. Rank 0's value is used.
+        runtime: The ranks.
+
+    Raises:
+        CheckpointError: A host does not see it, or rank 0 can't write there. The message names hosts and path.
+    """
+    known = _shared.setdefault(runtime, set())
+    sign = together_first(runtime, f"looking at {os.fspath(path)}", lambda: _sign(path, runtime, known))
+    if sign is None:
+        return
+    folder = open_folder(sign.path)
+    try:
+        together_each(runtime, f"writing to {folder}", lambda: folder.mark(sign.name) if runtime.rank == 0 else None)
+        looks = runtime.local_rank == 0 and runtime.rank != 0
+        sees = not looks or _sees(folder, sign)
+        lacking = total(runtime, [not sees])[0]
+    finally:
+        if runtime.rank == 0:
+            with suppress(Exception):  # it is empty, and says what it is
+                folder.remove(sign.name)
+    if not lacking:
+        known.add(os.fspath(path))
+        known.add(sign.path)
+        return
+    blind = runtime.gather_objects_to(None if sees else socket.gethostname())
+    told = None if blind is None else _told(sign, {rank: host for rank, host in enumerate(blind) if host is not None})
+    raise CheckpointError(runtime.broadcast_object(told))
+
+
+def _sign(path: StrPath, runtime: Runtime, known: set[str]) -> _Sign | None:
+    """Rank 0's sign; ``None`` if it knows the place."""
+    asked = os.fspath(path)
+    if runtime.rank or asked in known:
+        return None
+    return _Sign(path=asked, name=f".seen-by-all-hosts-{secrets.token_hex(6)}", host=socket.gethostname())
+
+
+def _sees(folder: Folder, sign: _Sign) -> bool:
+    """Whether the file is there, now or in a while."""
+
+    def is_there() -> bool:
+        folder.fs.invalidate_cache()
+        return bool(folder.fs.exists(folder.path(sign.name)))
+
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        with suppress(Exception):  # it can't be reached from here
+            if is_there():
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+def _told(sign: _Sign, blind: dict[int, str]) -> str:
+    hosts = dict.fromkeys(blind.values())
+    named = ", ".join(list(hosts)[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
+    return (
+        f"the hosts do not share {sign.path}, where checkpoints are to be saved: what {sign.host} (rank 0) writes "
+        f"there, {named} (rank {', '.join(map(str, list(blind)[:8]))}) can't see.\nEvery rank writes its part of a "
+        "checkpoint, and a load reads all parts: save to a folder of a file system that all hosts mount at the same "
+        "path, such as ModelCheckpoint(dirpath='/shared/run'), or to a bucket, 's3://bucket/run'. With "
+        "state_dict_type='full', rank 0 alone writes one file."
+    )

@@ -1,0 +1,88 @@
+"""Looks, before hosts have trained for an hour, whether all of them see the folders that checkpoints go to."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from fsdp_core.checkpoint.shared_place import check_shared
+from fsdp_core.errors import CheckpointError
+from fsdp_core.runtime import Runtime
+
+__all__ = ["check_all_resume", "check_folder_around", "check_folders_of"]
+
+
+def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
+    """Raise if hosts do not share the folder of a checkpoint callback. All ranks must call it.
+
+    A callback that tells no ``dirpath`` is left to the first save. Where SIGTERM and SLURM's signal save,
+    ``default_root_dir``, is needed by few runs: there, a warning says what would be lost.
+
+    Raises:
+        CheckpointError: They do not share it.
+    """
+    callbacks: Any = trainer.checkpoint_callbacks
+    folders = dict.fromkeys(os.fspath(one.dirpath) for one in callbacks if getattr(one, "dirpath", None))
+    for folder in runtime.broadcast_object(list(folders)):
+        check_shared(folder, runtime)
+    saves = any(isinstance(one, OnExceptionCheckpoint) or getattr(one, "save_on_exception", False) for one in callbacks)
+    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
+    if saves and not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
+        return
+    try:
+        check_shared(str(trainer.default_root_dir), runtime)
+    except CheckpointError as error:
+        rank_zero_warn(
+            f"a signal that ends the fit, such as a scheduler's, will leave no checkpoint: {error}\n"
+            "Or give it a default_root_dir that they share, or save with ModelCheckpoint(save_on_exception=True)."
+        )
+
+
+def check_all_resume(path: str | None, runtime: Runtime) -> None:
+    """Raise if some hosts have found a checkpoint to go on from, and others none. All ranks must call it.
+
+    Args:
+        path: What this rank has found.
+        runtime: The ranks.
+
+    Raises:
+        CheckpointError: Rank 0 and another have not both found one. Those that have would wait for the others.
+    """
+    first = runtime.broadcast_object((path, socket.gethostname()))
+    if not runtime.total([(path is None) != (first[0] is None)])[0]:
+        return
+    others = runtime.gather_objects_to((path, socket.gethostname()))
+    told = None
+    if others is not None:
+        rank, (found, host) = next(
+            (rank, one) for rank, one in enumerate(others) if (one[0] is None) != (first[0] is None)
+        )
+        has, lacks = (f"rank 0 on {first[1]}", f"rank {rank} on {host}")
+        has, lacks = (has, lacks) if found is None else (lacks, has)
+        told = (
+            f"{has} has found {first[0] or found} to go on from, and {lacks} finds no checkpoint there.\n"
+            "Save to a folder that all hosts share. If they do, the second has not seen yet what is new in it: start "
+            "again."
+        )
+    raise CheckpointError(runtime.broadcast_object(told))
+
+
+def check_folder_around(path: str, num_nodes: int, runtime: Runtime) -> None:
+    """Raise if hosts do not share the folder that a checkpoint goes into. All ranks must call it.
+
+    Args:
+        path: The checkpoint, the same on all ranks.
+        num_nodes: How many hosts there are: nothing is done on one.
+        runtime: The ranks.
+
+    Raises:
+        CheckpointError: They do not share it.
+    """
+    if num_nodes > 1:
+        check_shared(os.path.dirname(path.rstrip("/")) or ".", runtime)

@@ -1,0 +1,151 @@
+"""What hosts must agree on before a run begins: packages, a folder for checkpoints, and how many ranks there are."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+
+from checkpoint_ranks import ThreadRuntime, on_threads
+from fsdp_core.checkpoint.shared_place import check_shared
+from fsdp_core.errors import CheckpointError, ShardingError
+from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume
+from fsdp_core.lightning.launch_checks import check_launched
+from fsdp_core.sharding import host_agreement
+from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
+from fsdp_core.testing.loopback.backend import LoopbackBackend
+
+pytestmark = pytest.mark.timeout(100)
+
+
+def test_versions_that_differ_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(runtime: ThreadRuntime) -> Any:
+        check_same_packages(runtime, {"torch": "2.13.0", "fsdp_core": "0.1.0"})
+        newer = {"torch": "2.13.0" if runtime.rank < 2 else "2.12.1", "fsdp_core": "0.1.0"}
+        own = {**newer, "fsdp_fsdp2": "0.2.0"} if runtime.rank == 1 else newer
+        with pytest.raises(ShardingError) as told:
+            check_same_packages(runtime, own)
+        return str(told.value)
+
+    monkeypatch.setattr(host_agreement.socket, "gethostname", lambda: "host-a")
+    (told,) = set(on_threads(4, work))
+    assert "torch: 2.13.0 on host-a (rank 0, 1); 2.12.1 on host-a (rank 2, 3)" in told
+    assert "fsdp_fsdp2: not installed on host-a (rank 0, 2, 3); 0.2.0 on host-a (rank 1)" in told
+    assert told.endswith("Install the same on every host, such as: pip install torch==2.13.0")
+
+
+def test_versions_of_what_is_in_use() -> None:
+    found = versions_of(LoopbackBackend, TorchElasticEnvironment)
+    assert {"torch", "fsdp_core", "lightning"} <= found.keys()
+    assert not {"abc", "builtins"} & found.keys()
+
+
+def test_a_shared_folder_is_looked_at_once_and_left_empty(tmp_path: Path) -> None:
+    class Counting(ThreadRuntime):
+        calls = 0
+
+        def gather_objects(self, obj: Any) -> list[Any]:
+            self.calls += 1
+            return super().gather_objects(obj)
+
+    def work(given: ThreadRuntime) -> list[int]:
+        runtime = Counting.__new__(Counting)
+        runtime.__dict__.update(given.__dict__)
+        calls = []
+        for _ in range(2):
+            before = runtime.calls
+            check_shared(tmp_path / "new/folder", runtime)
+            calls.append(runtime.calls - before)
+        return calls
+
+    assert on_threads(3, work) == [[4, 2]] * 3  # the second time, rank 0 says that it knows the place
+    assert list((tmp_path / "new/folder").iterdir()) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such permissions")
+def test_a_folder_that_cant_be_written_to_is_told_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def work(runtime: ThreadRuntime) -> str:
+        with pytest.raises(CheckpointError) as told:
+            check_shared(tmp_path / "file/folder", runtime)
+        return str(told.value)
+
+    (told,) = set(on_threads(2, work))
+    assert "A file exists where a folder must be" in told
+    assert stat.S_ISREG((tmp_path / "file").stat().st_mode)
+
+
+def test_a_checkpoint_that_only_one_host_finds() -> None:
+    def work(runtime: ThreadRuntime) -> str:
+        check_all_resume(None, runtime)
+        check_all_resume(f"/data/{runtime.rank}", runtime)  # rank 0's is taken
+        with pytest.raises(CheckpointError) as told:
+            check_all_resume(None if runtime.rank == 1 else "/data/last.ckpt", runtime)
+        return str(told.value)
+
+    (told,) = set(on_threads(3, work))
+    assert re.match(r"rank 0 on \S+ has found /data/last.ckpt to go on from, and rank 1 on \S+ finds no", told)
+
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+SLURM = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "variables", "devices", "hosts", "told"),
+    [
+        (TorchElasticEnvironment, {**TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, 2, None),
+        (
+            TorchElasticEnvironment,
+            {**TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
+            2,
+            1,
+            "devices=2 and num_nodes=1 ask for 2 ranks, 2 on each host, and torchrun has started 4 ranks, 2 on each "
+            "of 2 hosts.\nWrite devices=2, num_nodes=2 (in a script for any number: "
+            'devices=int(os.environ["LOCAL_WORLD_SIZE"]), num_nodes=int(os.environ["GROUP_WORLD_SIZE"])); or',
+        ),
+        (
+            TorchElasticEnvironment,
+            {**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
+            2,
+            2,
+            "ask for 4 ranks, 2 on each host, and torchrun has started 2 ranks, 2 on each of 1 host.\n"
+            "Write devices=2, num_nodes=1 ",
+        ),
+        (  # the product is right
+            TorchElasticEnvironment,
+            {**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"},
+            2,
+            1,
+            "Write devices=1, num_nodes=2 ",
+        ),
+        (
+            SLURMEnvironment,
+            {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"},
+            4,
+            1,
+            "SLURM has started 8 ranks, 4 on each of 2 hosts.\nWrite devices=4, num_nodes=2 ",
+        ),
+        (SLURMEnvironment, {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}, 4, 2, None),
+        (LightningEnvironment, {"LOCAL_RANK": "1", "WORLD_SIZE": "4"}, 2, 1, None),
+    ],
+)
+def test_numbers_that_the_launcher_contradicts(
+    monkeypatch: pytest.MonkeyPatch, environment: Any, variables: dict[str, str], devices: int, hosts: int, told: Any
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if told is None:
+        check_launched(environment(), devices, hosts)
+    else:
+        with pytest.raises(ShardingError) as error:
+            check_launched(environment(), devices, hosts)
+        assert told in str(error.value)
