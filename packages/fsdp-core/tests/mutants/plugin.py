@@ -44,6 +44,7 @@ FAULTS = (
     "norm_of_all",
     "norm_nonfinite",
     "nonfinite_local",
+    "signal_not_told",
     "clip_value_ignored",
     # accumulation
     "micro_batches_twice",

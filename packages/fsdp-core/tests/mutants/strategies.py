@@ -83,11 +83,19 @@ class LooksAtOwnGradients(LoopbackFabricStrategy):
             raise NonFiniteGradientError("before step 2 of this run, 1 parameter of SGD.\nset_detect_anomaly")
 
 
+class GoesOn(LoopbackFabricStrategy):
+    """Notes a signal, and tells no rank of it."""
+
+    def told_to_end(self) -> bool:
+        return super().told_to_end() and False
+
+
 #: Where the fault is not the backend's.
 FABRICS: dict[str, type[LoopbackFabricStrategy]] = {
     "ranks_not_compared": ComparesNothing,
     "late_parameters_taken": TakesLateParameters,
     "nonfinite_local": LooksAtOwnGradients,
+    "signal_not_told": GoesOn,
 }
 TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "random_numbers_not_restored": ForgetsRandomNumbers,
