@@ -19,6 +19,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 __all__ = [
     "check_devices",
     "check_loggers",
+    "check_scattered_save",
     "check_state_dict_type",
     "check_waiting",
     "reduce_op_name",
@@ -91,6 +92,24 @@ def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
         raise UnsupportedCapabilityError(
             f"async_save={async_save!r} is neither True nor False.\n"
             "Write True to write checkpoints in the background, or False to wait for them."
+        )
+
+
+def check_scattered_save(scattered_save: bool, state_dict_type: str) -> None:
+    """Refuse a ``scattered_save`` that is not a ``bool``, or that is asked of one file.
+
+    Raises:
+        UnsupportedCapabilityError: It is.
+    """
+    if not isinstance(scattered_save, bool):
+        raise UnsupportedCapabilityError(
+            f"scattered_save={scattered_save!r} is neither True nor False.\n"
+            "Write True to let each rank save where it stands, or False to save to one folder that all ranks share."
+        )
+    if scattered_save and state_dict_type == "full":
+        raise UnsupportedCapabilityError(
+            "scattered_save=True can't be combined with state_dict_type='full': rank 0 writes one file, wherever the "
+            "other ranks stand.\nLeave one of them out."
         )
 
 
