@@ -50,9 +50,7 @@ class Odd(nn.Module):
         return self.head(x).float().log_softmax(-1).mean() + self.frozen(x).float().square().mean()
 
 
-def set_up(
-    strategy: str, world_size: int, precision: str, seed: int, **options: Any
-) -> tuple[Any, dict[str, Any]]:
+def set_up(strategy: str, world_size: int, precision: str, seed: int, **options: Any) -> tuple[Any, dict[str, Any]]:
     fabric = new_fabric(strategy, world_size, options or None, precision=precision)
     net = Odd(seed)
     blocks: Any = net.blocks

@@ -135,9 +135,9 @@ def test_each_rank_writes_where_it_stands_and_gather_joins(tmp_path: Path, where
         check(out, version=version)
     for place in places:
         shutil.rmtree(place)
-        assert {found.name for found in place.parent.iterdir()} <= {path.name for path in tmp_path.iterdir()}
     check(out, version=3.0)  # links outlive the places
-    assert not [found for found in tmp_path.rglob(".*")]  # no mark or claim is left
+    assert not list(tmp_path.rglob(".*"))  # no mark or claim is left
+    assert not list(tmp_path.rglob("*replaced"))
 
 
 def test_gathered_equals_a_plain_save_bit_for_bit(tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ def test_a_place_alone_is_never_loaded_and_says_what_is_missing(tmp_path: Path) 
     for reader in (load, verify, load_state_dict, read_manifest, describe):
         with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote of the scattered save") as caught:
             reader(second)
-        assert f"to {first}\n" in str(caught.value)
+        assert f"to {first}.\n" in str(caught.value)
         assert f"fsdp checkpoint gather {second} … OUT" in str(caught.value)
-    with pytest.raises(CheckpointFormatError, match="none of .* holds the manifest"):
+    with pytest.raises(CheckpointFormatError, match=r"none of .* holds the manifest"):
         load([second, second])
     with pytest.raises(CheckpointFormatError, match="rank 2-3 on"):
         gather([first], tmp_path / "out.ckpt")

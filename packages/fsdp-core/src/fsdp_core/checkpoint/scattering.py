@@ -48,7 +48,6 @@ class Scattering:
 
     def begin(self, runtime: Runtime, doing: str) -> None:
         """Find out who stands where, before anything else is written. All ranks call this."""
-
         stand = self.stand
 
         def claim_first() -> None:

@@ -91,7 +91,7 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
             ("Versions", versions or "not noted"),
             ("Size", f"{shown_size(facts['bytes'])} in {len(facts['files'])} files"),
             ("Format", f"version {facts['format_version']}"),
-            *[("Scattered", f"rank {one['ranks']} on {one['host']}, to {one['path']}") for one in facts["places"][:_SHOWN]],
+            *[("Scattered", _shown_place(one)) for one in facts["places"][:_SHOWN]],
         ]
     )
     if facts["parts"]:
@@ -116,6 +116,10 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
     if facts["plain"]:
         click.echo(f"\n{click.style('Plain data', bold=True)}")
         _print_fields([(clean(entry["path"]), _shown_entry(entry)) for entry in facts["plain"]], indent="  ")
+
+
+def _shown_place(place: Mapping[str, Any]) -> str:
+    return clean(f"rank {place['ranks']} on {place['host']}, to {place['path']}")
 
 
 def _print_fields(fields: Sequence[tuple[str, str]], indent: str = "") -> None:

@@ -1,4 +1,4 @@
-"""``fsdp checkpoint consolidate``, ``gather`` and ``reshard``; torch is imported for a Lightning file, or to convert dtypes."""
+"""``fsdp checkpoint consolidate``, ``gather``, ``reshard``; torch is imported for a Lightning file, or new dtypes."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def gather_checkpoint(
 ) -> None:
     """Join the places DIR... of a scattered save to the checkpoint OUT.
 
-    A save with scattered_save=True writes to a folder on each host, and rank 0's has the manifest. Give all of them, in any
-    order; what is missing is named, with its rank, host and folder. Files on the disk of OUT are hard-linked.
+    A save with scattered_save=True writes to a folder on each host, and rank 0's has the manifest. Give all of them, in
+    any order; what is missing is named, with its rank, host and folder. Files on the disk of OUT are hard-linked.
     """
     from fsdp_core.checkpoint import gather
 

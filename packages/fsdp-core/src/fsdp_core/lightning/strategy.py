@@ -424,7 +424,7 @@ class RanksOfStrategy:
         self.runtime.barrier()
 
     def place_of(self, path: Any) -> str:
-        """Where this rank saves a checkpoint: at rank 0's path, unless the save is scattered. All ranks must call it."""
+        """Where this rank saves a checkpoint: at rank 0's path, unless saves are scattered. All ranks must call it."""
         return str(path) if self.scattered_save else str(self.broadcast(str(path)))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

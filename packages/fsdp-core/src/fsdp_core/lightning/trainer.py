@@ -578,7 +578,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def in_order(self, doing: str, job: Callable[[], None], saved: Mapping[str, bool]) -> None:
         """Run a job on rank 0, after all pending saves. All ranks must call it.
 
-        Of scattered saves, every rank runs it: the first of each host, and then the others, which may see other folders.
+        Of scattered saves, every rank runs it: the first of each host, and then the others, which may see others.
 
         Args:
             doing: What the job does, for error messages.

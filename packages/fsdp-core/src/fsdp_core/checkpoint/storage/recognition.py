@@ -9,7 +9,7 @@ import xxhash
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.part_recognition import described_part, holds_part
+from fsdp_core.checkpoint.storage.part_recognition import described_part, holds_part, saves_in
 from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
 from fsdp_core.checkpoint.storage.writers import MARK
 from fsdp_core.errors import CheckpointFormatError
@@ -22,6 +22,7 @@ __all__ = [
     "is_folder",
     "is_interrupted",
     "is_ours",
+    "is_place",
     "manifest_bytes",
     "read_manifest",
     "save_id_in",
@@ -121,6 +122,12 @@ def is_ours(name: str) -> bool:
         (True, False)
     """
     return _OUR_FILES.fullmatch(name) is not None
+
+
+def is_place(path: StrPath) -> bool:
+    """Return whether a path is a folder without a manifest to which ranks of a scattered save have written."""
+    folder = open_folder(path)
+    return bool(folder.fs.isdir(folder.root)) and bool(saves_in(folder.files()))
 
 
 def holds_ours(path: StrPath) -> bool:

@@ -89,13 +89,16 @@ def _examine(folder: Folder) -> Found | None:
     writers = writers_in(names, writer)
     sizes = [folder.size(name) or 0 for name in names if is_ours(name)]
     times = [_modified(folder, name) for name in names]
+    told = [] if part is None else [_in_one_line(part)]
+    if writers or part is None:
+        told.append(_of_writers(writers))
     return Found(
         path=str(folder),
         state="unfinished" if part is None or not holds_part(names) else "scattered",
         step=None,
         nbytes=sum(sizes),
         time=max((time for time in times if time is not None), default=None),
-        told=" ".join([*([_in_one_line(part)] if part else []), *([_of_writers(writers)] if writers or part is None else [])]),
+        told=" ".join(told),
     )
 
 
