@@ -49,7 +49,7 @@ def _trained(strategy: str, tmp: str) -> dict[str, Any]:
     return {"model": full_state(run.strategy), "optimizer": full_optimizer_state(run.strategy, run.optimizers[0])}
 
 
-def _under_fabric(strategy: str, world_size: int, path: str, *, save: bool) -> dict[str, Any]:
+def _under_fabric(strategy: str, world_size: int, path: str, save: bool) -> dict[str, Any]:
     """Train a step and save, each rank to its own folder; or load. The whole state."""
     fabric = new_fabric(strategy, world_size, {"scattered_save": True})
     with oracle.seeded(1 if save else 7):
@@ -78,7 +78,7 @@ class ScatteredSavesSuite(Clauses):
         if front_end == "trainer":
             saved = ranks.run(2, _trained, self.strategy, tmp)[0]
         else:
-            saved = ranks.run(2, _under_fabric, self.strategy, 2, tmp, save=True)[0]
+            saved = ranks.run(2, _under_fabric, self.strategy, 2, tmp, True)[0]
         places = [tmp_path / f"rank{rank}" / "last.ckpt" for rank in range(2)]
         assert [path for path in tmp_path.rglob("*.ckpt") if not is_checkpoint(path)] == places[1:]
         for place in places:
@@ -89,5 +89,5 @@ class ScatteredSavesSuite(Clauses):
         if front_end == "trainer":
             got = ranks.run(3, loaded, self.strategy, tmp, 3, "adamw_groups", out)[0]
         else:
-            got = ranks.run(3, _under_fabric, self.strategy, 3, out, save=False)[0]
+            got = ranks.run(3, _under_fabric, self.strategy, 3, out, False)[0]
         assert_bit_equal(got, saved)
