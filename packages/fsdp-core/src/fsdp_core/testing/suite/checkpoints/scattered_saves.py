@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from torch.nn.functional import mse_loss
 
-from fsdp_core.checkpoint import gather, is_checkpoint, load
+from fsdp_core.checkpoint import gather, is_checkpoint, load, read_manifest
 from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
@@ -83,6 +83,9 @@ class ScatteredSavesSuite(Clauses):
         assert [path for path in tmp_path.rglob("*.ckpt") if not is_checkpoint(path)] == places[1:]
         for place in places:
             assert [path.name for path in place.parent.iterdir()] == ["last.ckpt"]
+        # a library may pad a small model so far that rank 0 holds all of it
+        lacking = [name for name in read_manifest(places[0]).files if not (places[0] / name).exists()]
+        for place in places if lacking else places[1:]:
             told = refusal(CheckpointFormatError, lambda place=place: load(place))  # type: ignore[misc]
             assert_says(told, "scattered save", "fsdp checkpoint gather", "rank 1")
         gather(places, out)
