@@ -264,7 +264,7 @@ def test_inspect_as_json(folder: Path) -> None:
     seen = json.loads(run("inspect", folder, "--json").stdout)
     manifest = read_manifest(folder)
     assert list(seen) == [
-        "path", "format_version", "save_id", "created", "strategy", "world_size", "versions", "bytes", "parts",
+        "path", "format_version", "save_id", "created", "strategy", "world_size", "versions", "places", "bytes", "parts",
         "tensors", "aliases", "plain", "files",
     ]  # fmt: skip
     assert seen["save_id"] == manifest.save_id
@@ -352,8 +352,8 @@ def test_verify_a_whole_checkpoint(by_ranks: dict[int, Path], ranks: int) -> Non
     assert f"{by_ranks[ranks]} is whole: " in run("verify", by_ranks[ranks]).stdout
     assert run("verify", by_ranks[ranks], "--quiet").output == ""
     seen = json.loads(run("verify", by_ranks[ranks], "--json").stdout)
-    assert list(seen) == ["path", "files", "bytes", "faults"]
-    assert seen["faults"] == {}
+    assert list(seen) == ["path", "files", "bytes", "faults", "elsewhere"]
+    assert seen["faults", "elsewhere"] == {}
 
 
 def test_verify_names_every_fault(folder: Path) -> None:
@@ -366,7 +366,7 @@ def test_verify_names_every_fault(folder: Path) -> None:
     for name in names:
         assert f"  {name} " in result.stderr
     assert "Restore these files" in result.stderr
-    faults = json.loads(run("verify", folder, "--json", status=1).stdout)["faults"]
+    faults = json.loads(run("verify", folder, "--json", status=1).stdout)["faults", "elsewhere"]
     assert sorted(faults) == names
     assert faults[names[0]] == "is missing"
     assert all(faults[name].startswith("has the checksum xxh3:") for name in names[1:])
