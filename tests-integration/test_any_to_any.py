@@ -50,8 +50,8 @@ class Odd(nn.Module):
         return self.head(x).float().log_softmax(-1).mean() + self.frozen(x).float().square().mean()
 
 
-def set_up(strategy: str, world_size: int, precision: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    fabric = new_fabric(strategy, world_size, precision=precision)
+def set_up(strategy: str, world_size: int, precision: str, seed: int, **options: Any) -> tuple[Any, dict[str, Any]]:
+    fabric = new_fabric(strategy, world_size, options or None, precision=precision)
     net = Odd(seed)
     blocks: Any = net.blocks
     adam = torch.optim.AdamW(
@@ -94,6 +94,13 @@ def load_and_save(strategy: str, world_size: int, precision: str, paths: list[tu
             state[key].zero_grad()
         losses.append(float(state["model"](torch.arange(7)).detach()))
     return losses
+
+
+def load_and_scatter(strategy: str, world_size: int, source: str, folder: str) -> None:
+    """The same, saved again by ranks that stand in different folders."""
+    fabric, state = set_up(strategy, world_size, "32-true", seed=2, scattered_save=True)
+    fabric.load(source, state)
+    fabric.save(Path(folder, f"rank{fabric.global_rank}", "run.ckpt"), state)
 
 
 def flat(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -146,3 +153,16 @@ def test_any_layout_to_any_other(ranks: RankPool, tmp_path: Path, precision: str
         for source, target in paths:
             assert_bit_equal(contents(Path(source)), want)
             assert_bit_equal(contents(Path(target)), want)
+
+
+def test_scattered_parts_are_joined_to_what_any_backend_loads(ranks: RankPool, tmp_path: Path) -> None:
+    first = str(tmp_path / "first")
+    ranks.run(1, train_and_save, "fsdp2", "32-true", first)
+    want = contents(Path(first))
+    for saver, reader in (("fsdp2", "fsdp_native"), ("fsdp_native", "fsdp2")):
+        folder, whole, again = tmp_path / saver, tmp_path / f"{saver}.ckpt", tmp_path / f"{saver}-again.ckpt"
+        ranks.run(3, load_and_scatter, saver, 3, first, str(folder))
+        checkpoints.gather([folder / f"rank{rank}" / "run.ckpt" for rank in (2, 0, 1)], whole)
+        assert_bit_equal(contents(whole), want)
+        ranks.run(2, load_and_save, reader, 2, "32-true", [(str(whole), str(again))])
+        assert_bit_equal(contents(again), want)

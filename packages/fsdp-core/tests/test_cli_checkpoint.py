@@ -264,8 +264,8 @@ def test_inspect_as_json(folder: Path) -> None:
     seen = json.loads(run("inspect", folder, "--json").stdout)
     manifest = read_manifest(folder)
     assert list(seen) == [
-        "path", "format_version", "save_id", "created", "strategy", "world_size", "versions", "bytes", "parts",
-        "tensors", "aliases", "plain", "files",
+        "path", "format_version", "save_id", "created", "strategy", "world_size", "versions", "places", "bytes",
+        "parts", "tensors", "aliases", "plain", "files",
     ]  # fmt: skip
     assert seen["save_id"] == manifest.save_id
     assert (seen["strategy"], seen["world_size"], seen["path"]) == ("test", 1, str(folder))
@@ -352,7 +352,7 @@ def test_verify_a_whole_checkpoint(by_ranks: dict[int, Path], ranks: int) -> Non
     assert f"{by_ranks[ranks]} is whole: " in run("verify", by_ranks[ranks]).stdout
     assert run("verify", by_ranks[ranks], "--quiet").output == ""
     seen = json.loads(run("verify", by_ranks[ranks], "--json").stdout)
-    assert list(seen) == ["path", "files", "bytes", "faults"]
+    assert list(seen) == ["path", "files", "bytes", "faults", "elsewhere"]
     assert seen["faults"] == {}
 
 

@@ -136,6 +136,12 @@ def save_in_background(runtime: RecordingRuntime, path: Path) -> None:
     saves.close()
 
 
+def save_scattered(runtime: RecordingRuntime, path: Path) -> None:
+    model = rows_of(runtime.rank, runtime.world_size)
+    own = path / f"rank{runtime.rank:05d}" / "run.ckpt"
+    save(own, {"model": model}, runtime=runtime, strategy="test", kinds={"model": "model"}, scattered=True)
+
+
 def load_all(runtime: RecordingRuntime, path: Path) -> None:
     save_once(runtime, path)
     runtime.calls.clear()
@@ -154,6 +160,7 @@ STEPS = {
     "second save": save_again,
     "save in turn": save_in_turn,
     "save in background": save_in_background,
+    "scattered save": save_scattered,
     "load": load_all,
 }
 

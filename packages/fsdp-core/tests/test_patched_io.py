@@ -515,3 +515,21 @@ def test_a_script_needs_no_import_of_ours(site: Site, tmp_path: Path, trained: A
         assert torch.equal(fresh.head.weight, model.head.weight)
         """
     )
+
+
+def test_a_place_of_a_scattered_save_is_refused_and_replaced(tmp_path: Path) -> None:
+    from checkpoint_ranks import ThreadRuntime, on_threads
+
+    def work(runtime: ThreadRuntime) -> None:
+        chunk = Chunk(offsets=(runtime.rank,), data=torch.ones(1))
+        state = {"model": {"w": ChunkedTensor(shape=(2,), dtype=torch.float32, chunks=(chunk,))}}
+        path = tmp_path / f"rank{runtime.rank}.ckpt"
+        save(path, state, runtime=runtime, strategy="test", kinds={"model": "model"}, scattered=True)
+
+    assert on_threads(2, work) == [None, None]
+    for rank in (0, 1):
+        path = tmp_path / f"rank{rank}.ckpt"
+        for opener in OPENERS:
+            assert_says(refusal(CheckpointFormatError, lambda o=opener, p=path: o(p)), "scattered", "gather")  # type: ignore[misc]
+        cloud_io._atomic_save({"mine": 1}, path)
+        assert cloud_io._load(path, weights_only=True) == {"mine": 1}

@@ -55,6 +55,7 @@ ALWAYS_IN_SPMD: Mapping[str, Collection[object]] = {
     "flatten_parameters": (False,),
     "timeout": (None,),
     "sequential_save": (False,),
+    "scattered_save": (False,),
 }
 
 #: What to write instead of the other options of torch_xla's wrapper, and of those of torch's FSDP.
@@ -100,6 +101,7 @@ INSTEAD_IN_SPMD = {
     "timeout": "Leave it out: there is no other process to wait for.",
     "hang_timeout": "Leave it out: there is no other process to wait for.",
     "sequential_save": "Leave it out: one process saves for all devices.",
+    "scattered_save": "Leave it out: one process saves for all devices.",
 }
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fsdp_core.checkpoint.tools.comparing import Differences, TensorDifference, compare
     from fsdp_core.checkpoint.tools.consolidation import Consolidated, consolidate_huggingface, consolidate_safetensors
     from fsdp_core.checkpoint.tools.describing import describe
+    from fsdp_core.checkpoint.tools.gathering import Gathered, gather
     from fsdp_core.checkpoint.tools.resharding import reshard
     from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
     from fsdp_core.state.filling import KeyDifferences, fill, fill_all
@@ -35,6 +36,7 @@ __all__ = [
     "ChunkedTensor",
     "Consolidated",
     "Differences",
+    "Gathered",
     "KeyDifferences",
     "Manifest",
     "SavedTensor",
@@ -46,6 +48,7 @@ __all__ = [
     "describe",
     "fill",
     "fill_all",
+    "gather",
     "is_checkpoint",
     "is_folder",
     "load",
@@ -66,6 +69,7 @@ _HOMES = {
     "ChunkedTensor": "fsdp_core.state.chunks",
     "Consolidated": "fsdp_core.checkpoint.tools.consolidation",
     "Differences": "fsdp_core.checkpoint.tools.comparing",
+    "Gathered": "fsdp_core.checkpoint.tools.gathering",
     "KeyDifferences": "fsdp_core.state.filling",
     "SavedTensor": "fsdp_core.state.saved_tensor",
     "TensorDifference": "fsdp_core.checkpoint.tools.comparing",
@@ -76,6 +80,7 @@ _HOMES = {
     "describe": "fsdp_core.checkpoint.tools.describing",
     "fill": "fsdp_core.state.filling",
     "fill_all": "fsdp_core.state.filling",
+    "gather": "fsdp_core.checkpoint.tools.gathering",
     "load": "fsdp_core.checkpoint.loading",
     "load_state_dict": "fsdp_core.checkpoint.state_dict",
     "reshard": "fsdp_core.checkpoint.tools.resharding",

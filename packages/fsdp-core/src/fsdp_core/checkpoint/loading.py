@@ -13,7 +13,8 @@ from torch import Tensor
 from fsdp_core.checkpoint.collective import together_each, total
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.plain_data import decode
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.joined import Paths, open_places, shown_paths
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.rereading import ATTEMPTS, pause, seen, too_often
@@ -28,7 +29,7 @@ from fsdp_core.state.saved_tensor import SavedTensor
 __all__ = ["load", "verify_tensors"]
 
 
-def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) -> dict[str, Any]:
+def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) -> dict[str, Any]:
     """Load a checkpoint folder as the nest that was saved. Chunked tensors stay in the files.
 
     Every byte is compared with the manifest before this returns, so a damaged checkpoint is refused before any weight
@@ -36,7 +37,7 @@ def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) 
     meantime, the load starts again; on a local disk, tensors of the result stay readable if that happens later.
 
     Args:
-        path: A local path or an fsspec URL.
+        path: A local path or an fsspec URL; or several, the places of a scattered save, each of which every rank sees.
         runtime: The ranks, which must all call this. They divide the files between them, so that each byte is verified
             once, and a fault that one rank finds is raised on all. Without it, no rank waits for another: a single
             process may call this, and each caller verifies all files.
@@ -52,8 +53,9 @@ def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) 
         CheckpointFormatError: There is no complete checkpoint that this version can read, or it is damaged; the message
             names the files and their faults.
     """
-    folder = open_folder(path)
-    doing = f"loading {os.fspath(path)}"
+    doing = f"loading {shown_paths(path)}"
+    one = isinstance(path, str | os.PathLike)  # of which nothing is read yet, so no rank can fail alone
+    folder = open_places(path) if one else together_each(runtime, doing, lambda: open_places(path))
     for attempt in range(ATTEMPTS):
         reading = _Reading(folder, runtime, checksums=verify)
         save_id, faults, replaced = together_each(runtime, doing, reading.examine)
@@ -63,7 +65,7 @@ def load(path: StrPath, *, runtime: Runtime | None = None, verify: bool = True) 
         if alike and not changing:
             if damaged and runtime is not None:  # rarely: each rank needs the faults of all
                 faults = {name: fault for of_rank in runtime.gather_objects(faults) for name, fault in of_rank.items()}
-            refuse_damage(folder, faults)
+            refuse_damage(reading.files, faults)
             if not total(runtime, [not together_each(runtime, doing, reading.decode)])[0]:
                 return reading.nest
         pause(attempt)
@@ -111,12 +113,17 @@ class _Reading:
         faults = find_damage(self._files, mine, checksums=self._checksums)
         return manifest.save_id, faults, bool(faults) and self._replaced()
 
+    @property
+    def files(self) -> StoredFiles:
+        """The files that were examined."""
+        assert self._files is not None
+        return self._files
+
     def decode(self) -> bool:
         """Decode the plain data, and return ``False`` if the checkpoint was replaced before that."""
-        assert self._files is not None
         try:
-            self._files.keep_open()
-            self.nest = _decode(self._files)
+            self.files.keep_open()
+            self.nest = _decode(self.files)
         except (CheckpointFormatError, OSError):
             if not self._replaced():
                 raise
@@ -139,7 +146,7 @@ def verify_tensors(nest: Any) -> None:
     names: dict[StoredFiles, set[str]] = {}
     _note_files(nest, names)
     for files, own in names.items():
-        refuse_damage(files.folder, find_damage(files, sorted(own)))
+        refuse_damage(files, find_damage(files, sorted(own)))
 
 
 def _note_files(nest: Any, names: dict[StoredFiles, set[str]]) -> None:

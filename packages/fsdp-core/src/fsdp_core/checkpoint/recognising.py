@@ -47,7 +47,7 @@ def _grid(shape: tuple[int, ...], held: Sequence[tuple[int, tuple[Box, ...]]]) -
     for cell, (offsets, sizes, _) in zip(cells, placed, strict=True):
         if tuple(begin for begin, _ in cell) != offsets or tuple(length for _, length in cell) != sizes:
             return None
-    ranks = _in_steps([rank for *_, rank in placed])
+    ranks = Ranks.of([rank for *_, rank in placed])
     return Pattern(shape=shape, ranks=ranks, grid=tuple(map(_in_runs, lengths)))
 
 
@@ -70,30 +70,9 @@ def _runs(shape: tuple[int, ...], held: Sequence[tuple[int, tuple[Box, ...]]]) -
     if end != math.prod(shape):
         return None
     return Pattern(
-        shape=shape, ranks=_in_steps([rank for *_, rank in found]), runs=_in_runs([length for _, length, _ in found])
+        shape=shape, ranks=Ranks.of([rank for *_, rank in found]), runs=_in_runs([length for _, length, _ in found])
     )
 
 
 def _in_runs(lengths: Sequence[int]) -> Sizes:
     return Sizes(tuple((length, len(list(equal))) for length, equal in groupby(lengths)))
-
-
-def _in_steps(ranks: Sequence[int]) -> Ranks:
-    """Divide ranks into runs of equal steps.
-
-    Example:
-        >>> _in_steps([0, 2, 4, 1, 3, 5]).runs
-        ((0, 2, 3), (1, 2, 3))
-    """
-    runs: list[tuple[int, int, int]] = []
-    for rank in ranks:
-        if runs:
-            first, step, count = runs[-1]
-            if count == 1 and rank >= first:
-                runs[-1] = first, rank - first, 2
-                continue
-            if count > 1 and rank == first + step * count:
-                runs[-1] = first, step, count + 1
-                continue
-        runs.append((rank, 1, 1))
-    return Ranks(tuple(runs))

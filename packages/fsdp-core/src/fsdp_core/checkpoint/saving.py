@@ -35,8 +35,10 @@ from fsdp_core.checkpoint.indexes import (
 )
 from fsdp_core.checkpoint.merging import Merged, merged_from
 from fsdp_core.checkpoint.planning import Plan, plan_save
+from fsdp_core.checkpoint.scattering import Scattering
 from fsdp_core.checkpoint.storage.commit import Place, choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath
+from fsdp_core.checkpoint.storage.part_places import Stand, choose_stand, first_stand
 from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.runtime import Runtime
@@ -58,6 +60,7 @@ def save(
     versions: Mapping[str, str] | None = None,
     overwrite: bool = True,
     one_after_another: bool = False,
+    scattered: bool = False,
 ) -> None:
     """Save a nest of sharded tensors and plain data as a checkpoint folder. Every rank calls this.
 
@@ -67,7 +70,8 @@ def save(
     content unchanged.
 
     Args:
-        path: A local path or an fsspec URL, on storage that all ranks share. Rank 0's value is used.
+        path: A local path or an fsspec URL, on storage that all ranks share. Rank 0's value is used, unless the save is
+            scattered.
         state: Dicts, lists and tuples of tensors and plain data (see
             :mod:`fsdp_core.checkpoint.format.plain_data`), under the same keys on every rank.
             DTensors and chunked tensors are saved from all ranks; plain tensors and plain data, from rank 0.
@@ -84,6 +88,9 @@ def save(
             complete. A folder of anything else is never replaced.
         one_after_another: Whether the ranks of a host write in turn. For tensors that are read only when they are
             written (see :class:`~fsdp_core.state.TensorSource`), only one rank's are then in memory at a time.
+        scattered: Whether ranks may stand in different folders: paths that differ, or hosts that share no disk. Each
+            then writes to its own path, and the manifest is at rank 0's. Nothing loads such a checkpoint before
+            :func:`~fsdp_core.checkpoint.gather` has joined the places, unless they are given to a load together.
 
     Raises:
         CheckpointValueError: The state holds values that can't be saved; nothing was written.
@@ -101,6 +108,7 @@ def save(
         aliases=aliases,
         versions=versions,
         overwrite=overwrite,
+        scattered=scattered,
     )
     prepared.write(runtime, one_after_another=one_after_another)
 
@@ -115,6 +123,7 @@ def prepare_save(
     aliases: Mapping[str, str] | None = None,
     versions: Mapping[str, str] | None = None,
     overwrite: bool = True,
+    scattered: bool = False,
     stage: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> PreparedSave:
     """Run the first half of :func:`save`, which plans the save and writes nothing. Every rank calls this.
@@ -128,6 +137,7 @@ def prepare_save(
         aliases: Additional names of tied parameters.
         versions: Package versions to record.
         overwrite: Whether an existing checkpoint may be replaced.
+        scattered: Whether ranks may stand in different folders.
         stage: Takes the plan and returns the plan to write, whose tensors may be copies.
 
     Returns:
@@ -140,18 +150,27 @@ def prepare_save(
     memory = memory_of(runtime)
     last = memory.last
 
-    def prepare() -> tuple[Place, Told] | None:
+    def prepare() -> tuple[Place, Told, str] | None:
         nonlocal plan
         plan = stage(plan_save(state, kinds, aliases or {}, runtime.rank))
         if runtime.rank:
             return None
         told = Told(table_digest(_tensors(plan)), None if last is None else last.save_id)
-        return choose_place(path, secrets.token_hex(6), overwrite=overwrite), told
+        place = choose_place(path, secrets.token_hex(6), overwrite=overwrite)
+        return place, told, first_stand(place).path
 
-    told = together_first(runtime, f"preparing to save {os.fspath(path)}", prepare)
-    assert told is not None  # rank 0 returns both
+    def stand() -> Stand:
+        assert told is not None
+        first = first_stand(told[0])
+        return first if runtime.rank == 0 else choose_stand(path, first, overwrite=overwrite)
+
+    doing = f"preparing to save {os.fspath(path)}"
+    told = together_first(runtime, doing, prepare)
+    assert told is not None  # rank 0 returns all
+    scattering = Scattering(together_each(runtime, doing, stand), told[2]) if scattered else None
     return PreparedSave(
-        _place=told[0],
+        _place=told[0] if scattering is None else scattering.stand.place,
+        _scattering=scattering,
         _plan=plan,
         _strategy=strategy,
         _kinds=dict(kinds),
@@ -167,6 +186,7 @@ class PreparedSave:
     """A save that is planned but not written."""
 
     _place: Place
+    _scattering: Scattering | None
     _plan: Plan
     _strategy: str
     _kinds: dict[str, str]
@@ -185,33 +205,38 @@ class PreparedSave:
         Raises:
             CheckpointError: As in :func:`save`, for errors that are detected only while writing.
         """
-        with writing(self._place.writer) if runtime.rank == 0 else nullcontext():
+        with writing(self._place.writer) if runtime.rank == 0 or self._scattering is not None else nullcontext():
             self._write(runtime, one_after_another=one_after_another)
 
     def _write(self, runtime: Runtime, *, one_after_another: bool) -> None:
-        place, plan = self._place, self._plan
-        folder, save_id = place.folder, place.save_id
+        place, plan, scattering = self._place, self._plan, self._scattering
+        folder, save_id, doing = place.folder, place.save_id, f"writing {place.final}"
         data: bytes | None = None
         previous: bytes | None = None
         merged: Merged | None = None
         mine: list[Message] = []
         try:
             # Before anything is written there, so that leftover files can be attributed to this save.
-            together_each(runtime, f"writing {place.final}", lambda: place.begin() if runtime.rank == 0 else None)
+            if scattering is None:
+                together_each(runtime, doing, lambda: place.begin() if runtime.rank == 0 else None)
+            else:
+                scattering.begin(runtime, doing)
             by_rank: dict[int, Message] = {}
             turn, left = 0, 1
             while left:
                 if not one_after_another or runtime.local_rank == turn:
-                    write: Callable[[], Message | None] = partial(self._write_chunks, runtime.rank, mine)
+                    write: Callable[[], Message | None] = partial(self._write_chunks, runtime, mine)
                 else:
                     write = _nothing
-                written = together_to_first(runtime, f"writing {place.final}", write)
+                written = together_to_first(runtime, doing, write)
                 by_rank.update((rank, one) for rank, one in enumerate(written or ()) if one is not None)
                 turn += 1
                 left = total(runtime, [runtime.local_rank >= turn])[0] if one_after_another else 0
 
-            def commit() -> None:
-                nonlocal data, previous, merged
+            manifest: Manifest | None = None
+
+            def merge() -> None:
+                nonlocal data, merged, manifest
                 if runtime.rank == 0:
                     messages = [by_rank[rank] for rank in range(runtime.world_size)]
                     merged = merged_from(_tensors(plan), messages, self._last)
@@ -224,22 +249,43 @@ class PreparedSave:
                         kinds=self._kinds,
                         tensors=merged.stored(lambda key: files_of(plan.section_of[key], save_id)),
                         aliases=plan.aliases,
-                        **_write_state(folder, save_id, plan, messages),
+                        places=() if scattering is None else scattering.places(),
+                        **_write_state(folder, save_id, plan, messages, scattering),
                     )
                     data = manifest.to_json().encode()
-                    previous = place.commit(data, manifest.files)
 
-            together_each(runtime, f"committing {place.final}", commit)
+            def commit() -> None:
+                nonlocal previous
+                if manifest is not None and data is not None:  # on rank 0
+                    here = manifest.files if scattering is None else scattering.files_here(manifest.files)
+                    previous = place.commit(data, here)
+
+            def in_one_step() -> None:
+                merge()
+                commit()
+
+            doing = f"committing {place.final}"
+            if scattering is None or not scattering.is_apart:
+                together_each(runtime, doing, in_one_step)
+            else:
+                together_each(runtime, doing, merge)
+                scattering.publish(runtime, doing)
+                together_each(runtime, doing, commit)
         except CheckpointError:
-            _discard(place, runtime, data)
+            if scattering is None:
+                _discard(place, runtime, data)
+            else:
+                scattering.discard(runtime, data)
             raise
         self._memory.last = Remembered(save_id, mine[0].plan, merged)
         if data is not None:  # on rank 0
             place.tidy(data, previous)
+        elif scattering is not None:
+            scattering.tidy()
 
-    def _write_chunks(self, rank: int, mine: list[Message]) -> Message:
+    def _write_chunks(self, runtime: Runtime, mine: list[Message]) -> Message:
         """Write this rank's chunks, and return what rank 0 is to know, which is also put into ``mine``."""
-        plan, save_id = self._plan, self._place.save_id
+        plan, save_id, rank = self._plan, self._place.save_id, runtime.rank
         contents: dict[Section, dict[str, Tensor | TensorSource]] = {}
         index = Index(tensors=_tensors(plan))
         for key, tensor in plan.stored.items():
@@ -252,6 +298,9 @@ class PreparedSave:
             index.boxes.append(tuple(boxes))
         for section, content in contents.items():
             index.files[section] = _write_tensors(self._place.folder, file_name(section, save_id, rank), content)
+        if self._scattering is not None:
+            files = {file_name(section, save_id, rank): entry for section, entry in index.files.items()}
+            self._scattering.record(runtime, files)
         mine.append(packed(index, self._told, self._last))
         return mine[0]
 
@@ -270,15 +319,18 @@ def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor | Ten
     return FileEntry(size=size, checksum=f"xxh3:{digest}")
 
 
-def _write_state(folder: Folder, save_id: str, plan: Plan, messages: Sequence[Message]) -> dict[str, Any]:
+def _write_state(
+    folder: Folder, save_id: str, plan: Plan, messages: Sequence[Message], scattering: Scattering | None
+) -> dict[str, Any]:
     """Write the plain data and its tensors, and return the manifest's fields about files."""
     files = dict(entry for rank, one in enumerate(messages) for entry in one.entries(save_id, rank))
-    for name, entry in files.items():
+    for name, entry in (files if scattering is None else scattering.files_here(files)).items():
         if (size := folder.size(name)) != entry.size:
             seen = "no file" if size is None else f"{size} bytes"
             raise CheckpointError(
                 f"rank 0 sees {seen} at {folder.path(name)}, where a rank wrote {entry.size} bytes: "
-                "save to a file system that all ranks share"
+                "save to a file system that all ranks share, or with scattered_save=True (scattered=True of "
+                "fsdp_core.checkpoint.save), with which each rank writes where it stands"
             )
     state_file, state_tensors = f"state-{save_id}.json", f"state-{save_id}.safetensors" if plan.tensors else None
     if state_tensors is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.format.paths import find_part, split_path
 from fsdp_core.checkpoint.loading import load, verify_tensors
-from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
+from fsdp_core.checkpoint.storage.joined import Paths, open_places
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError, MissingKeyError
@@ -22,7 +22,7 @@ __all__ = ["load_state_dict"]
 
 @begins_anew("path")
 def load_state_dict(
-    path: StrPath,
+    path: Paths,
     key: str = "model",
     *,
     device: torch.device | str = "cpu",
@@ -34,7 +34,8 @@ def load_state_dict(
     Args:
         path: A checkpoint folder of this format (a local path or an fsspec URL), or a local file that was saved with
             ``state_dict_type="full"``, which is read with ``torch.load(weights_only=True)``. In a file with the
-            Trainer's layout, the model is the value of ``"state_dict"``.
+            Trainer's layout, the model is the value of ``"state_dict"``. Or several paths, the places of a scattered
+            save.
         key: The model's path in the state: ``"model"`` under the Trainer, and the user's own key under Fabric.
         device: The device of the returned tensors. Each is moved there as soon as it is read.
         dtype: The dtype for floating-point tensors; as saved if ``None``.
@@ -48,7 +49,7 @@ def load_state_dict(
         CheckpointFormatError: There is no readable checkpoint, or it is damaged.
         MissingKeyError: It holds no model under that key; the message lists its keys.
     """
-    folder = open_folder(path)
+    folder = open_places(path)
     if folder.local and os.path.isfile(folder.root):
         part = _part_of_file(folder.root, key)
     else:

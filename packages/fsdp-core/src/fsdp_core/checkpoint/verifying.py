@@ -10,16 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 from fsdp_core.checkpoint.format.chunks import StoredChunk
-from fsdp_core.checkpoint.format.manifest import FileEntry, StoredTensor
+from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.joined import Paths, open_places
+from fsdp_core.checkpoint.storage.part_recognition import described_rest
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.remedies import unreadable
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["OnBytes", "find_damage", "refuse_damage", "share_of", "verify"]
+__all__ = ["OnBytes", "elsewhere_of", "find_damage", "refuse_damage", "share_of", "verify"]
 
 OnBytes = Callable[[str, int], None]
 """Called with a file's name and the number of bytes that have just been read."""
@@ -28,26 +30,27 @@ _BLOCK_BYTES = 2**18  # stays in the processor's cache between reading and hashi
 _REMOTE_BLOCK_BYTES = 8 * 2**20
 _THREADS = 4
 _SHOWN = 20
+_MISSING = "is missing"
 
 
 @begins_anew("path")
-def verify(path: StrPath, *, on_bytes: OnBytes | None = None) -> None:
+def verify(path: Paths, *, on_bytes: OnBytes | None = None) -> None:
     """Read every file of a checkpoint and compare it with the manifest.
 
     The manifest has a checksum of its own, and reading it checks that its chunks cover every tensor. Files are read by
     up to four threads, which use at most 32 MiB of memory together.
 
     Args:
-        path: A local path or an fsspec URL.
+        path: A local path or an fsspec URL; or several, the places of a scattered save.
         on_bytes: Called with a file's name and the number of bytes that have just been read, to show progress; never by
             two threads at once.
 
     Raises:
         CheckpointFormatError: The manifest can't be read, or files are missing or changed; up to 20 are named.
     """
-    folder = open_folder(path)
+    folder = open_places(path)
     files = StoredFiles(folder, read_manifest(folder))
-    refuse_damage(folder, find_damage(files, files.manifest.files, on_bytes=on_bytes))
+    refuse_damage(files, find_damage(files, files.manifest.files, on_bytes=on_bytes))
 
 
 def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list[str]:
@@ -123,18 +126,37 @@ def find_damage(
     return {name: fault for name, fault in faults.items() if fault is not None}
 
 
-def refuse_damage(folder: Folder, faults: Mapping[str, str]) -> None:
+def refuse_damage(files: StoredFiles, faults: Mapping[str, str]) -> None:
     """Raise an error if :func:`find_damage` has found faults.
 
+    Args:
+        files: The files of the checkpoint.
+        faults: The faults by name.
+
     Raises:
-        CheckpointFormatError: There are faults. The message shows at most 20.
+        CheckpointFormatError: There are faults. The message shows at most 20. Of a scattered checkpoint whose other
+            places were not given, it says where they are.
     """
     if not faults:
         return
+    elsewhere = elsewhere_of(files.manifest, faults)
+    if len(elsewhere) == len(faults):
+        raise CheckpointFormatError(described_rest(files.folder, files.manifest, elsewhere))
     lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_SHOWN]]
     lines += [f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-    title, remedy = f"the checkpoint {folder} is damaged:", "Restore these files, or load an earlier checkpoint."
-    raise CheckpointFormatError("\n".join([title, *lines, remedy]))
+    title, remedy = f"the checkpoint {files.folder} is damaged:", "Restore these files, or load an earlier checkpoint."
+    more = [described_rest(files.folder, files.manifest, elsewhere)] if elsewhere else []
+    raise CheckpointFormatError("\n".join([title, *lines, remedy, *more]))
+
+
+def elsewhere_of(manifest: Manifest, faults: Mapping[str, str]) -> list[str]:
+    """Return the files of a scattered checkpoint that are missing where it was looked for them, and may be elsewhere.
+
+    Args:
+        manifest: The manifest.
+        faults: What :func:`find_damage` has found.
+    """
+    return [name for name, fault in faults.items() if fault == _MISSING] if manifest.places else []
 
 
 _Expected = tuple[str, StoredTensor, StoredChunk]
@@ -169,7 +191,7 @@ class _ExpectedChunks:
 def _compare_size(folder: Folder, name: str, entry: FileEntry) -> str | None:
     size = folder.size(name)
     if size is None:
-        return "is missing"
+        return _MISSING
     return None if size == entry.size else f"has {size} bytes instead of {entry.size}"
 
 

@@ -34,6 +34,10 @@ _CHECKPOINT_COMMANDS = {
         "fsdp_core.cli.checkpoint_import:import_checkpoint",
         "Make a checkpoint of this format from another library's.",
     ),
+    "gather": (
+        "fsdp_core.cli.checkpoint_writing:gather_checkpoint",
+        "Join the places of a save that hosts without a shared disk have written.",
+    ),
     "reshard": ("fsdp_core.cli.checkpoint_writing:reshard_checkpoint", "Write it in another number of files."),
 }
 

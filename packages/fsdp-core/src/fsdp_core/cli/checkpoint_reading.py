@@ -91,6 +91,7 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
             ("Versions", versions or "not noted"),
             ("Size", f"{shown_size(facts['bytes'])} in {len(facts['files'])} files"),
             ("Format", f"version {facts['format_version']}"),
+            *[("Scattered", _shown_place(one)) for one in facts["places"][:_SHOWN]],
         ]
     )
     if facts["parts"]:
@@ -115,6 +116,10 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
     if facts["plain"]:
         click.echo(f"\n{click.style('Plain data', bold=True)}")
         _print_fields([(clean(entry["path"]), _shown_entry(entry)) for entry in facts["plain"]], indent="  ")
+
+
+def _shown_place(place: Mapping[str, Any]) -> str:
+    return clean(f"rank {place['ranks']} on {place['host']}, to {place['path']}")
 
 
 def _print_fields(fields: Sequence[tuple[str, str]], indent: str = "") -> None:
@@ -229,38 +234,46 @@ def _shown_entry(entry: Mapping[str, Any]) -> str:
 
 
 @click.command("verify")
-@click.argument("path")
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
 @_QUIET
 @_AS_JSON
-def verify_checkpoint(path: str, quiet: bool, as_json: bool) -> None:
+def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> None:
     """Compare every byte of the checkpoint PATH with the checksums of its manifest.
 
     Also check that the pieces of each tensor cover every element exactly once, and are in the files where the manifest
-    says. Every fault is reported.
+    says. Every fault is reported. Several paths are the places of one scattered save.
     """
-    from fsdp_core.checkpoint.storage.folder import open_folder
+    from fsdp_core.checkpoint.storage.joined import open_places
+    from fsdp_core.checkpoint.storage.part_recognition import described_rest
     from fsdp_core.checkpoint.storage.rereading import retried
     from fsdp_core.checkpoint.storage.tensor_bytes import open_files
     from fsdp_core.checkpoint.tools.conversion import counter
-    from fsdp_core.checkpoint.verifying import find_damage
+    from fsdp_core.checkpoint.verifying import elsewhere_of, find_damage
 
     def read() -> tuple[StoredFiles, dict[str, str]]:
-        files = open_files(path)
+        files = open_files(paths)
         total = sum(entry.size for entry in files.manifest.files.values())
         with progress("Verifying", quiet=quiet) as on_progress:
             on_bytes = counter(total, on_progress)
             return files, find_damage(files, files.manifest.files, on_bytes=lambda name, count: on_bytes(count))
 
-    files, faults = retried([open_folder(path)], read, is_right=lambda found: not found[1])
+    files, faults = retried([open_places(paths)], read, is_right=lambda found: not found[1])
     entries = files.manifest.files
     total = sum(entry.size for entry in entries.values())
+    elsewhere = elsewhere_of(files.manifest, faults)
     if as_json:
-        print_json({"path": str(files.folder), "files": len(entries), "bytes": total, "faults": faults})
+        facts = {"path": str(files.folder), "files": len(entries), "bytes": total, "faults": faults}
+        print_json({**facts, "elsewhere": elsewhere})
     elif faults:
-        click.echo(f"{clean(files.folder)} is damaged:", err=True)
-        for name, fault in faults.items():
-            click.echo(f"  {clean(name)} {clean(fault)}", err=True)
-        click.echo("Restore these files, or use an earlier checkpoint.", err=True)
+        if elsewhere:
+            for line in described_rest(files.folder, files.manifest, elsewhere).split("\n"):
+                click.echo(clean(line), err=True)
+        if len(elsewhere) < len(faults):
+            click.echo(f"{clean(files.folder)} is damaged:", err=True)
+            for name, fault in faults.items():
+                if name not in elsewhere:
+                    click.echo(f"  {clean(name)} {clean(fault)}", err=True)
+            click.echo("Restore these files, or use an earlier checkpoint.", err=True)
     elif not quiet:
         count = len(files.manifest.tensors)
         click.echo(f"{clean(files.folder)} is whole: {count} tensors, {shown_size(total)} in {len(entries)} files.")

@@ -1,4 +1,4 @@
-"""``fsdp checkpoint consolidate`` and ``reshard``; torch is imported for a Lightning file, or to convert dtypes."""
+"""``fsdp checkpoint consolidate``, ``gather``, ``reshard``; torch is imported for a Lightning file, or new dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_core.cli.output import clean, progress, shown_size
 if TYPE_CHECKING:
     from fsdp_core.checkpoint.tools.consolidation import Consolidated
 
-__all__ = ["consolidate_checkpoint", "reshard_checkpoint"]
+__all__ = ["consolidate_checkpoint", "gather_checkpoint", "reshard_checkpoint"]
 
 _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace what is at OUT, once the new one is complete.")
 _QUIET = click.option("--quiet", "-q", is_flag=True, help="Show no progress, and print no more than errors.")
@@ -132,6 +132,38 @@ def _print_list(title: str, lines: Sequence[str]) -> None:
             click.echo(f"  {clean(line)}")
         if len(lines) > _SHOWN:
             click.echo(f"  … and {len(lines) - _SHOWN} more")
+
+
+@click.command("gather")
+@click.argument("places", nargs=-1, required=True, metavar="DIR...")
+@click.argument("out")
+@click.option("--copy", is_flag=True, help="Copy all files, and make no hard links.")
+@_OVERWRITE
+@_VERIFY
+@_QUIET
+def gather_checkpoint(
+    places: tuple[str, ...], out: str, copy: bool, overwrite: bool, verify: bool, quiet: bool
+) -> None:
+    """Join the places DIR... of a scattered save to the checkpoint OUT.
+
+    A save with scattered_save=True writes to a folder on each host, and rank 0's has the manifest. Give all of them, in
+    any order; what is missing is named, with its rank, host and folder. Files on the disk of OUT are hard-linked.
+    """
+    from fsdp_core.checkpoint import gather
+
+    with progress("Gathering", quiet=quiet) as on_progress:
+        done = gather(places, out, overwrite=overwrite, copy=copy, verify=verify, on_progress=on_progress)
+    if quiet:
+        return
+    size = sum(entry.size for entry in done.manifest.files.values())
+    count = len(done.manifest.files)
+    how = f"{done.linked} linked, {done.copied} copied"
+    click.echo(f"Gathered {count} files, {shown_size(size)}, of save {done.manifest.save_id} to {clean(out)}: {how}.")
+    _print_list(
+        "In several places, and read from one:",
+        [f"{name}: {', '.join(held)}" for name, held in done.duplicates.items()],
+    )
+    _print_list("Passed over for a good one elsewhere:", [f"{path} {fault}" for path, fault in done.spoiled.items()])
 
 
 @click.command("reshard")

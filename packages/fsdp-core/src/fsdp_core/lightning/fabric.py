@@ -65,6 +65,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: ``"sharded"`` for folders into which every rank writes its shards, ``"full"`` for one file.
         timeout: How long a collective may wait for the other ranks.
         async_save: Whether a save returns once the state is copied, and the checkpoint is written in the background.
+        scattered_save: Whether ranks that don't share a folder each save where they stand: hosts without a shared disk,
+            or paths that differ. `fsdp checkpoint gather` joins what they have written.
         error_if_nonfinite: Whether to raise :class:`~fsdp_core.NonFiniteGradientError` on all ranks, with the names of
             parameters, before a step whose gradients hold NaN or infinity. With fp16, the gradient scaler skips such
             steps, and nothing is raised.
@@ -95,6 +97,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        scattered_save: bool = False,
         error_if_nonfinite: bool = False,
         hang_timeout: timedelta | float | None = 1800.0,
         **unknown: Never,
@@ -109,6 +112,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             unknown,
             error_if_nonfinite,
             hang_timeout,
+            scattered_save,
         )
         self.roots: list[Sharded] = []
         self._first_forwards: list[FirstForwards] = []
@@ -372,7 +376,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         self._check_saving(self.roots)
-        save_checkpoint(self, str(self.broadcast(str(path))), state, storage_options, filter or {})
+        save_checkpoint(self, self.place_of(path), state, storage_options, filter or {})
 
     @normal_tensors()
     def load_checkpoint(

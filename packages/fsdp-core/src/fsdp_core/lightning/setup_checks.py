@@ -19,6 +19,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 __all__ = [
     "check_devices",
     "check_loggers",
+    "check_scattered_save",
     "check_state_dict_type",
     "check_waiting",
     "hang_duration",
@@ -121,6 +122,24 @@ def hang_duration(given: object) -> timedelta | None:
         f"hang_timeout={given!r} is not a duration.\n"
         "Write a number of seconds, a datetime.timedelta such as timedelta(minutes=30), or None to let ranks wait."
     )
+
+
+def check_scattered_save(scattered_save: bool, state_dict_type: str) -> None:
+    """Refuse a ``scattered_save`` that is not a ``bool``, or that is asked of one file.
+
+    Raises:
+        UnsupportedCapabilityError: It is.
+    """
+    if not isinstance(scattered_save, bool):
+        raise UnsupportedCapabilityError(
+            f"scattered_save={scattered_save!r} is neither True nor False.\n"
+            "Write True to let each rank save where it stands, or False to save to one folder that all ranks share."
+        )
+    if scattered_save and state_dict_type == "full":
+        raise UnsupportedCapabilityError(
+            "scattered_save=True can't be combined with state_dict_type='full': rank 0 writes one file, wherever the "
+            "other ranks stand.\nLeave one of them out."
+        )
 
 
 def reduce_op_name(reduce_op: Any) -> str:

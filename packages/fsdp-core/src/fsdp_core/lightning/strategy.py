@@ -29,6 +29,7 @@ from fsdp_core.lightning.launch_checks import check_launched
 from fsdp_core.lightning.private import reset_seed
 from fsdp_core.lightning.setup_checks import (
     check_devices,
+    check_scattered_save,
     check_state_dict_type,
     check_waiting,
     hang_duration,
@@ -78,6 +79,7 @@ class RanksOfStrategy:
         timeout: How long a collective may wait for the other ranks.
         async_saves: Writes checkpoints in the background; ``None`` if a save returns once everything is written.
         sequential_save: Whether the ranks of a host write their shards of a checkpoint one after another.
+        scattered_save: Whether each rank saves a checkpoint where it stands.
         error_if_nonfinite: Whether to raise before a step whose gradients are not finite.
         hang_timeout: How long ranks may wait for each other at one place before all end; ``None`` to watch nothing.
         make_before: Where users can create parameters before sharding, as a sentence.
@@ -101,6 +103,7 @@ class RanksOfStrategy:
     timeout: timedelta | None
     async_saves: AsyncSaves | None
     sequential_save: bool = False
+    scattered_save: bool = False
     error_if_nonfinite: bool = False
     hang_timeout: timedelta | None = None
     _unreduced: WeakSet[Sharded]  # roots with unreduced backward passes since the last step
@@ -137,12 +140,15 @@ class RanksOfStrategy:
         unknown: Mapping[str, object],
         error_if_nonfinite: bool = False,
         hang_timeout: timedelta | float | None = None,
+        scattered_save: bool = False,
     ) -> None:
         """Store the constructor's arguments, before Lightning's constructor uses them."""
         refuse_unknown_options(strategy_name, type(self), unknown, self.others_options, always=self.happens_anyway)
         check_state_dict_type(state_dict_type)
         check_waiting(timeout, async_save)
         check_error_if_nonfinite(error_if_nonfinite)
+        check_scattered_save(scattered_save, state_dict_type)
+        self.scattered_save = scattered_save
         self.error_if_nonfinite = error_if_nonfinite
         self.hang_timeout = hang_duration(hang_timeout)
         self.backend = backend
@@ -257,6 +263,7 @@ class RanksOfStrategy:
             "state_dict_type": self.state_dict_type,
             "async_save": self.async_saves is not None,
             "sequential_save": self.sequential_save,
+            "scattered_save": self.scattered_save,
             "error_if_nonfinite": self.error_if_nonfinite,
             "hang_timeout": self.hang_timeout,
             **{name: terms[name] for name in terms if name != "precision"},
@@ -444,6 +451,10 @@ class RanksOfStrategy:
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         self.runtime.barrier()
+
+    def place_of(self, path: Any) -> str:
+        """Where this rank saves a checkpoint: at rank 0's path, unless saves are scattered. All ranks must call it."""
+        return str(path) if self.scattered_save else str(self.broadcast(str(path)))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Broadcast the object of rank ``src`` to all ranks."""

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.step_gradients import guard, unguard
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
@@ -92,6 +93,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: ``"sharded"`` for folders into which every rank writes its shards, ``"full"`` for one file.
         timeout: How long a collective may wait for the other ranks.
         async_save: Whether a save returns once the state is copied, and the checkpoint is written in the background.
+        scattered_save: Whether ranks that don't share a folder each save where they stand: hosts without a shared disk,
+            or paths that differ. `fsdp checkpoint gather` joins what they have written.
         error_if_nonfinite: Whether to raise :class:`~fsdp_core.NonFiniteGradientError` on all ranks, with the names of
             parameters, before a step whose gradients hold NaN or infinity. With fp16, the gradient scaler skips such
             steps, and nothing is raised.
@@ -122,6 +125,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         state_dict_type: Literal["sharded", "full"] = "sharded",
         timeout: timedelta | None = None,
         async_save: bool = False,
+        scattered_save: bool = False,
         error_if_nonfinite: bool = False,
         hang_timeout: timedelta | float | None = 1800.0,
         **unknown: Never,
@@ -136,6 +140,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             unknown,
             error_if_nonfinite,
             hang_timeout,
+            scattered_save,
         )
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
@@ -230,7 +235,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._preemption.follow(trainer, fitting=fitting)
         self._fitting = self._is_first_step = fitting
-        if fitting and self.async_saves is not None:
+        if fitting and (self.async_saves is not None or self.scattered_save):
             treat_pending_saves_as_done(trainer.checkpoint_callbacks)
         module = self.lightning_module
         if fitting:
@@ -247,7 +252,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             datamodule = getattr(trainer, "datamodule", None)
             if datamodule is not None:
                 check_hyper_parameters(datamodule, "datamodule_hyper_parameters")
-            if self.num_nodes > 1:
+            if self.num_nodes > 1 and not self.scattered_save:
                 check_folders_of(trainer, self.runtime)
         sharded = self._shard_converted(module)
         gather_metrics_over_data(module, self.runtime)
@@ -568,7 +573,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._check_saving(filter(None, [self._sharded_or_none]))
         if "optimizer_states" in checkpoint:
             self.late_param_groups.check_saving()
-        path = self.broadcast(str(filepath))
+        path = self.place_of(filepath)
         if self.fit_saves is not None:
             self.fit_saves.wait()  # before memory is allocated for this one
             self.async_saved = {path: True}
@@ -581,21 +586,35 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         path = str(filepath)
-        self.in_order(f"removing {path}", lambda: checkpoints.remove(path), {path: False})
+
+        def remove() -> None:
+            if self.local_rank == 0 or not self.scattered_save or holds_ours(path):
+                checkpoints.remove(path)
+
+        self.in_order(f"removing {path}", remove, {path: False})
 
     def in_order(self, doing: str, job: Callable[[], None], saved: Mapping[str, bool]) -> None:
         """Run a job on rank 0, after all pending saves. All ranks must call it.
+
+        Of scattered saves, every rank runs it: the first of each host, and then the others, which may see others.
 
         Args:
             doing: What the job does, for error messages.
             job: The job.
             saved: By path, whether a checkpoint exists afterwards.
         """
+
+        def run(ranks: Runtime) -> None:
+            is_first = (ranks.local_rank if self.scattered_save else ranks.rank) == 0
+            together_each(ranks, doing, lambda: job() if is_first else None)
+            if self.scattered_save:
+                together_each(ranks, doing, lambda: None if is_first else job())
+
         if self.fit_saves is None:
-            together_each(self.runtime, doing, lambda: job() if self.is_global_zero else None)
+            run(self.runtime)
         else:
             self.async_saved.update(saved)
-            self.fit_saves.run(doing, lambda ranks: job() if ranks.rank == 0 else None)
+            self.fit_saves.run(doing, run)
 
     def teardown(self) -> None:
         refuse_values_of_parts(False)

@@ -29,6 +29,11 @@ COMMON_OPTIONS = (
         help="Write checkpoints in the background, from copies in host memory, while training continues.",
     ),
     Option(
+        name="scattered_save",
+        default=False,
+        help="Let ranks that share no folder save where they stand; `fsdp checkpoint gather` joins the places.",
+    ),
+    Option(
         name="error_if_nonfinite",
         default=False,
         help="Raise on all ranks, before the optimizer steps, if a gradient holds NaN or infinity.",

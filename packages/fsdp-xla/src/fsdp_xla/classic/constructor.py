@@ -41,6 +41,8 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
         timeout: How long a rank waits for the others; ``hang_timeout`` when ``None``.
         async_save: Whether a save returns once the state is copied to host memory, and the checkpoint is written in the
             background.
+        scattered_save: Whether ranks that don't share a folder each save where they stand: hosts without a shared disk,
+            or paths that differ. `fsdp checkpoint gather` joins what they have written.
         error_if_nonfinite: Whether to raise on all ranks, with the names of parameters, before a step whose gradients
             hold NaN or infinity.
         hang_timeout: How long a rank waits for the others where ``timeout`` is ``None``, in seconds or as a timedelta.
@@ -84,6 +86,7 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
         *,
         timeout: timedelta | None = None,
         async_save: bool = False,
+        scattered_save: bool = False,
         error_if_nonfinite: bool = False,
         hang_timeout: timedelta | float | None = 1800.0,
         reshard_after_forward: bool = True,
@@ -137,6 +140,7 @@ class XLAFSDPOptions(XLADeviceRanks, StrategyOptions):
             state_dict_type=state_dict_type,
             timeout=timeout,
             async_save=async_save,
+            scattered_save=scattered_save,
             error_if_nonfinite=error_if_nonfinite,
             hang_timeout=hang_timeout,
         )

@@ -16,6 +16,7 @@ from fsdp_core.checkpoint.format.chunks import StoredChunk
 from fsdp_core.checkpoint.format.json_text import check_text, listed, parse_text, string, strings, whole
 from fsdp_core.checkpoint.format.pattern_reading import PatternedFiles, read_pattern
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
+from fsdp_core.checkpoint.format.places import PlaceOfRanks
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.state.boxes import overlap
 from fsdp_core.state.coverage import Box, find_fault
@@ -32,6 +33,9 @@ __all__ = [
     "Manifest",
     "StoredChunk",
     "StoredTensor",
+    "check_name",
+    "content_checksum",
+    "parse_object",
 ]
 
 MANIFEST = "manifest.json"
@@ -131,6 +135,7 @@ class Manifest:
         tensors: Every chunked tensor by its key, such as ``model/lm_head.weight``.
         aliases: Additional names of tied parameters, each with the key under which the tensor is stored.
         files: Every file by its relative name, except the manifest itself.
+        places: Where the ranks of a scattered save have written; empty if all files were written beside the manifest.
     """
 
     save_id: str
@@ -144,12 +149,13 @@ class Manifest:
     tensors: Mapping[str, StoredTensor] = field(repr=False)
     aliases: Mapping[str, str]
     files: Mapping[str, FileEntry] = field(repr=False)
+    places: tuple[PlaceOfRanks, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{12}", self.save_id) or self.world_size < 1:
             raise ValueError(f"no save has the id {self.save_id!r} and the world size {self.world_size}")
         for name in self.files:
-            _check_name(name)
+            check_name(name)
         for name in (self.state_file, *([] if self.state_tensors is None else [self.state_tensors])):
             self._need(name, "the state")
         patterned = PatternedFiles(self.files)
@@ -194,6 +200,8 @@ class Manifest:
             "kinds": dict(self.kinds),
             "state": {"json": self.state_file, "tensors": self.state_tensors},
         }
+        if self.places:
+            head["places"] = [place.to_json() for place in self.places]
         tensors = {
             key: {
                 "shape": tensor.shape,
@@ -206,7 +214,7 @@ class Manifest:
         content = head | {"tensors": tensors, "aliases": dict(self.aliases), "files": files}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         lines += _block("tensors", tensors, chunked=True) + _block("aliases", dict(self.aliases))
-        lines += [*_block("files", files), f' "checksum": "{_checksum(content)}"']
+        lines += [*_block("files", files), f' "checksum": "{content_checksum(content)}"']
         text = "\n".join(["{", *lines, "}"]) + "\n"
         try:
             check_text(text.encode())
@@ -225,12 +233,7 @@ class Manifest:
         Raises:
             ValueError: It is not a manifest that this version can read.
         """
-        content = parse_text(
-            text if isinstance(text, bytes) else text.encode(),
-            object_pairs_hook=_object,
-            parse_float=_no_number,
-            parse_constant=_no_number,
-        )
+        content = parse_object(text if isinstance(text, bytes) else text.encode())
         if not isinstance(content, dict) or next(iter(content.items()), None) != ("format", FORMAT):
             raise ValueError(f'it does not begin with "format": "{FORMAT}", so it is not one of ours')
         version = content.get("format_version")
@@ -242,7 +245,7 @@ class Manifest:
             )
         said = content.pop("checksum", None)
         try:
-            found = _checksum(content)
+            found = content_checksum(content)
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         if said != found:
@@ -262,6 +265,10 @@ class Manifest:
                     name: FileEntry(size=whole(entry["size"]), checksum=string(entry["checksum"]))
                     for name, entry in content["files"].items()
                 },
+                places=tuple(
+                    PlaceOfRanks.from_json(place, whole(content["world_size"]))
+                    for place in listed(content.get("places", []))
+                ),
             )
         except KeyError as error:
             raise ValueError(f"it lacks {error}") from error
@@ -281,8 +288,17 @@ def _block(name: str, entries: Mapping[str, Any], *, chunked: bool = False) -> l
     return [f' "{name}": {{' + ("" if lines else "},"), *([",\n".join(lines), " },"] if lines else [])]
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
-    """Return the checksum of the content in RFC 8785 form: no spaces, UTF-8, keys sorted by UTF-16 code units."""
+def parse_object(text: bytes) -> Any:
+    """Parse JSON without fractions, in which no object has two members of one name.
+
+    Raises:
+        ValueError: It is not, or too large.
+    """
+    return parse_text(text, object_pairs_hook=_object, parse_float=_no_number, parse_constant=_no_number)
+
+
+def content_checksum(content: Mapping[str, Any]) -> str:
+    """Return the checksum of a content in RFC 8785 form: no spaces, UTF-8, keys sorted by UTF-16 code units."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     if not canonical.isascii():  # Python sorts by code points, which differs beyond U+FFFF
         canonical = json.dumps(_in_order(content), separators=(",", ":"), ensure_ascii=False)
@@ -349,7 +365,12 @@ def _chunks_to_json(chunks: Sequence[StoredChunk]) -> Any:
     ]
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Refuse a file name that could lead out of the checkpoint.
+
+    Raises:
+        ValueError: It could.
+    """
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or re.search(r"[\\:\x00-\x1f]", name) or name == MANIFEST:
         raise ValueError(f"the file name {name!r} does not stay inside the checkpoint")

@@ -93,6 +93,27 @@ class Ranks:
         if not all(first >= 0 and step >= 0 and count >= 1 for first, step, count in self.runs):
             raise ValueError(f"{[list(run) for run in self.runs[:4]]} are no ranks with steps and counts")
 
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> Ranks:
+        """Divide ranks into runs of equal steps.
+
+        Example:
+            >>> Ranks.of([0, 2, 4, 1, 3, 5]).runs
+            ((0, 2, 3), (1, 2, 3))
+        """
+        runs: list[tuple[int, int, int]] = []
+        for rank in ranks:
+            if runs:
+                first, step, count = runs[-1]
+                if count == 1 and rank >= first:
+                    runs[-1] = first, rank - first, 2
+                    continue
+                if count > 1 and rank == first + step * count:
+                    runs[-1] = first, step, count + 1
+                    continue
+            runs.append((rank, 1, 1))
+        return cls(tuple(runs))
+
     @cached_property
     def _counts(self) -> list[int]:
         return list(accumulate((count for *_, count in self.runs), initial=0))

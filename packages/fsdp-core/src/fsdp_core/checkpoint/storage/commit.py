@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.part_recognition import saves_in
 from fsdp_core.checkpoint.storage.recognition import (
     fingerprint,
     holds_manifest,
@@ -25,10 +26,10 @@ from fsdp_core.checkpoint.storage.recognition import (
     save_id_in,
     save_id_of,
 )
-from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of
+from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writers_in
 from fsdp_core.errors import CheckpointExistsError
 
-__all__ = ["Place", "choose_place"]
+__all__ = ["Place", "another_was_saved", "choose_place", "clean_beside", "files_named"]
 
 #: Object store folders that this process has already searched for leftovers, which takes a request per checkpoint.
 _looked_into: set[str] = set()
@@ -48,6 +49,7 @@ class Place:
             never holds a partial checkpoint, or if a file or a link is to be replaced.
         before: The fingerprint of the manifest that was at the path.
         expected: The identity of the file or link that was at the path.
+        earlier: The scattered saves of which there were parts at the path.
     """
 
     path: str
@@ -55,6 +57,7 @@ class Place:
     aside: bool
     before: str | None
     expected: tuple[int, int] | None
+    earlier: frozenset[str] = frozenset()
 
     @property
     def save_id(self) -> str:
@@ -101,12 +104,12 @@ class Place:
                 try:
                     folder.move_to(final, aside=f"{final.root}.{self.save_id}.replaced", expected=self.expected)
                 except FileExistsError as error:
-                    raise _another_was_saved(final) from error
+                    raise another_was_saved(final) from error
             return None
         with final.locked():
             previous = manifest_bytes(final)
             if previous is not None and fingerprint(previous) != self.before:
-                raise _another_was_saved(final)
+                raise another_was_saved(final)
             there = set(final.files())
             if any(name not in there and final.size(name) is None for name in files):
                 raise CheckpointExistsError(
@@ -118,7 +121,7 @@ class Place:
                 names = final.files()
                 for name in _files_of(previous, names, _marked(names)):  # which the other job doesn't know
                     final.remove(name)
-                raise _another_was_saved(final)
+                raise another_was_saved(final)
             return previous
 
     def withdraw(self, manifest: bytes | None) -> bool:
@@ -166,19 +169,20 @@ class Place:
             # Read after the listing: a writer that died after committing has replaced this manifest by now.
             stands = manifest_bytes(final) == manifest
             if stands:
-                go |= {name for name in names if save_id_of(name) in dead - {self.save_id}}
+                running = {writer.save_id for writer in writers.values()} - dead
+                go |= {name for name in names if save_id_of(name) in (dead | (self.earlier - running)) - {self.save_id}}
             for name in names:
                 if name in go:
                     final.remove(name)
             for name, writer in writers.items():
-                if writer.save_id == self.save_id or (stands and name in gone):
+                if writer.save_id == self.save_id or (stands and writer.save_id in dead):
                     final.remove(name)
             final.remove_empty()
             if stands:
                 living = [writer for name, writer in writers.items() if standings[name] == "lives"]
                 known = {self.save_id} | {save_id for writer in living for save_id in (writer.save_id, writer.replaces)}
                 _warn_of_others(final, set(names) - go, known, writers.values())
-            _clean_beside(final)
+            clean_beside(final)
         except OSError as error:
             warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
 
@@ -221,10 +225,12 @@ def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
         aside=final.local and kind != "folder",
         before=fingerprint(there),
         expected=final.identity() if kind in ("file", "link") else None,
+        earlier=frozenset(saves_in(final.files())) if kind == "folder" else frozenset(),
     )
 
 
-def _another_was_saved(final: Folder) -> CheckpointExistsError:
+def another_was_saved(final: Folder) -> CheckpointExistsError:
+    """Return the error for a path at which another job has committed since a save began."""
     return CheckpointExistsError(
         f"another job has saved to {final} while this one did: the other job's checkpoint is in place, and nothing of "
         f"this save is left.\n{_APART}"
@@ -276,7 +282,17 @@ def _warn_of_others(final: Folder, names: Collection[str], known: Collection[str
         )
 
 
-def _clean_beside(final: Folder) -> None:
+def files_named(manifest: bytes, names: Collection[str]) -> set[str]:
+    """Return the files of a manifest that is to go, limited to names that a save gives.
+
+    Args:
+        manifest: The manifest.
+        names: The files in the folder.
+    """
+    return _files_of(manifest, names, _marked(names))
+
+
+def clean_beside(final: Folder) -> None:
     """Remove the partial folders that saves of dead writers have left in the checkpoint's parent directory."""
     parent = final.beside
     if parent is None:
@@ -284,10 +300,12 @@ def _clean_beside(final: Folder) -> None:
     if final.local:
         for name in os.listdir(parent.root):
             writer = writer_of(name)
-            if writer is not None and name == writer.partial and writer.standing() == "gone":
+            if writer is not None and name == writer.partial:
                 left = replace(parent, root=os.path.join(parent.root, name))
                 if left.kind() == "folder":
-                    _remove_ours(left)
+                    writers = writers_in(left.files(), writer)
+                    if all(one.standing() == "gone" for one in writers):
+                        _remove_ours(left)
         return
     if str(parent) not in _looked_into:
         _looked_into.add(str(parent))

@@ -243,13 +243,14 @@ class Folder:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may also hold the descriptor
                 os.close(descriptor)
 
-    def move_to(self, other: Folder, *, aside: str, expected: tuple[int, int] | None) -> None:
+    def move_to(self, other: Folder, *, aside: str, expected: tuple[int, int] | None, keep: bool = False) -> None:
         """Move this folder to ``other``. Local filesystems only.
 
         Args:
             other: The target: a missing path, an empty folder, a file or a link.
             aside: Where a file or a link is kept until this folder is in its place.
             expected: The identity of that file or link; ``None`` if there is none.
+            keep: Whether it stays there afterwards.
 
         Raises:
             FileExistsError: Something else is at the target by now, and is kept.
@@ -271,7 +272,8 @@ class Folder:
                 with suppress(FileExistsError, IsADirectoryError):  # a new owner of the path keeps it
                     os.rename(aside, other.root)
                 raise
-            os.unlink(aside)
+            if not keep:
+                os.unlink(aside)
         sync_directory(os.path.dirname(other.root) or ".")
 
     def _take_free(self, other: Folder) -> None:

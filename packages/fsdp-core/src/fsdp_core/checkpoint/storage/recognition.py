@@ -9,6 +9,7 @@ import xxhash
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.part_recognition import described_part, holds_part, saves_in
 from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
 from fsdp_core.checkpoint.storage.writers import MARK
 from fsdp_core.errors import CheckpointFormatError
@@ -16,10 +17,12 @@ from fsdp_core.errors import CheckpointFormatError
 __all__ = [
     "fingerprint",
     "holds_manifest",
+    "holds_ours",
     "is_checkpoint",
     "is_folder",
     "is_interrupted",
     "is_ours",
+    "is_place",
     "manifest_bytes",
     "read_manifest",
     "save_id_in",
@@ -29,6 +32,7 @@ __all__ = [
 # The names of a save's files. Files in the folder with other names are the user's and are never removed.
 _OUR_FILES = re.compile(
     r"(model|optimizer|state)/(?P<chunks>[0-9a-f]{12})-rank-\d{5,}\.safetensors"
+    r"|parts/(?P<parts>[0-9a-f]{12})-rank-\d{5,}\.json"
     r"|state-(?P<state>[0-9a-f]{12})\.(json|safetensors)|\.manifest-(?P<manifest>[0-9a-f]{12})\.tmp"
     rf"|manifest\.json|{MARK}"
 )
@@ -93,6 +97,8 @@ def _explain_no_manifest(folder: Folder) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     if not names:
         return f"no checkpoint at {folder}: the folder is empty. Check the path."
+    if (part := described_part(folder, names)) is not None:
+        return f"no complete checkpoint at {folder}: {part}"
     if all(map(is_ours, names)):
         return (
             f"no complete checkpoint at {folder}: a save began and was interrupted before it was committed "
@@ -118,6 +124,17 @@ def is_ours(name: str) -> bool:
     return _OUR_FILES.fullmatch(name) is not None
 
 
+def is_place(path: StrPath) -> bool:
+    """Return whether a path is a folder without a manifest to which ranks of a scattered save have written."""
+    folder = open_folder(path)
+    return bool(folder.fs.isdir(folder.root)) and bool(saves_in(folder.files()))
+
+
+def holds_ours(path: StrPath) -> bool:
+    """Return whether a path is a folder with a file that a save has written."""
+    return any(map(is_ours, open_folder(path).files()))
+
+
 def save_id_of(name: str) -> str | None:
     """Return the id of the save that a file belongs to, by its name.
 
@@ -126,7 +143,7 @@ def save_id_of(name: str) -> str | None:
         ('0123456789ab', None)
     """
     found = _OUR_FILES.fullmatch(name)
-    return None if found is None else found["chunks"] or found["state"] or found["manifest"]
+    return None if found is None else found["chunks"] or found["parts"] or found["state"] or found["manifest"]
 
 
 def manifest_bytes(folder: Folder) -> bytes | None:
@@ -158,7 +175,7 @@ def is_interrupted(path: StrPath | Folder) -> bool:
     if not folder.fs.isdir(folder.root):
         return False
     names = folder.files()
-    return MANIFEST not in names and all(map(is_ours, names))
+    return MANIFEST not in names and all(map(is_ours, names)) and not holds_part(names)
 
 
 def is_checkpoint(path: StrPath) -> bool:

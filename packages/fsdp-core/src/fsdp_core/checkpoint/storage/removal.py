@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import replace
 
 from fsdp_core.checkpoint.format.manifest import MANIFEST
@@ -20,8 +21,8 @@ def remove(path: StrPath) -> None:
     """Remove a checkpoint: a folder of this format (also of an interrupted save), a single file, or a link to either.
 
     The manifest is removed first, so an interrupted removal does not leave a partial checkpoint that looks complete. Of
-    a link, only the link is removed. Files in the folder that no save has written are kept. Only one rank may call
-    this. Does nothing if the path does not exist.
+    a link, only the link is removed. Files in the folder that no save has written are kept. One rank calls this, or
+    several at once, of a scattered save, each for what it sees. Does nothing if the path does not exist.
 
     Args:
         path: A local path or an fsspec URL.
@@ -46,11 +47,14 @@ def _remove(folder: Folder) -> None:
     if kind == "missing":
         return
     if kind in ("file", "link"):
-        folder.remove_link_or_file()
+        with suppress(FileNotFoundError):  # another rank was faster
+            folder.remove_link_or_file()
         return
     remover = new_writer(secrets.token_hex(6))
     with writing(remover):
         with folder.locked():  # otherwise a save might commit in between
+            if folder.kind() == "missing":  # another rank was faster
+                return
             names = folder.files()
             if not holds_manifest(folder) and not (names and all(map(is_ours, names)) and MANIFEST not in names):
                 there = ", ".join(names[:5]) or "nothing"
@@ -63,6 +67,8 @@ def _remove(folder: Folder) -> None:
             remover = replace(remover, replaces=save_id_in(manifest_bytes(folder) or b"") or remover.replaces)
             if folder.local and not living and all(map(is_ours, names)) and _moved(folder, remover):
                 folder = replace(folder, root=os.path.join(os.path.dirname(folder.root), remover.partial))
+            elif folder.kind() == "missing":  # the same, where there are no locks
+                return
             else:
                 folder.mark(remover.mark)
                 folder.remove(MANIFEST)

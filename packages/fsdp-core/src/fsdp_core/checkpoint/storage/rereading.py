@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from fsdp_core.checkpoint.storage.folder import Folder, open_folder
+from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.joined import open_places
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.errors import CheckpointFormatError
 
@@ -38,7 +39,7 @@ def begins_anew(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         @wraps(function)
         def reading(*args: P.args, **kwargs: P.kwargs) -> T:
             given = inspect.signature(function).bind(*args, **kwargs).arguments
-            folders = [open_folder(given[name]) for name in parameters]
+            folders = [open_places(given[name]) for name in parameters]
             return retried(folders, lambda: function(*args, **kwargs))
 
         return reading

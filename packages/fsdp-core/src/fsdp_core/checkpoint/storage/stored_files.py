@@ -52,6 +52,13 @@ class StoredFiles:
             )
         return self._headers[name]
 
+    def forget(self, name: str) -> None:
+        """Forget what was read of a file, which is to be read from another place."""
+        with self._lock:
+            self._headers.pop(name, None)
+            if (stream := self._open.pop(name, None)) is not None:
+                stream.close()
+
     def read_bytes(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of a file from ``start`` to ``end``, or to the end of the file.
 

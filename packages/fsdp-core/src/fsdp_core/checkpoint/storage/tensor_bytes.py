@@ -12,7 +12,7 @@ import xxhash
 
 from fsdp_core.checkpoint.format.chunks import StoredChunk
 from fsdp_core.checkpoint.format.safetensors_header import build_header
-from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
+from fsdp_core.checkpoint.storage.joined import Paths, open_places
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.state.boxes import copy_into, cut, overlap
@@ -47,13 +47,13 @@ class BytesSource:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
 
-def open_files(path: StrPath) -> StoredFiles:
+def open_files(path: Paths) -> StoredFiles:
     """Return the files of a checkpoint; only the manifest is read.
 
     Raises:
         CheckpointFormatError: There is no checkpoint that this version can read.
     """
-    folder = open_folder(path)
+    folder = open_places(path)
     return StoredFiles(folder, read_manifest(folder))
 
 

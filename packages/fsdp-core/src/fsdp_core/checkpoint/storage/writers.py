@@ -7,14 +7,14 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import xxhash
 
-__all__ = ["MARK", "Standing", "Writer", "new_writer", "writer_of", "writing"]
+__all__ = ["MARK", "Standing", "Writer", "new_writer", "writer_of", "writers_in", "writing"]
 
 Standing = Literal["gone", "lives", "unknown"]
 """The status of a save's writer, as known to this process."""
@@ -118,6 +118,20 @@ def writer_of(name: str) -> Writer | None:
         return None
     save_id, replaces, system, pid, started, host = found["token"].split("-", 5)
     return Writer(save_id=save_id, replaces=replaces, system=system, pid=int(pid), started=int(started), host=host)
+
+
+def writers_in(names: Iterable[str], named: Writer | None) -> list[Writer]:
+    """Return the writers of a folder that is not committed.
+
+    Args:
+        names: The files in it, among which are marks.
+        named: The writer in the folder's own name. In a scattered save that is rank 0, perhaps on another host, and the
+            one that writes to this place has left its mark inside.
+    """
+    marked = [writer for name in names if (writer := writer_of(name)) is not None]
+    if named is None:
+        return marked
+    return [writer for writer in marked if writer.save_id == named.save_id] or [named]
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def compare(
         raise CheckpointValueError(f"tolerances can't be negative: rtol={rtol}, atol={atol}; pass 0 or more")
     sides = [open_files(a), open_files(b)]
     for files in sides:
-        refuse_damage(files.folder, find_damage(files, files.manifest.files, checksums=False))
+        refuse_damage(files, find_damage(files, files.manifest.files, checksums=False))
     plain = [dict(leaves(read_plain(files))) for files in sides]
     tensors = [_tensors(files, found) for files, found in zip(sides, plain, strict=True)]
     ties = [_ties(files.manifest) for files in sides]

@@ -44,7 +44,7 @@ def refuse_damaged(
     damage = find_damage(
         files, names, checksums=checksums, on_bytes=(lambda name, count: on_bytes(count)) if checksums else None
     )
-    refuse_damage(files.folder, damage)
+    refuse_damage(files, damage)
 
 
 def counter(total: int, on_progress: OnProgress | None) -> Callable[[int], None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.paths import join_path, split_path
-from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.joined import Paths
 from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, scalar, tensor_of
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.tensor_bytes import open_files
@@ -19,11 +19,11 @@ _LONGEST = 200
 
 
 @begins_anew("path")
-def describe(path: StrPath) -> dict[str, Any]:
+def describe(path: Paths) -> dict[str, Any]:
     """Describe a checkpoint without reading tensors: its origin, tensors, files and plain data.
 
     Args:
-        path: A local path or an fsspec URL.
+        path: A local path or an fsspec URL; or several, the places of a scattered save.
 
     Returns:
         Plain data, as printed by ``fsdp checkpoint inspect --json``, whose documentation lists the keys.
@@ -41,6 +41,7 @@ def describe(path: StrPath) -> dict[str, Any]:
         "strategy": manifest.strategy,
         "world_size": manifest.world_size,
         "versions": dict(manifest.versions),
+        "places": [{"host": one.host, "path": one.path, "ranks": one.shown_ranks} for one in manifest.places],
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "parts": _parts(manifest),
         "tensors": {

@@ -10,18 +10,19 @@ from typing import Literal
 
 from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.part_recognition import described_part, described_rest, holds_part
 from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
 from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted, is_ours, read_manifest, save_id_of
 from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.checkpoint.storage.rereading import retried
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
-from fsdp_core.checkpoint.storage.writers import Writer, writer_of
+from fsdp_core.checkpoint.storage.writers import Writer, writer_of, writers_in
 from fsdp_core.errors import CheckpointError, CheckpointFormatError
 
 __all__ = ["Found", "State", "find_checkpoints"]
 
-State = Literal["whole", "damaged", "unfinished"]
-"""``unfinished``: an interrupted or running save or removal."""
+State = Literal["whole", "damaged", "unfinished", "scattered"]
+"""``unfinished``: an interrupted or running save or removal. ``scattered``: files of it are in other places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +83,22 @@ def _examine(folder: Folder) -> Found | None:
     if writer is None and folder.size(MANIFEST) is not None:
         return _complete(folder) if holds_manifest(folder) else None
     names = folder.files()
-    if writer is None and not (names and is_interrupted(folder)):
+    part = None if writer is not None or MANIFEST in names else described_part(folder, names)
+    if part is None and writer is None and not (names and is_interrupted(folder)):
         return None
-    writers = [writer] if writer is not None else [one for name in names if (one := writer_of(name)) is not None]
+    writers = writers_in(names, writer)
     sizes = [folder.size(name) or 0 for name in names if is_ours(name)]
     times = [_modified(folder, name) for name in names]
+    told = [] if part is None else [_in_one_line(part)]
+    if writers or part is None:
+        told.append(_of_writers(writers))
     return Found(
         path=str(folder),
-        state="unfinished",
+        state="unfinished" if part is None or not holds_part(names) else "scattered",
         step=None,
         nbytes=sum(sizes),
         time=max((time for time in times if time is not None), default=None),
-        told=_of_writers(writers),
+        told=" ".join(told),
     )
 
 
@@ -104,16 +109,20 @@ def _complete(folder: Folder) -> Found:
         sizes = {name: folder.size(name) for name in manifest.files}
         wrong = [name for name, entry in manifest.files.items() if sizes[name] != entry.size]
         shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        elsewhere = bool(manifest.places and wrong) and all(sizes[name] is None for name in wrong)
+        fault = f"missing, or of another size: {shown}"
+        if elsewhere:
+            fault = _in_one_line(described_rest(folder, manifest, wrong))
         others = {name: folder.size(name) or 0 for name in folder.files() if _is_of_another(name, manifest)}
         too = f"; {len(others)} files of other saves lie in it too" if others else ""
         step = None if manifest.state_file in wrong else part_at(read_plain(files), ["trainer", "global_step"])
         return Found(
             path=str(folder),
-            state="damaged" if wrong else "whole",
+            state="scattered" if elsewhere else "damaged" if wrong else "whole",
             step=step if isinstance(step, int) else None,
             nbytes=sum(size or 0 for size in [*sizes.values(), *others.values()]),
             time=_time(manifest.created),
-            told=(f"missing, or of another size: {shown}" if wrong else f"by {manifest.strategy}") + too,
+            told=(fault if wrong else f"by {manifest.strategy}") + too,
         )
 
     try:
@@ -122,6 +131,10 @@ def _complete(folder: Folder) -> Found:
         return Found(
             path=str(folder), state="damaged", step=None, nbytes=0, time=_modified(folder, MANIFEST), told=str(error)
         )
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _is_of_another(name: str, manifest: Manifest) -> bool:

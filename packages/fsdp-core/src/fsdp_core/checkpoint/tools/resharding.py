@@ -21,7 +21,7 @@ from fsdp_core.checkpoint.tools.conversion import OnProgress, counter, refuse_da
 from fsdp_core.checkpoint.tools.describing import part_of
 from fsdp_core.errors import CheckpointExistsError, CheckpointValueError
 
-__all__ = ["reshard"]
+__all__ = ["check_target", "reshard"]
 
 _SHOWN = 5
 _ALWAYS_FILES = 1024  # allowed even if some files hold no tensor
@@ -67,7 +67,7 @@ def reshard(
     source = open_files(path)
     check_apart(out, source.folder)
     target = open_folder(out)
-    _check_target(target, overwrite=overwrite)
+    check_target(target, overwrite=overwrite)
     old = source.manifest
     rows = max((tensor.shape[0] for tensor in old.tensors.values() if tensor.shape), default=1)
     most = min(max(rows, _ALWAYS_FILES), _MOST_FILES)
@@ -98,7 +98,16 @@ def reshard(
     return manifest
 
 
-def _check_target(target: Folder, *, overwrite: bool) -> None:
+def check_target(target: Folder, *, overwrite: bool) -> None:
+    """Refuse a path where a checkpoint must not be written.
+
+    Args:
+        target: The folder at the path.
+        overwrite: Whether a checkpoint there may be replaced.
+
+    Raises:
+        CheckpointExistsError: It must not.
+    """
     kind = target.kind()
     if kind == "missing":
         return
@@ -145,6 +154,7 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
         files=files,
         state_file=renamed[old.state_file],
         state_tensors=None if old.state_tensors is None else renamed[old.state_tensors],
+        places=(),
     )
 
 

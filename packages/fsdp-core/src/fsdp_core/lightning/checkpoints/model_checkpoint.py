@@ -41,7 +41,8 @@ def _file_exists(callback: ModelCheckpoint, filepath: str | Path, trainer: pl.Tr
 
 def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
     strategy: Any = trainer.strategy
-    if getattr(strategy, "fit_saves", None) is None:  # the callback is used by another Trainer now
+    apart = getattr(strategy, "scattered_save", False)  # each rank links what it sees
+    if getattr(strategy, "fit_saves", None) is None and not apart:  # the callback is used by another Trainer now
         ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
     elif os.path.abspath(filepath) != os.path.abspath(linkpath):
         job = partial(link, filepath, linkpath)

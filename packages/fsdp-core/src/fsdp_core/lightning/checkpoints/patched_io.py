@@ -249,8 +249,9 @@ def _is_sharded_folder(path: Any) -> bool:
     if not isinstance(path, str | Path) or str(path).startswith("http"):
         return False
     from fsdp_core.checkpoint import is_checkpoint
+    from fsdp_core.checkpoint.storage.recognition import is_place
 
     try:
-        return is_checkpoint(path)
+        return is_checkpoint(path) or is_place(path)  # of which a part is refused where it is read
     except Exception:  # an inaccessible path: the error is left to Lightning
         return False

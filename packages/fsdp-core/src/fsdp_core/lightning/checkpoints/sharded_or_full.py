@@ -44,6 +44,11 @@ class SavingStrategy(Protocol):
         ...
 
     @property
+    def scattered_save(self) -> bool:
+        """Whether each rank writes its shards where it stands."""
+        ...
+
+    @property
     def checkpoint_io(self) -> CheckpointIO:
         """Writes full files."""
         ...
@@ -105,10 +110,12 @@ def write_folder(
         deferred: Which tensors are copied in the background as well; see :meth:`AsyncSaves.save`.
     """
     strategy.refuse_storage_options(storage_options)
-    check_folder_around(path, strategy.num_nodes, strategy.runtime)
+    if not strategy.scattered_save:
+        check_folder_around(path, strategy.num_nodes, strategy.runtime)
     in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
     save = in_order if async_saves is None else partial(async_saves.save, deferred=deferred)
-    save(path, state, strategy=strategy.strategy_name, kinds=kinds, aliases=aliases)
+    options: dict[str, Any] = {"kinds": kinds, "aliases": aliases, "scattered": strategy.scattered_save}
+    save(path, state, strategy=strategy.strategy_name, **options)
 
 
 def read_checkpoint(strategy: str, path: str, weights_only: bool | None, runtime: Runtime) -> tuple[Any, bool]:

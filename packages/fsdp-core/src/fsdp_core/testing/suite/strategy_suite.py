@@ -7,6 +7,7 @@ from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpo
 from fsdp_core.testing.suite.checkpoints.late_param_groups import LateParamGroupsSuite
 from fsdp_core.testing.suite.checkpoints.loader_positions import LoaderPositionsSuite
 from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
+from fsdp_core.testing.suite.checkpoints.scattered_saves import ScatteredSavesSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
 from fsdp_core.testing.suite.interface.capabilities import CapabilitiesSuite
 from fsdp_core.testing.suite.interface.contract import ContractSuite
@@ -65,6 +66,7 @@ class StrategySuite(
     LateParamGroupsSuite,
     LoaderPositionsSuite,
     AsyncSavesSuite,
+    ScatteredSavesSuite,
     LaunchingSuite,
     LeftoversSuite,
     BadOptionsSuite,

@@ -18,6 +18,7 @@ from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.checkpoint.storage.folder import open_folder
+from fsdp_core.checkpoint.storage.recognition import is_place
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
@@ -132,7 +133,7 @@ def replace_by(path: Path, write: Callable[[], None]) -> None:
     """
     aside: Path | None = None
     if path.is_dir():
-        if not is_checkpoint(path):
+        if not is_checkpoint(path) and not is_place(path):
             raise CheckpointExistsError(
                 f"can't write a full checkpoint to {path}: a folder is there that holds no checkpoint.\n"
                 "Choose another path, or remove the folder yourself."

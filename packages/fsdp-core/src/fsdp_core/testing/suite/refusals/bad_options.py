@@ -24,7 +24,7 @@ from fsdp_core.errors import (
 )
 from fsdp_core.lightning.setup_checks import check_devices
 from fsdp_core.plugins import registry
-from fsdp_core.plugins.strategy_info import FrontEnd
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
@@ -133,6 +133,18 @@ class BadOptionsSuite(Clauses):
             ({"state_dict_type": "sharded_state"}, ["state_dict_type='sharded_state'", "'sharded'", "'full'"]),
             ({"checkpoint_io": TorchCheckpointIO()}, ["TorchCheckpointIO", "(state_dict_type='full')"]),
             ({"async_save": "no"}, ["async_save='no'", "True", "False"]),
+            pytest.param(
+                {"scattered_save": "no"},
+                ["scattered_save='no'", "True", "False"],
+                marks=requires("scattered_save"),
+                id="scattered_save-",
+            ),
+            pytest.param(
+                {"scattered_save": True, "state_dict_type": "full"},
+                ["scattered_save=True", "state_dict_type='full'", "Leave one of them out"],
+                marks=requires("scattered_save", Capability.FULL_CHECKPOINT),
+                id="scattered_save of one file-",
+            ),
             pytest.param(
                 {"timeout": 30}, ["timeout=30", "timedelta(seconds=30)"], marks=requires("timeout"), id="timeout-"
             ),

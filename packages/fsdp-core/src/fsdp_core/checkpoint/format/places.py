@@ -1,0 +1,113 @@
+"""Where the ranks of a scattered save have written, as the manifest says it, for those who look for the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_core.checkpoint.format.chunks import rank_in
+from fsdp_core.checkpoint.format.json_text import listed, string, whole
+from fsdp_core.checkpoint.format.patterns import Ranks
+
+__all__ = ["PlaceOfRanks", "grouped", "place_of"]
+
+_LONGEST = 4096
+_SHOWN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceOfRanks:
+    """A folder that some ranks of a scattered save have written to.
+
+    Attributes:
+        host: The name of their host.
+        path: The folder there, as an absolute path or an fsspec URL.
+        ranks: The ranks.
+
+    Example:
+        >>> place = PlaceOfRanks(host="gpu07", path="/tmp/run1.ckpt", ranks=Ranks(((2, 1, 2), (8, 2, 3))))
+        >>> print(place)
+        rank 2-3, 8, 10, 12 on gpu07, to /tmp/run1.ckpt
+        >>> PlaceOfRanks.from_json(place.to_json(), 16) == place
+        True
+    """
+
+    host: str
+    path: str
+    ranks: Ranks
+
+    def __str__(self) -> str:
+        return f"rank {self.shown_ranks} on {self.host or 'a host without a name'}, to {self.path}"
+
+    @property
+    def shown_ranks(self) -> str:
+        """The ranks for people, such as ``"0-7, 16"``."""
+        return _shown(self.ranks)
+
+    def holds(self, rank: int) -> bool:
+        """Whether a rank has written there."""
+        return next(self.ranks.pieces_of(rank), None) is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the manifest's entry."""
+        return {"host": self.host, "path": self.path, "ranks": self.ranks.runs}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any], world_size: int) -> PlaceOfRanks:
+        """Read the manifest's entry.
+
+        Raises:
+            ValueError: It is none, or names ranks that there are not.
+        """
+        host, path = string(entry["host"]), string(entry["path"])
+        if max(len(host), len(path)) > _LONGEST:
+            raise ValueError(f"a place has a name of more than {_LONGEST} characters")
+        runs = [[whole(number) for number in listed(run)] for run in listed(entry["ranks"])]
+        if any(len(run) != 3 for run in runs):
+            raise ValueError("the ranks of a place are not in runs of first, step and count")
+        ranks = Ranks(tuple((first, step, count) for first, step, count in runs))
+        if not runs or any(first + step * (count - 1) >= world_size for first, step, count in runs):
+            raise ValueError(f"a place has ranks that a world of {world_size} has not")
+        if any(step == 0 and count > 1 for _, step, count in runs):
+            raise ValueError("a place names a rank twice")
+        return cls(host=host, path=path, ranks=ranks)
+
+
+def place_of(places: Sequence[PlaceOfRanks], name: str) -> PlaceOfRanks | None:
+    """Return where a file was written, by the rank in its name; ``None`` if that is not known.
+
+    Files without a rank, which hold plain data, are rank 0's.
+    """
+    of_rank = rank_in(name)
+    rank = 0 if of_rank is None else of_rank[1]
+    return next((place for place in places if place.holds(rank)), None)
+
+
+def grouped(stands: Iterable[tuple[str, str]]) -> tuple[PlaceOfRanks, ...]:
+    """Return the places of ranks.
+
+    Args:
+        stands: By rank, its host and its folder there.
+
+    Example:
+        >>> [str(place) for place in grouped([("a", "/x"), ("a", "/x"), ("b", "/x")])]
+        ['rank 0-1 on a, to /x', 'rank 2 on b, to /x']
+    """
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, stand in enumerate(stands):
+        ranks.setdefault(stand, []).append(rank)
+    return tuple(PlaceOfRanks(host=host, path=path, ranks=Ranks.of(found)) for (host, path), found in ranks.items())
+
+
+def _shown(ranks: Ranks) -> str:
+    told = list(_in_words(ranks))
+    return ", ".join(told[:_SHOWN]) + (" and more" if len(told) > _SHOWN else "")
+
+
+def _in_words(ranks: Ranks) -> Iterator[str]:
+    for first, step, count in ranks.runs[: _SHOWN + 1]:
+        if step == 1 and count > 1:
+            yield f"{first}-{first + count - 1}"
+        else:
+            yield from (str(first + step * number) for number in range(min(count, _SHOWN + 1)))

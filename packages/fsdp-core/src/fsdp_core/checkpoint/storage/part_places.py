@@ -1,0 +1,194 @@
+"""The places of a scattered save: where a rank writes that may not see rank 0's folder, and who looks after it.
+
+Ranks that stand in one folder share a place. Which of them do can't be told from paths: hosts may share a disk or not.
+So the ranks of a place claim it, by creating one name that all of them know; a file system lets one of them do so,
+which then leads. The claims of a save are its leftovers too, if it is killed: beside them lies the mark of the leader,
+whose host can tell whether it still runs.
+
+A place other than rank 0's never gets a manifest. What was there before, a part of an earlier save or a checkpoint, is
+removed after rank 0 has committed the manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from fsdp_core.checkpoint.format.manifest import MANIFEST
+from fsdp_core.checkpoint.storage.commit import Place, another_was_saved, choose_place, clean_beside, files_named
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath
+from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes, save_id_of
+from fsdp_core.checkpoint.storage.writers import Writer, writer_of
+
+__all__ = ["Stand", "choose_stand", "first_stand"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """Where one rank of a scattered save writes.
+
+    Attributes:
+        place: Its place. Its writer is the name by which ranks claim the place, not a process.
+        own: This process as the writer.
+        first: The writer that rank 0 is.
+    """
+
+    place: Place
+    own: Writer
+    first: Writer
+
+    @property
+    def host(self) -> str:
+        """The name of this host."""
+        return self.own.host
+
+    @property
+    def path(self) -> str:
+        """The place for people on this host: an absolute path, or a URL."""
+        final = self.place.final
+        return os.path.abspath(final.root) if final.local else str(final)
+
+    def claim_first(self) -> None:
+        """Claim the place for rank 0, before others claim theirs."""
+        self.claim()
+        self.place.folder.mark(self._mark_of_first)
+
+    def claim(self) -> bool:
+        """Claim the place, and return whether this rank leads there. Ranks that stand with rank 0 need not."""
+        place, folder = self.place, self.place.folder
+        if not folder.local:  # no rank can tell that it was the first, so each leads
+            folder.mark(self.own.mark)
+            return True
+        try:
+            if place.aside:
+                os.makedirs(os.path.dirname(folder.root) or ".", exist_ok=True)
+                os.mkdir(folder.root)
+            else:
+                folder.mark(place.writer.mark)
+        except FileExistsError:
+            return False
+        folder.mark(self.own.mark)
+        return True
+
+    def is_with_first(self) -> bool:
+        """Whether rank 0, which has claimed its place already, stands in this one."""
+        return self.place.folder.size(self._mark_of_first) is not None
+
+    def publish(self) -> None:
+        """Move what all ranks of a place have written to its path. Not for rank 0's place.
+
+        Raises:
+            CheckpointExistsError: Another job has saved there in the meantime.
+        """
+        place, final = self.place, self.place.final
+        if not place.aside:
+            if fingerprint(manifest_bytes(final)) != place.before:
+                raise another_was_saved(final)
+            final.sync()
+            return
+        place.folder.sync()
+        with final.locked():
+            try:
+                place.folder.move_to(final, aside=self._kept, expected=place.expected, keep=True)
+            except FileExistsError as error:
+                raise another_was_saved(final) from error
+
+    def remove_files(self, rank: int) -> None:
+        """Remove what one rank has written in a save that has failed."""
+        for folder in self._folders():
+            for name in folder.files():
+                if save_id_of(name) == self.place.save_id and f"-rank-{rank:05d}." in name:
+                    folder.remove(name)
+
+    def leave(self) -> None:
+        """Remove the leader's marks after all files of a save that has failed, and put back what was at the path."""
+        for folder in self._folders():
+            self._unmark(folder)
+            folder.remove_empty()
+        if self.place.expected is not None and os.path.lexists(self._kept):
+            with suppress(OSError):  # a new owner of the path keeps it
+                if not os.path.lexists(self.place.final.root):
+                    os.rename(self._kept, self.place.final.root)
+
+    def tidy(self) -> None:
+        """Remove what the place held before, and the marks. Not for rank 0's place, which has a manifest to go by."""
+        final = self.place.final
+        try:
+            names = final.files()
+            writers = [writer for name in names if (writer := writer_of(name)) is not None]
+            gone = {one.save_id for one in writers if one.standing() == "gone"}
+            running = {one.save_id for one in writers} - gone
+            out = (set(self.place.earlier) - running) | (gone - {self.place.save_id})
+            previous = manifest_bytes(final)
+            go = {name for name in names if save_id_of(name) in out}
+            if previous is not None and fingerprint(previous) == self.place.before:
+                final.remove(MANIFEST)
+                go |= files_named(previous, names)
+            for name in sorted(go):
+                final.remove(name)
+            for name in names:
+                writer = writer_of(name)
+                if writer is not None and writer.save_id in out:
+                    final.remove(name)
+            self._unmark(final)
+            final.remove_empty()
+            if self.place.expected is not None:
+                with suppress(FileNotFoundError):
+                    os.unlink(self._kept)
+            clean_beside(final)
+        except OSError as error:
+            warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
+
+    @property
+    def _mark_of_first(self) -> str:
+        """A mark in rank 0's place alone, whoever leads elsewhere: ranks may be threads of one process."""
+        return _named(self.first, "rank 0").mark
+
+    @property
+    def _kept(self) -> str:
+        return f"{self.place.final.root}.{self.place.save_id}.replaced"
+
+    def _folders(self) -> list[Folder]:
+        """Where the files of this save are: where they were written to, or where they were moved."""
+        found = [self.place.folder, self.place.final] if self.place.aside else [self.place.final]
+        return [folder for folder in found if folder.kind() == "folder"]
+
+    def _unmark(self, folder: Folder) -> None:
+        for name in folder.files():
+            writer = writer_of(name)
+            if writer is not None and writer.save_id == self.place.save_id:
+                folder.remove(name)
+
+
+def first_stand(place: Place) -> Stand:
+    """Return rank 0's stand at a place that was chosen for a save."""
+    return Stand(place=_claimed(place, place.writer), own=place.writer, first=place.writer)
+
+
+def choose_stand(path: StrPath, first: Stand, *, overwrite: bool) -> Stand:
+    """Decide where a rank other than rank 0 writes, before any rank writes.
+
+    Args:
+        path: Its path.
+        first: Rank 0's stand.
+        overwrite: Whether a checkpoint, a part of one, a file or a link there may be replaced.
+
+    Raises:
+        CheckpointExistsError: The path holds something that must not be replaced.
+    """
+    place = choose_place(path, first.place.save_id, overwrite=overwrite)
+    return Stand(place=_claimed(place, first.first), own=place.writer, first=first.first)
+
+
+def _claimed(place: Place, first: Writer) -> Place:
+    """Name the place as all ranks do that stand in it: paths in one folder differ in their last step."""
+    return replace(place, writer=_named(first, f"claim of {os.path.basename(place.final.root)}"))
+
+
+def _named(writer: Writer, what: str) -> Writer:
+    """A name with a writer's save and process, for something else than a mark of that process."""
+    return replace(writer, replaces=xxhash.xxh3_64_hexdigest(what.encode("utf-8", "surrogateescape"))[:12])

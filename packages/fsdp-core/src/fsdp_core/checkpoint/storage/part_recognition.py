@@ -1,0 +1,137 @@
+"""Recognizes a place of a scattered save: it holds files of some ranks, and the manifest is elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from fsdp_core.checkpoint.format.chunks import rank_in
+from fsdp_core.checkpoint.format.manifest import Manifest
+from fsdp_core.checkpoint.format.part_record import MAX_RECORD_BYTES, PartRecord
+from fsdp_core.checkpoint.format.patterns import Ranks
+from fsdp_core.checkpoint.format.places import PlaceOfRanks, place_of
+from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.writers import writer_of
+
+__all__ = ["described_part", "described_rest", "gather_command", "holds_part", "records_in", "saves_in"]
+
+_RECORD = re.compile(r"parts/(?P<save>[0-9a-f]{12})-rank-(?P<rank>\d{5,15})\.json")
+_SHOWN = 4
+
+
+def saves_in(names: Collection[str]) -> dict[str, list[int]]:
+    """Return the ranks of which a place has records, by save.
+
+    Example:
+        >>> saves_in(["parts/0123456789ab-rank-00003.json", "model/0123456789ab-rank-00003.safetensors"])
+        {'0123456789ab': [3]}
+    """
+    found: dict[str, list[int]] = {}
+    for name in sorted(names):
+        if (record := _RECORD.fullmatch(name)) is not None:
+            found.setdefault(record["save"], []).append(int(record["rank"]))
+    return found
+
+
+def holds_part(names: Collection[str]) -> bool:
+    """Return whether a folder without a manifest is a place of a scattered save that was published there.
+
+    A place with a writer's mark may have been left by a save that was interrupted before rank 0 has written the
+    manifest.
+
+    Args:
+        names: The files in it.
+    """
+    return bool(saves_in(names)) and not any(writer_of(name) is not None for name in names)
+
+
+def records_in(folder: Folder, save_id: str, names: Collection[str]) -> list[PartRecord]:
+    """Read the records of a save in a place; those that can't be read are left out.
+
+    Args:
+        folder: The place.
+        save_id: The save.
+        names: The files in it.
+    """
+    found = []
+    for name in sorted(names):
+        record = _RECORD.fullmatch(name)
+        if record is None or record["save"] != save_id:
+            continue
+        try:
+            if (folder.size(name) or MAX_RECORD_BYTES + 1) <= MAX_RECORD_BYTES:
+                found.append(PartRecord.from_json(folder.read(name)))
+        except (ValueError, OSError):  # a link that leads out of the folder is refused with one of them
+            continue
+    return found
+
+
+def described_part(folder: Folder, names: Collection[str]) -> str | None:
+    """Describe a place without a manifest: whose files it holds, and where the manifest is.
+
+    Args:
+        folder: The place.
+        names: The files in it.
+
+    Returns:
+        Sentences that say what to type; ``None`` if it is no such place.
+    """
+    saves = saves_in(names)
+    if not saves:
+        return None
+    told = []
+    for save_id, ranks in list(saves.items())[:_SHOWN]:
+        words = str(PlaceOfRanks(host="", path="", ranks=Ranks.of(ranks))).partition(" on ")[0]
+        text = f"it holds what {words} wrote of the scattered save {save_id}"
+        records = records_in(folder, save_id, names)
+        if records:
+            one = records[0]
+            text += (
+                f", of {one.world_size} ranks, on {one.host or 'a host without a name'}. Rank 0 wrote the manifest on "
+                f"{one.manifest_host or 'a host without a name'}, to {one.manifest_path}"
+            )
+        told.append(text)
+    more = f" and of {len(saves) - _SHOWN} more" if len(saves) > _SHOWN else ""
+    unfinished = ""
+    if not holds_part(names):
+        unfinished = " That save has not ended here, or was interrupted."
+    return f"{'; '.join(told)}{more}.{unfinished}\n{gather_command([str(folder)])}"
+
+
+def described_rest(folder: Folder, manifest: Manifest, missing: Sequence[str]) -> str:
+    """Say where the files of a scattered checkpoint are that a place does not hold.
+
+    Args:
+        folder: The place, or several.
+        manifest: The manifest, which says where ranks have written.
+        missing: The files that are missing there.
+    """
+    found: dict[str, None] = {}
+    for name in missing:
+        place = place_of(manifest.places, name)
+        found[f"rank {of[1] if (of := rank_in(name)) else 0}" if place is None else str(place)] = None
+        if len(found) > _SHOWN:
+            break
+    more = [f"  … and {len(missing)} files in all"] if len(found) > _SHOWN else []
+    return "\n".join(
+        [
+            f"{folder} is a place of the scattered save {manifest.save_id}, and not all of it: {len(missing)} of "
+            f"{len(manifest.files)} files are not there. They were written by",
+            *(f"  {told}" for told in list(found)[:_SHOWN]),
+            *more,
+            gather_command([str(one) for one in getattr(folder, "places", (folder,))]),
+        ]
+    )
+
+
+def gather_command(paths: Sequence[str]) -> str:
+    """Say how places are joined.
+
+    Args:
+        paths: Those that are known, of which at most four are shown.
+    """
+    shown = " ".join(paths[:_SHOWN])
+    return (
+        "Bring the folders of all hosts to where one process sees them, and join them: "
+        f"fsdp checkpoint gather {shown} … OUT"
+    )

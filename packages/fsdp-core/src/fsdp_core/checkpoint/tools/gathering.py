@@ -1,0 +1,184 @@
+"""Joins the places of a scattered save: one folder with all of its files, which any load reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
+from fsdp_core.checkpoint.storage.atomic import check_apart, named_errors
+from fsdp_core.checkpoint.storage.commit import choose_place
+from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.joined import JoinedFolder, Paths, open_places
+from fsdp_core.checkpoint.storage.recognition import read_manifest, save_id_of
+from fsdp_core.checkpoint.storage.stored_files import StoredFiles
+from fsdp_core.checkpoint.storage.writers import writing
+from fsdp_core.checkpoint.tools.conversion import OnProgress, counter
+from fsdp_core.checkpoint.tools.resharding import check_target
+from fsdp_core.checkpoint.verifying import find_damage, refuse_damage
+from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
+
+__all__ = ["Gathered", "gather"]
+
+_BLOCK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """What :func:`gather` has done.
+
+    Attributes:
+        manifest: The manifest of the checkpoint.
+        linked: How many files are hard links to those of the places, which take no further room.
+        copied: How many were copied.
+        duplicates: The places that hold a file, by name, of those that several hold.
+        spoiled: The fault of a file that was passed over for a good one in another place, by its path.
+    """
+
+    manifest: Manifest
+    linked: int
+    copied: int
+    duplicates: dict[str, list[str]]
+    spoiled: dict[str, str]
+
+
+def gather(
+    places: Paths,
+    out: StrPath,
+    *,
+    overwrite: bool = False,
+    copy: bool = False,
+    verify: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Gathered:
+    """Join the places of a scattered save.
+
+    Files that lie on the disk of ``out`` are hard-linked, which takes no time and no room: files of a checkpoint are
+    never changed, so the places and ``out`` may be removed independently. Others are copied, a few MiB at a time. The
+    manifest is written last. torch is not imported.
+
+    Args:
+        places: The places, local paths or fsspec URLs, in any order: all of them, or one folder that holds all.
+        out: The folder to write: a local path or an fsspec URL.
+        overwrite: Whether to replace a checkpoint of another save at ``out``, once the new one is complete.
+        copy: Whether to copy all files.
+        verify: Whether to compare every byte with its checksum first; otherwise, sizes and headers.
+        on_progress: Called with the progress.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointFormatError: Places are of different saves, or files are missing or damaged; the message says which
+            ranks wrote them, on which host and where.
+        CheckpointExistsError: ``out`` holds something that must not be replaced; nothing was written.
+        CheckpointError: ``out`` can't be written; its previous content is unchanged.
+    """
+    folder = open_places(places)
+    manifest = read_manifest(folder)
+    for source in folder.places if isinstance(folder, JoinedFolder) else (folder,):
+        check_apart(out, source)
+    target = open_folder(out)
+    check_target(target, overwrite=overwrite)
+    if target.kind() == "folder" and any(save_id_of(name) == manifest.save_id for name in target.files()):
+        raise CheckpointExistsError(
+            f"{target} holds files of the same save {manifest.save_id} already, and files are never changed: choose "
+            "another path, or remove it"
+        )
+    size = sum(entry.size for entry in manifest.files.values())
+    on_bytes = counter(size * (1 + verify), on_progress)
+    files = StoredFiles(folder, manifest)
+    spoiled = _choose_good(files, verify=verify, on_bytes=on_bytes)
+    duplicates = {}
+    if isinstance(folder, JoinedFolder):
+        held = {name: folder.holders(name) for name in manifest.files}
+        duplicates = {name: [str(folder.places[one]) for one in found] for name, found in held.items() if found[1:]}
+    # the file names carry the save's id, so it stays that save
+    place = choose_place(out, manifest.save_id, overwrite=True)
+    gathered = replace(manifest, places=())
+    linked = 0
+    data: bytes | None = None
+    with named_errors(f"write {target}"), writing(place.writer):
+        try:
+            place.begin()
+            for name, entry in manifest.files.items():
+                source = folder.holder(name) if isinstance(folder, JoinedFolder) else folder
+                if not copy and _link(source, place.folder, name):
+                    linked += 1
+                    on_bytes(entry.size)
+                else:
+                    _copy(source, place.folder, name, entry, on_bytes)
+            data = gathered.to_json().encode()
+            previous = place.commit(data, gathered.files)
+        except BaseException:
+            with suppress(OSError):
+                if place.withdraw(data):
+                    place.remove_files()
+                    place.leave()
+            raise
+        place.tidy(data, previous)
+    return Gathered(
+        manifest=gathered,
+        linked=linked,
+        copied=len(manifest.files) - linked,
+        duplicates=duplicates,
+        spoiled=spoiled,
+    )
+
+
+def _choose_good(files: StoredFiles, *, verify: bool, on_bytes: Callable[[int], None]) -> dict[str, str]:
+    """Choose for each file a place that has it undamaged, and return the faults of those that were passed over.
+
+    Raises:
+        CheckpointFormatError: There is none for some file.
+    """
+    folder, spoiled = files.folder, dict[str, str]()
+    names = list(files.manifest.files)
+    while names:
+        faults = find_damage(
+            files, names, checksums=verify, on_bytes=(lambda name, count: on_bytes(count)) if verify else None
+        )
+        names = []
+        if isinstance(folder, JoinedFolder):
+            for name in list(faults):
+                left = [one for one in folder.holders(name) if one > folder.chosen.get(name, folder.holders(name)[0])]
+                if left:
+                    spoiled[folder.path(name)] = faults.pop(name)
+                    folder.chosen[name] = left[0]
+                    files.forget(name)
+                    names.append(name)
+        refuse_damage(files, faults)
+    return spoiled
+
+
+def _link(source: Folder, target: Folder, name: str) -> bool:
+    """Hard-link a file, and return whether the file systems permit it."""
+    if not (source.local and target.local) or not hasattr(os, "link"):
+        return False
+    path = target.path(name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    try:
+        os.link(os.path.realpath(source.path(name)), path)  # not a link's own name, if a place has links inside
+    except FileExistsError:
+        raise
+    except OSError:  # other disks, or a file system without hard links
+        return False
+    return True
+
+
+def _copy(source: Folder, target: Folder, name: str, entry: FileEntry, on_bytes: Callable[[int], None]) -> None:
+    digest = xxhash.xxh3_64()
+    with target.writing(name) as stream:
+        for start in range(0, entry.size, _BLOCK_BYTES):
+            block = source.read(name, start, min(start + _BLOCK_BYTES, entry.size))
+            digest.update(block)
+            stream.write(block)
+            on_bytes(len(block))
+        if f"xxh3:{digest.hexdigest()}" != entry.checksum:
+            raise CheckpointFormatError(
+                f"{source.path(name)} has changed while it was copied, or is damaged. Gather again."
+            )

@@ -1,0 +1,497 @@
+"""Saves of ranks that stand in different folders: what each place holds, what joins them, and what never does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint_ranks import ThreadRuntime, on_threads
+from fsdp_core.checkpoint import (
+    Chunk,
+    ChunkedTensor,
+    describe,
+    gather,
+    is_checkpoint,
+    load,
+    load_state_dict,
+    read_manifest,
+    remove,
+    save,
+    saving,
+    verify,
+)
+from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.format.part_record import PartRecord
+from fsdp_core.checkpoint.storage import commit, part_places, writers
+from fsdp_core.checkpoint.storage.recognition import is_interrupted, is_ours
+from fsdp_core.checkpoint.tools.listing import find_checkpoints
+from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
+
+pytestmark = pytest.mark.timeout(100)
+
+ROWS = 3
+Paths = Callable[[int], Path]
+
+
+class OtherHostsRuntime(ThreadRuntime):
+    """Ranks that are threads, with a side channel."""
+
+    def side_channel(self) -> OtherHostsRuntime:
+        return self  # these tests never use both at the same time
+
+
+def state_of(rank: int, ranks: int, version: float = 1.0) -> dict[str, Any]:
+    """Rows that all ranks hold in turn, a tensor that all have a copy of, and plain data."""
+    rows = torch.full((ROWS, 2), version + rank)
+    model = {
+        "rows": ChunkedTensor(
+            shape=(ROWS * ranks, 2), dtype=torch.float32, chunks=(Chunk(offsets=(ROWS * rank, 0), data=rows),)
+        ),
+        "scale": torch.tensor([version]),
+    }
+    moments = {"rows": {"exp_avg": model["rows"], "step": torch.tensor(version)}}
+    optimizer = {"state": moments, "param_groups": [{"params": ["rows", "scale"]}]}
+    return {"model": model, "optimizer": [optimizer], "version": version, "best": torch.tensor([version])}
+
+
+KINDS = {"model": "model", "optimizer/0": "optimizer"}
+
+
+def save_at(runtime: ThreadRuntime, path: Path, version: float = 1.0, **options: Any) -> None:
+    state = state_of(runtime.rank, runtime.world_size, version)
+    save(path, state, runtime=runtime, strategy="test", kinds=KINDS, **{"scattered": True, **options})
+
+
+def scatter(paths: Paths, ranks: int = 4, version: float = 1.0, **options: Any) -> list[Any]:
+    return on_threads(ranks, lambda runtime: save_at(runtime, paths(runtime.rank), version, **options))
+
+
+def check(path: Any, ranks: int = 4, version: float = 1.0) -> None:
+    """Everything in a checkpoint, or in places, is what was saved."""
+    verify(path)
+    nest = load(path)
+    want = torch.arange(ranks).repeat_interleave(ROWS).float()[:, None].expand(-1, 2) + version
+    moment = nest["optimizer"][0]["state"]["rows"]
+    for tensor in (nest["model"]["rows"], moment["exp_avg"]):
+        assert torch.equal(tensor.full(), want)
+    assert nest["model"]["scale"].full().item() == moment["step"].full().item() == version
+    assert (nest["version"], nest["best"].item()) == (version, version)
+    assert torch.equal(load_state_dict(path)["rows"], want)
+
+
+def files_in(path: Path) -> set[str]:
+    return {str(found.relative_to(path)) for found in path.rglob("*") if not found.is_dir()}
+
+
+def per_rank(tmp_path: Path) -> Paths:
+    return lambda rank: tmp_path / f"rank{rank}" / "run.ckpt"
+
+
+def per_host(tmp_path: Path) -> Paths:
+    return lambda rank: tmp_path / f"host{rank // 2}" / "run.ckpt"
+
+
+def in_one_parent(tmp_path: Path) -> Paths:
+    return lambda rank: tmp_path / f"run-{rank}.ckpt"
+
+
+def one_place(tmp_path: Path) -> Paths:
+    return lambda rank: tmp_path / "host0" / "run.ckpt"
+
+
+@pytest.mark.parametrize("where", [per_rank, per_host, in_one_parent])
+def test_each_rank_writes_where_it_stands_and_gather_joins(tmp_path: Path, where: Callable[[Path], Paths]) -> None:
+    paths = where(tmp_path)
+    places = list(dict.fromkeys(map(paths, range(4))))
+    for version in (1.0, 2.0, 3.0):  # where nothing is, over a save like this one, and over that
+        assert scatter(paths, version=version) == [None] * 4
+        manifest = read_manifest(places[0])
+        save_id = manifest.save_id
+        for place in places:
+            held = {rank for rank in range(4) if paths(rank) == place}
+            sections = ("model", "optimizer")
+            expected = {f"{section}/{save_id}-rank-{rank:05d}.safetensors" for section in sections for rank in held}
+            if place == places[0]:
+                expected |= {"manifest.json", f"state-{save_id}.json", f"state-{save_id}.safetensors"}
+            else:
+                expected |= {f"parts/{save_id}-rank-{rank:05d}.json" for rank in held}
+            assert files_in(place) == expected
+            assert not is_interrupted(place)
+            assert is_checkpoint(place) == (place == places[0])
+        assert [tuple(one.ranks.at(number) for number in range(one.ranks.count)) for one in manifest.places] == [
+            tuple(rank for rank in range(4) if paths(rank) == place) for place in places
+        ]
+        check(places[::-1], version=version)
+        out = tmp_path / f"whole-{version}.ckpt"
+        done = gather(places[::-1], out)
+        assert (done.linked, done.copied, done.duplicates, done.spoiled) == (len(manifest.files), 0, {}, {})
+        assert read_manifest(out).places == ()
+        check(out, version=version)
+    for place in places:
+        shutil.rmtree(place)
+    check(out, version=3.0)  # links outlive the places
+    assert not list(tmp_path.rglob(".*"))  # no mark or claim is left
+    assert not list(tmp_path.rglob("*replaced"))
+
+
+def test_gathered_equals_a_plain_save_bit_for_bit(tmp_path: Path) -> None:
+    scatter(per_host(tmp_path))
+    scatter(lambda rank: tmp_path / "plain.ckpt", scattered=False)
+    gather([tmp_path / "host0" / "run.ckpt", tmp_path / "host1" / "run.ckpt"], tmp_path / "whole.ckpt", copy=True)
+    ours, plain = read_manifest(tmp_path / "whole.ckpt"), read_manifest(tmp_path / "plain.ckpt")
+
+    def sums(manifest: Any) -> dict[str, Any]:
+        return {name.replace(manifest.save_id, "ID"): entry for name, entry in manifest.files.items()}
+
+    assert sums(ours) == sums(plain)
+    assert (ours.kinds, ours.world_size, ours.aliases) == (plain.kinds, plain.world_size, plain.aliases)
+
+
+def test_ranks_that_share_a_folder_save_as_ever(tmp_path: Path) -> None:
+    for version in (1.0, 2.0):
+        assert scatter(one_place(tmp_path), version=version) == [None] * 4
+        check(tmp_path / "host0" / "run.ckpt", version=version)
+        manifest = read_manifest(tmp_path / "host0" / "run.ckpt")
+        assert manifest.places == ()
+        assert files_in(tmp_path / "host0" / "run.ckpt") == {"manifest.json", *manifest.files}
+        assert [found.name for found in (tmp_path / "host0").iterdir()] == ["run.ckpt"]
+
+
+def test_folders_that_are_uploaded_into_one_are_whole_by_themselves(tmp_path: Path) -> None:
+    scatter(per_rank(tmp_path))
+    merged = tmp_path / "merged.ckpt"
+    for rank in range(4):  # as Ray does with its workers' folders; no two files have one name
+        for name in files_in(per_rank(tmp_path)(rank)):
+            (merged / name).parent.mkdir(parents=True, exist_ok=True)
+            assert not (merged / name).exists()
+            shutil.copy(per_rank(tmp_path)(rank) / name, merged / name)
+    check(merged)
+    gather(merged, tmp_path / "again.ckpt")
+    check(tmp_path / "again.ckpt")
+    assert not any(name.startswith("parts/") for name in files_in(tmp_path / "again.ckpt"))
+    save_at(ThreadRuntime(0, 1, *_alone()), merged, 7.0, scattered=False)
+    assert files_in(merged) == {"manifest.json", *read_manifest(merged).files}
+
+
+def _alone() -> Any:
+    import threading
+
+    return threading.Barrier(1), [None]
+
+
+def test_a_place_alone_is_never_loaded_and_says_what_is_missing(tmp_path: Path) -> None:
+    paths = per_host(tmp_path)
+    scatter(paths)
+    first, second = paths(0), paths(2)
+    with pytest.raises(CheckpointFormatError) as caught:
+        load(first)
+    told = str(caught.value)
+    assert "is a place of the scattered save" in told
+    assert "4 of 10 files are not there" in told
+    assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in told
+    assert f"fsdp checkpoint gather {first} … OUT" in told
+    for reader in (load, verify, load_state_dict, read_manifest, describe):
+        with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote of the scattered save") as caught:
+            reader(second)
+        assert f"to {first}.\n" in str(caught.value)
+        assert f"fsdp checkpoint gather {second} … OUT" in str(caught.value)
+    with pytest.raises(CheckpointFormatError, match=r"none of .* holds the manifest"):
+        load([second, second])
+    with pytest.raises(CheckpointFormatError, match="rank 2-3 on"):
+        gather([first], tmp_path / "out.ckpt")
+    with pytest.raises(CheckpointFormatError, match="there is no folder"):
+        load([first, tmp_path / "nothing"])
+    assert not (tmp_path / "out.ckpt").exists()
+    found = {one.path: one for place in (first, second) for one in find_checkpoints(place.parent)}
+    assert {one.state for one in found.values()} == {"scattered"}
+    assert "rank 2-3 on" in found[str(first)].told
+    assert "what rank 2-3 wrote" in found[str(second)].told
+
+
+def test_parts_of_two_saves_are_never_joined(tmp_path: Path) -> None:
+    scatter(per_host(tmp_path / "a"), version=1.0)
+    scatter(per_host(tmp_path / "b"), version=2.0)
+    places = {name: per_host(tmp_path / name) for name in "ab"}
+    with pytest.raises(CheckpointFormatError, match="Parts of different saves are never joined"):
+        load([places["a"](0), places["b"](2)])
+    with pytest.raises(CheckpointFormatError, match="Parts of different saves are never joined"):
+        gather([places["b"](0), places["a"](2)], tmp_path / "out.ckpt")
+    with pytest.raises(CheckpointFormatError, match="hold different checkpoints"):
+        gather([places["a"](0), places["b"](0)], tmp_path / "out.ckpt")
+    # files of both saves in one place, as after a kill
+    for name in files_in(places["a"](2)):
+        shutil.copy(places["a"](2) / name, places["b"](2) / name)
+    check([places["a"](0), places["b"](2)], version=1.0)
+    check([places["b"](0), places["b"](2)], version=2.0)
+
+
+def test_duplicates_are_named_and_a_spoiled_one_is_passed_over(tmp_path: Path) -> None:
+    paths = per_host(tmp_path)
+    scatter(paths)
+    shutil.copytree(paths(2), tmp_path / "copy.ckpt")
+    places = [paths(0), paths(2), tmp_path / "copy.ckpt"]
+    (victim,) = (paths(2) / "model").glob("*rank-00003*")
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.chmod(0o600)
+    victim.write_bytes(data)
+    done = gather(places, tmp_path / "out.ckpt")
+    check(tmp_path / "out.ckpt")
+    assert list(done.spoiled) == [str(victim)]
+    assert "has the checksum" in done.spoiled[str(victim)]
+    assert set(done.duplicates) == {name for name in files_in(paths(2)) if not name.startswith("parts/")}
+    assert done.duplicates[str(victim.relative_to(paths(2)))] == [str(paths(2)), str(tmp_path / "copy.ckpt")]
+    with pytest.raises(CheckpointFormatError, match="is damaged"):
+        gather(places[:2], tmp_path / "second.ckpt")
+    assert not (tmp_path / "second.ckpt").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_gather_refuses_what_it_would_spoil(tmp_path: Path) -> None:
+    paths = per_host(tmp_path)
+    scatter(paths)
+    places, out = [paths(0), paths(2)], tmp_path / "out.ckpt"
+    for inside in (paths(0), paths(2), paths(2) / "deeper"):
+        with pytest.raises(CheckpointExistsError, match="choose"):
+            gather(places, inside, overwrite=True)
+    gather(places, out)
+    with pytest.raises(CheckpointExistsError, match="already exists"):
+        gather(places, out)
+    with pytest.raises(CheckpointExistsError, match="files of the same save"):
+        gather(places, out, overwrite=True)
+    scatter(paths, version=2.0)
+    gather(places, out, overwrite=True)
+    check(out, version=2.0)
+    assert files_in(out) == {"manifest.json", *read_manifest(out).files}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match=r"notes\.txt"):
+        gather(places, tmp_path / "mine", overwrite=True)
+
+
+def test_a_plain_checkpoint_in_the_way_of_a_part_goes_only_at_the_end(tmp_path: Path) -> None:
+    paths = per_host(tmp_path)
+    for place in (paths(0), paths(2)):
+        save_at(ThreadRuntime(0, 1, *_alone()), place, 5.0, scattered=False)
+    scatter(paths, version=2.0)
+    assert not is_checkpoint(paths(2))
+    check([paths(0), paths(2)], version=2.0)
+    assert all(read_manifest(paths(0)).save_id in name for name in files_in(paths(2)))
+    scatter(lambda rank: paths(2 - 2 * (rank // 2)), version=3.0)  # rank 0 stands where the others have
+    check([paths(0), paths(2)], version=3.0)
+    assert all(read_manifest(paths(2)).save_id in name or name == "manifest.json" for place in (paths(0), paths(2))
+               for name in files_in(place))  # fmt: skip
+    with pytest.raises(CheckpointFormatError, match="4 of 10 files are not there"):
+        check(paths(2))
+
+
+@pytest.mark.parametrize("before", ["nothing", "scattered"])
+def test_a_save_that_fails_at_any_step_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    paths = per_host(tmp_path)
+    if before == "scattered":
+        scatter(paths, version=1.0)
+    was = files_in(tmp_path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "no room")
+
+    for owner, name in (
+        (part_places.Stand, "claim"),
+        (saving.Scattering, "record"),
+        (part_places.Stand, "publish"),
+        (commit.Place, "commit"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fail)
+            errors = scatter(paths, version=2.0)
+        assert len({str(error) for error in errors}) == 1, errors
+        assert isinstance(errors[0], CheckpointError)
+        assert "no room" in str(errors[0])
+        assert files_in(tmp_path) == was, name
+    if before == "scattered":
+        check([paths(0), paths(2)], version=1.0)
+    assert scatter(paths, version=3.0) == [None] * 4
+    check([paths(0), paths(2)], version=3.0)
+
+
+def test_a_link_is_put_back_if_the_last_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = per_host(tmp_path)
+    for rank in (0, 2):
+        paths(rank).parent.mkdir()
+        (paths(rank).parent / "other.ckpt").mkdir()
+        paths(rank).symlink_to("other.ckpt")
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commit.Place, "commit", fail)
+        assert all(isinstance(error, CheckpointError) for error in scatter(paths))
+    for rank in (0, 2):
+        assert os.readlink(paths(rank)) == "other.ckpt"
+        assert {found.name for found in paths(rank).parent.iterdir()} == {"other.ckpt", "run.ckpt"}
+    assert scatter(paths) == [None] * 4
+    check([paths(0), paths(2)])
+    assert {found.name for found in paths(2).parent.iterdir()} == {"other.ckpt", "run.ckpt"}
+
+
+def test_in_the_background_and_in_turn(tmp_path: Path) -> None:
+    paths = per_host(tmp_path)
+
+    def work(runtime: ThreadRuntime) -> None:
+        other = OtherHostsRuntime.__new__(OtherHostsRuntime)
+        other.__dict__.update(runtime.__dict__)
+        saves = AsyncSaves(other)
+        for version in (1.0, 2.0):
+            state = state_of(runtime.rank, runtime.world_size, version)
+            saves.save(paths(runtime.rank), state, strategy="test", kinds=KINDS, scattered=True)
+            state["model"]["scale"].zero_()
+        saves.close()
+
+    assert on_threads(4, work) == [None] * 4
+    check([paths(0), paths(2)], version=2.0)
+    assert scatter(paths, version=3.0, one_after_another=True) == [None] * 4
+    check([paths(0), paths(2)], version=3.0)
+
+
+def test_every_rank_may_remove_what_it_sees(tmp_path: Path) -> None:
+    paths = per_host(tmp_path)
+    for _ in range(3):
+        scatter(paths)
+        assert on_threads(4, lambda runtime: remove(paths(runtime.rank))) == [None] * 4
+        assert files_in(tmp_path) == set()
+        assert not list(tmp_path.rglob("run.ckpt"))
+
+
+def test_in_object_stores(tmp_path: Path) -> None:
+    import uuid
+
+    base = f"memory://{uuid.uuid4().hex}"
+    paths: Any = lambda rank: f"{base}/host{rank // 2}/run.ckpt"  # noqa: E731
+    for version in (1.0, 2.0):
+        assert scatter(paths, version=version) == [None] * 4
+        check([paths(0), paths(2)], version=version)
+    out = f"{base}/whole.ckpt"
+    done = gather([paths(0), paths(2)], out)
+    assert done.linked == 0
+    check(out, version=2.0)
+    gather([paths(2), paths(0)], tmp_path / "local.ckpt")
+    check(tmp_path / "local.ckpt", version=2.0)
+    mixed: Any = lambda rank: paths(0) if rank < 2 else tmp_path / "mixed.ckpt"  # noqa: E731
+    assert scatter(mixed, version=3.0) == [None] * 4
+    check([paths(0), tmp_path / "mixed.ckpt"], version=3.0)
+    import fsspec
+
+    names = [name.rpartition("host0/run.ckpt/")[2] for name in fsspec.filesystem("memory").find(f"{base}/host0")]
+    assert not [name for name in names if name.startswith(".")]
+    assert all(map(is_ours, names))
+
+
+RECORD = {
+    "format": "fsdp-checkpoint-part", "format_version": 1, "save_id": "0" * 12, "rank": 1, "world_size": 2, "host": "b",
+    "path": "/x", "manifest": {"host": "a", "path": "/x"},
+    "files": {f"model/{'0' * 12}-rank-00001.safetensors": {"size": 8, "checksum": "xxh3:" + "0" * 16}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 2}, {"rank": -1}, {"rank": True}, {"rank": 1.0}, {"rank": 10**400}, {"world_size": 0}, {"host": 5},
+        {"save_id": "../../etc/pa"}, {"path": "x" * 5000}, {"manifest": []}, {"manifest": {}}, {"files": []},
+        {"files": {"../../etc/passwd": {"size": 8, "checksum": "xxh3:" + "0" * 16}}},
+        {"files": {f"model/{'0' * 12}-rank-00000.safetensors": {"size": 8, "checksum": "xxh3:" + "0" * 16}}},
+        {"files": {f"/{'0' * 12}-rank-00001.safetensors": {"size": 8, "checksum": "xxh3:" + "0" * 16}}},
+        {"files": {f"model/{'0' * 12}-rank-00001.safetensors": {"size": 2**60, "checksum": "xxh3:" + "0" * 16}}},
+        {"format_version": 2}, {"format": "fsdp-checkpoint"}, {"checksum": "xxh3:" + "0" * 16},
+    ],
+)  # fmt: skip
+def test_hostile_records_are_refused(change: dict[str, Any]) -> None:
+    import json
+
+    from fsdp_core.checkpoint.format.manifest import content_checksum
+
+    content = {**RECORD, **change}
+    signed = content if "checksum" in change else {**content, "checksum": content_checksum(content)}
+    with pytest.raises(ValueError, match=r".+"):
+        PartRecord.from_json(json.dumps(signed))
+    assert PartRecord.from_json(json.dumps({**RECORD, "checksum": content_checksum(RECORD)})).rank == 1
+
+
+@pytest.mark.parametrize("places", [[{"host": "a", "path": "/x", "ranks": [[0, 1, 10**15]]}], [{"host": "a"}], {}, [[]],
+                                    [{"host": "a", "path": "/x", "ranks": [[0, 0, 10**15]]}],
+                                    [{"host": "a", "path": "/x", "ranks": [[0, 1]]}],
+                                    [{"host": "a", "path": "/x" * 4096, "ranks": [[0, 1, 1]]}],
+                                    [{"host": "a", "path": "/x", "ranks": []}]])  # fmt: skip
+def test_hostile_places_are_refused(tmp_path: Path, places: Any) -> None:
+    import json
+
+    from fsdp_core.checkpoint.format.manifest import content_checksum
+
+    scatter(per_host(tmp_path))
+    path = tmp_path / "host0" / "run.ckpt" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    content["places"] = places
+    path.write_text(json.dumps({**content, "checksum": content_checksum(content)}))
+    with pytest.raises(CheckpointFormatError):
+        read_manifest(path.parent)
+
+
+def test_links_that_lead_out_of_a_place_are_not_followed(tmp_path: Path) -> None:
+    paths = per_host(tmp_path)
+    scatter(paths)
+    (victim,) = (paths(2) / "model").glob("*rank-00003*")
+    secret = tmp_path / "secret"
+    shutil.move(victim, secret)
+    victim.symlink_to(secret)
+    for reader in (load, verify, lambda given: gather(given, tmp_path / "out.ckpt")):
+        with pytest.raises(CheckpointFormatError, match="outside of the checkpoint"):
+            reader([paths(0), paths(2)])
+    for record in (paths(2) / "parts").iterdir():
+        record.unlink()
+        record.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote"):
+        load(paths(2))
+    assert not (tmp_path / "out.ckpt").exists()
+
+
+def test_the_command_joins_verifies_and_describes(tmp_path: Path) -> None:
+    import json
+
+    from cli_checkpoints import run
+
+    paths = per_host(tmp_path)
+    scatter(paths)
+    first, second, out = paths(0), paths(2), tmp_path / "out.ckpt"
+    told = run("verify", first, status=1).output
+    assert "4 of 10 files are not there" in told
+    assert "rank 2-3 on" in told
+    assert "is damaged" not in told
+    found = json.loads(run("verify", first, "--json", status=1).stdout)
+    assert len(found["elsewhere"]) == 4
+    assert set(found["faults"]) == set(found["elsewhere"])
+    assert "is whole" in run("verify", second, first).output
+    assert "it holds what rank 2-3 wrote" in run("verify", second, status=1).output
+    assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in run("inspect", first).output
+    places = json.loads(run("inspect", first, "--json").stdout)["places"]
+    assert [(one["ranks"], one["path"]) for one in places] == [("0-1", str(first)), ("2-3", str(second))]
+    assert "rank 2-3 on" in run("gather", first, out, status=1).output
+    assert "Usage" in run("gather", out, status=2).output
+    assert run("gather", second, first, first, out).output.startswith("Gathered 10 files")
+    assert "already exists" in run("gather", second, first, out, status=1).output
+    assert run("gather", second, first, tmp_path / "copied.ckpt", "--copy", "--no-verify", "--quiet").output == ""
+    for path in (out, tmp_path / "copied.ckpt"):
+        assert "is whole" in run("verify", path).output
+        assert "Scattered" not in run("inspect", path).output
+    listed = run("list", tmp_path / "host1").output
+    assert "scattered" in listed
+    assert "fsdp checkpoint gather" in listed

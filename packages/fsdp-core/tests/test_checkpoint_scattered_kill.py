@@ -1,0 +1,39 @@
+"""A rank of a scattered save that is killed at any step: no place looks complete before the manifest stands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kill_scattered
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),
+]
+
+
+def test_a_rank_killed_at_any_step_leaves_what_was_there(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, kill_scattered.__file__, str(tmp_path)],
+        capture_output=True, text=True, timeout=220, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for case, seen in json.loads(done.stdout).items():
+        step, _, before = case.rpartition(", ")
+        complete = step in kill_scattered.COMPLETE
+        want = 2.0 if complete else 1.0 if before == "replacing" else None
+        assert seen["found"] == want, case  # what places hold together is the new one or the old one
+        assert not any(seen["alone"]), case  # and no place alone is a checkpoint
+        assert "whole" not in seen["states"], case
+        assert "damaged" not in seen["states"], case
+        if before == "new":
+            assert "unfinished" in seen["states"], case
+            assert seen["whole"] == [complete, False], case  # a manifest stands once all else does
+            assert complete or all(seen["interrupted"]), case  # a search for the last checkpoint finds none
+        assert seen["after"] == 3.0, case  # the next save works, and removes what was left
+        assert (seen["strange"], seen["beside"]) == ([], ["last.ckpt"] * 2), case
