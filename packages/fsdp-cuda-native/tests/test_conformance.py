@@ -45,7 +45,7 @@ class TestNative(StrategySuite):
         {"use_orig_params": "False", "optimizer": "adamw"},
         {"use_orig_params": "False", "optimizer": "two", "wrap": "the root"},
         # torch.compile can't trace gathered parameters beside reduced gradients that are kept: docs/strategies
-        {"sync_each_batch": "True", "compile": "blocks", "wrap": "the root", "resume": "amid a step"},
+        {"compile": "blocks", "accumulate": ("2", "3"), "wrap": ("the root", "layers")},
     )
     refused_pairs: ClassVar = (
         {"sync_each_batch": "True", "cpu_offload": "True"},
