@@ -75,7 +75,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     """
 
     launcher_class: ClassVar[Any] = FabricSubprocessLauncher
-    fork_launcher_class: ClassVar[Any] = FabricForkedRanks
+    _fork_launcher_class: ClassVar[Any] = FabricForkedRanks
     log: ClassVar[logging.Logger] = logging.getLogger("lightning.fabric.utilities.rank_zero")
     make_before: ClassVar[str] = "Make them before fabric.setup()."
 

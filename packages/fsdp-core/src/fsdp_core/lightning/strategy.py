@@ -85,7 +85,7 @@ class RanksOfStrategy:
     make_before: ClassVar[str]
 
     launcher_class: ClassVar[Any]
-    fork_launcher_class: ClassVar[Any]  # in notebooks
+    _fork_launcher_class: ClassVar[Any]  # in notebooks
     log: ClassVar[logging.Logger]
     __signature__: ClassVar[inspect.Signature]
 
@@ -378,7 +378,7 @@ class RanksOfStrategy:
             return
         if is_interactive():  # one rank needs no process of its own
             check_interactive(self.strategy_name, self.num_nodes)
-            self._launcher = self.fork_launcher_class(self) if forks else None
+            self._launcher = self._fork_launcher_class(self) if forks else None
         else:
             self._launcher = self.launcher_class(environment, self.num_processes, self.num_nodes)
 

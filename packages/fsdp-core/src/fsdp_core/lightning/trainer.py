@@ -101,7 +101,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     """
 
     launcher_class: ClassVar[Any] = TrainerSubprocessLauncher
-    fork_launcher_class: ClassVar[Any] = TrainerForkedRanks
+    _fork_launcher_class: ClassVar[Any] = TrainerForkedRanks
     log: ClassVar[logging.Logger] = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     make_before: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
 
