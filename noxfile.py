@@ -35,7 +35,7 @@ nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = ["lint", "typecheck", "tests", "integration", "docs"]
+nox.options.sessions = ["lint", "typecheck", "tests", "integration", "launchers", "docs"]
 
 # Containers often forbid Python to keep what it has compiled. Torch and Lightning are 2,000 modules, which each of the
 # thousands of processes that the tests start would compile again: 5 of the 8 seconds that importing them then takes.
@@ -69,6 +69,9 @@ OPTIMIZERS = ("pytorch-optimizer", "schedulefree", "timm", "torchao", "transform
 # What the examples of docs/transformers.md import. Not among those: transformers imports torchvision where it is, which
 # timm brings, and its wheels on the package index can't be imported beside torch's build for CPUs.
 TRANSFORMERS = ("accelerate", "peft", "transformers")
+
+# What engines of docs/many-machines.md need, besides what torch and Lightning bring.
+LAUNCHERS = ("boto3", "ipykernel", "moto[server]", "ray[train]", "s3fs")
 
 # What every environment has besides, to build and install our packages and to run their sessions.
 BUILDS = ("pip", "ruff", "nox", "build", "hatchling", "editables", "psutil", "torchdata")
@@ -492,7 +495,15 @@ def integration(session: nox.Session) -> None:
             session.env[f"{package.name.replace('-', '_').upper()}_PYTHON"] = own_python(session, package)
     session.env["FSDP_TESTS_APART"] = apart(session, "integration-apart", OPTIMIZERS, [])
     session.env["FSDP_TESTS_TRANSFORMERS"] = apart(session, "integration-transformers", TRANSFORMERS, [])
-    run_pytest(session, "tests-integration", python=python)
+    run_pytest(session, "tests-integration", "--ignore=tests-integration/launchers", python=python)
+
+
+@nox.session(python=False)
+def launchers(session: nox.Session) -> None:
+    """The scripts of docs/many-machines.md under engines that people launch with: `tests-integration/launchers/`."""
+    python = layered(session, "launchers", [], *LAUNCHERS)
+    pip_install(session, python, "--no-deps", "--force-reinstall", *wheels(session, "--wheel"))
+    run_pytest(session, "tests-integration/launchers", python=python)
 
 
 @nox.session(python=False)

@@ -19,12 +19,12 @@ from typing import Any
 import boto3
 import pytest
 import yaml
+from undisturbed import losses_of_one_process
 from werkzeug.serving import make_server
 
 from fsdp_core.checkpoint import load, verify
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.processes import fresh_environment
-from undisturbed import losses_of_one_process
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 BUCKET, RUN = "spot", "runs/1"
@@ -43,7 +43,7 @@ class Bucket:
     before_put: Callable[[str], None] = lambda key: None
     put: list[str] = field(default_factory=list)
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """What it holds."""
         listed = self.client.list_objects_v2(Bucket=BUCKET, Prefix=RUN).get("Contents", ())
         return sorted(entry["Key"].removeprefix(f"{RUN}/") for entry in listed)
@@ -105,7 +105,8 @@ class Job:
         """Wait until something has happened, while it runs."""
         deadline = time.monotonic() + SECONDS
         while not happened():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.05)
 
     def losses(self) -> list[tuple[int, float]]:
@@ -137,7 +138,7 @@ def test_killed_in_training_and_in_a_save_it_goes_on_from_the_last_complete_chec
     first.kill()
     first.end()
     told.append(first.losses())
-    assert manifest in bucket.keys()
+    assert manifest in bucket.names()
     saved = verify_at(bucket)
 
     job: list[Job] = []
@@ -158,7 +159,7 @@ def test_killed_in_training_and_in_a_save_it_goes_on_from_the_last_complete_chec
     told.append(job[0].losses())
     assert told[1][0][0] == saved + 1
     assert verify_at(bucket) == saved, "a save that was killed has replaced the last complete one"
-    left = set(bucket.keys())
+    left = set(bucket.names())
 
     third = launched(tmp_path / "third.txt")
     assert third.end() == 0, third.output.read_text()
@@ -169,7 +170,7 @@ def test_killed_in_training_and_in_a_save_it_goes_on_from_the_last_complete_chec
         for step, loss in losses:
             assert loss == pytest.approx(want[step], abs=FP32_TOLERANCE), f"step {step}"
     assert verify_at(bucket) == STEPS
-    assert not left & set(bucket.keys()) - {manifest}, "what the killed save left is still there"
+    assert not left & set(bucket.names()) - {manifest}, "what the killed save left is still there"
 
 
 def verify_at(bucket: Bucket) -> int:
@@ -185,5 +186,6 @@ def test_the_job_of_skypilot_is_one() -> None:
     assert job["resources"]["use_spot"] is True
     assert "spot.py $CHECKPOINTS" in job["run"]
     assert job["envs"]["CHECKPOINTS"].startswith("s3://")
-    checked = subprocess.run(["bash", "-n"], input=job["run"] + job["setup"], text=True, capture_output=True, check=False)
+    script = job["setup"] + job["run"]
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stderr

@@ -9,7 +9,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DistributedSampler
 
-__all__ = ["losses_of_one_process"]
+__all__ = ["AFTERWARDS", "losses_of_one_process"]
+
+#: Where the loss over all data after the last step is.
+AFTERWARDS = -1
 
 ROWS, BATCH, RANKS = 64, 8, 2
 
@@ -21,7 +24,7 @@ def losses_of_one_process(epochs: int) -> dict[int, float]:
         epochs: How many times over the data.
 
     Returns:
-        Losses by step, from 1.
+        Losses by step, from 1, and that of all data after the last one, at :data:`AFTERWARDS`.
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -44,4 +47,6 @@ def losses_of_one_process(epochs: int) -> dict[int, float]:
             loss.backward()
             optimizer.step()
             losses[len(losses) + 1] = loss.item()
+    with torch.no_grad():
+        losses[AFTERWARDS] = mse_loss(net(x), y).item()
     return losses
