@@ -112,7 +112,7 @@ def ray_worker(environment: Any, strategies: type) -> RayWorker | None:
     """This process as a worker of Ray Train; ``None`` elsewhere.
 
     It also makes ``prepare_trainer`` accept our strategies, by registering them as virtual subclasses of the one of
-    Ray's three classes that stands for sharding. They inherit no code of it.
+    Ray's three classes that stands for sharding. They inherit none of its code.
 
     Args:
         environment: The cluster environment.
