@@ -71,7 +71,7 @@ OPTIMIZERS = ("pytorch-optimizer", "schedulefree", "timm", "torchao", "transform
 TRANSFORMERS = ("accelerate", "peft", "transformers")
 
 # What engines of docs/many-machines.md need, besides what torch and Lightning bring.
-LAUNCHERS: tuple[str, ...] = ()
+LAUNCHERS = ("boto3", "ipykernel", "moto[server]", "ray[train]", "s3fs")
 
 # What every environment has besides, to build and install our packages and to run their sessions.
 BUILDS = ("pip", "ruff", "nox", "build", "hatchling", "editables", "psutil", "torchdata")

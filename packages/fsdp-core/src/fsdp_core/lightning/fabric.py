@@ -35,6 +35,7 @@ from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.loaders.split_batches import split_in_fabric
+from fsdp_core.lightning.notebooks import FabricForkedRanks
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision
 from fsdp_core.lightning.preemption import Signals, requeue
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
@@ -80,6 +81,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     """
 
     launcher_class: ClassVar[Any] = FabricSubprocessLauncher
+    _fork_launcher_class: ClassVar[Any] = FabricForkedRanks
     log: ClassVar[logging.Logger] = logging.getLogger("lightning.fabric.utilities.rank_zero")
     make_before: ClassVar[str] = "Make them before fabric.setup()."
 

@@ -13,6 +13,9 @@ from typing import Any
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor as convert_fp_tensor
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager as DtypeContext
 
+# Forks a process per rank, which Fabric and the Trainer recognise by the class.
+from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as FabricForkLauncher
+
 # Starts the user's script once per rank. Lightning offers no public way to choose a launcher.
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as FabricSubprocessLauncher,
@@ -29,6 +32,7 @@ from lightning.fabric.utilities.seed import reset_seed
 
 # Holds whether a loop is restarting; the property by which the fit loop overrides it can't be set to false.
 from lightning.pytorch.loops.loop import _Loop as Loop
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as TrainerForkLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerSubprocessLauncher,
 )
@@ -36,7 +40,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 __all__ = [
     "BackwardSyncControl",
     "DtypeContext",
+    "FabricForkLauncher",
     "FabricSubprocessLauncher",
+    "TrainerForkLauncher",
     "TrainerSubprocessLauncher",
     "always_load_loader_states",
     "always_say_what_is_saved",

@@ -29,9 +29,15 @@ __all__ = [
 
 
 def check_devices(
-    strategy: str, backend: Backend, devices: Iterable[torch.device] | None, precision: ShardPrecision
+    strategy: str, backend: Backend, devices: Iterable[torch.device] | None, precision: ShardPrecision | None
 ) -> None:
     """Refuse devices that the backend doesn't run on, and dtypes that they don't support.
+
+    Args:
+        strategy: The strategy's name.
+        backend: Its backend.
+        devices: The devices of this host.
+        precision: The dtypes; ``None`` to leave them unchecked, because asking a GPU initialises CUDA in this process.
 
     Raises:
         StrategyUnavailableError: The backend does not run on this accelerator.
@@ -43,6 +49,8 @@ def check_devices(
                 f"strategy {strategy!r} can't run on {device.type!r}, but on {' and '.join(backend.accelerators)}.\n"
                 f"Write accelerator={backend.accelerators[-1]!r}, or see `fsdp list` for a strategy for this hardware."
             )
+        if precision is None:
+            continue
         bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
         precision.check_device(device, bf16_supported=bf16)
 

@@ -26,7 +26,9 @@ from fsdp_core.lightning.capabilities import check_checkpoint, check_materializa
 from fsdp_core.lightning.finite_gradients import check_error_if_nonfinite
 from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
 from fsdp_core.lightning.launch_checks import check_launched
+from fsdp_core.lightning.notebooks import check_interactive, is_interactive
 from fsdp_core.lightning.private import reset_seed
+from fsdp_core.lightning.ray_train import RayWorker, ray_worker
 from fsdp_core.lightning.setup_checks import (
     check_devices,
     check_scattered_save,
@@ -93,6 +95,7 @@ class RanksOfStrategy:
     make_before: ClassVar[str]
 
     launcher_class: ClassVar[Any]
+    _fork_launcher_class: ClassVar[Any]  # in notebooks
     log: ClassVar[logging.Logger]
     __signature__: ClassVar[inspect.Signature]
 
@@ -106,6 +109,7 @@ class RanksOfStrategy:
     scattered_save: bool = False
     error_if_nonfinite: bool = False
     hang_timeout: timedelta | None = None
+    _worker: RayWorker | None = None  # under Ray Train
     _unreduced: WeakSet[Sharded]  # roots with unreduced backward passes since the last step
 
     # of Lightning's ParallelStrategy
@@ -337,13 +341,21 @@ class RanksOfStrategy:
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
+        if self._worker is not None:
+            return self._worker.device
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
         """The number of ranks on this host."""
-        return len(self.parallel_devices or ())
+        return len(self.parallel_devices or ()) if self._worker is None else self._worker.local_world_size
+
+    def _numbers(self) -> tuple[int, int]:
+        """This rank and the number of ranks, which are known before they have joined."""
+        if self._worker is not None:
+            return self._worker.rank, self._worker.world_size
+        return self.node_rank * self.num_processes + self.local_rank, self.num_nodes * self.num_processes
 
     @property
     def mesh(self) -> Mesh:
@@ -356,27 +368,39 @@ class RanksOfStrategy:
 
         Before the ranks have joined, they follow from their numbers, as under Lightning's own strategies.
         """
-        ranks = self.num_nodes * self.num_processes
+        rank, ranks = self._numbers()
         if self.runtime.world_size == 1 < ranks:
-            mesh, rank = self.backend.mesh(ranks), self.node_rank * self.num_processes + self.local_rank
+            mesh = self.backend.mesh(ranks)
             return {"num_replicas": mesh.size(DATA_AXES), "rank": mesh.coordinate(rank, DATA_AXES)}
         return {"num_replicas": self.runtime.data_parallel_world_size, "rank": self.runtime.data_parallel_rank}
 
     def _number_ranks(self) -> None:
         """Set the rank in the cluster environment and in Lightning's rank-zero helpers."""
         environment = self.cluster_environment
+        self._worker = ray_worker(environment, RanksOfStrategy)
         if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
+            rank, ranks = self._numbers()
+            environment.set_global_rank(rank)
+            environment.set_world_size(ranks)
         set_rank_zero(self.global_rank)
 
     def _configure_launcher(self) -> None:
-        check_devices(self.strategy_name, self.backend, self.parallel_devices, self.shard_precision)
-        check_launched(self.cluster_environment, self.num_processes, self.num_nodes)
-        self.backend.mesh(self.num_nodes * self.num_processes)  # fail before any process is started
         environment = self.cluster_environment
         assert environment is not None
-        if not environment.creates_processes_externally:
+        forks = is_interactive() and self.num_processes > 1 and not environment.creates_processes_externally
+        precision = None if forks else self.shard_precision  # which the ranks check: see check_devices
+        check_devices(self.strategy_name, self.backend, self.parallel_devices, precision)
+        if self._worker is not None:
+            self._worker.check_devices(self.parallel_devices or ())
+        else:
+            check_launched(self.cluster_environment, self.num_processes, self.num_nodes)
+        self.backend.mesh(self._numbers()[1])  # fail before any process is started
+        if environment.creates_processes_externally:
+            return
+        if is_interactive():  # one rank needs no process of its own
+            check_interactive(self.strategy_name, self.num_nodes)
+            self._launcher = self._fork_launcher_class(self) if forks else None
+        else:
             self._launcher = self.launcher_class(environment, self.num_processes, self.num_nodes)
 
     def _join_world(self) -> None:
@@ -385,6 +409,7 @@ class RanksOfStrategy:
         self._number_ranks()
         environment = self.cluster_environment
         assert environment is not None
+        check_devices(self.strategy_name, self.backend, [self.root_device], self.shard_precision)
         mesh = self.backend.mesh(self.world_size)
         self.runtime.start(
             rank=self.global_rank,
@@ -397,6 +422,8 @@ class RanksOfStrategy:
         )
         if self.num_nodes > 1:
             check_same_packages(self.runtime, versions_of(type(self), type(self.backend), type(self.runtime)))
+        if self._worker is not None:
+            self.num_nodes = self._worker.nodes(self.runtime, self.num_nodes)
         self.runtime.mesh = mesh
         self.backend.bind(self.runtime, self.shard_precision)
         if self.hang_timeout is not None and self.world_size > 1 and isinstance(self.runtime, ProcessGroupRuntime):

@@ -45,6 +45,7 @@ from fsdp_core.lightning.hooks.metrics import gather_metrics_over_data
 from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
 from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
+from fsdp_core.lightning.notebooks import TrainerForkedRanks
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.preemption import Preemption
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
@@ -108,6 +109,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     """
 
     launcher_class: ClassVar[Any] = TrainerSubprocessLauncher
+    _fork_launcher_class: ClassVar[Any] = TrainerForkedRanks
     log: ClassVar[logging.Logger] = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     make_before: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
 

@@ -1,0 +1,163 @@
+"""Ranks of a notebook, or of another interactive session: forked from its process. Checked on Lightning 2.6.6.
+
+A script's ranks run the script again. A notebook has none, and what its cells define can't be imported elsewhere. A
+forked process has all of it. What Lightning's ``ddp_notebook`` does is done for our strategies, and besides:
+
+- All ranks end with the call, however it ends: also when the cell is interrupted.
+- The weights that come back are gathered from shards.
+- Ranks compute with one thread on a CPU. The threads of OpenMP in the notebook's process do not exist in a forked one,
+  which would wait for them forever; torch's data loaders do the same for their workers.
+- What would initialise CUDA before the fork is left to the ranks, and it is an error if something else has, or if a run
+  on one device has created a process group: gloo keeps its sockets as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing.spawn import start_processes
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.hooks.exporting import full_state_dict
+from fsdp_core.lightning.private import FabricForkLauncher, TrainerForkLauncher
+
+__all__ = ["FabricForkedRanks", "TrainerForkedRanks", "check_interactive", "is_interactive"]
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook, IPython, or Python's own prompt, as Lightning defines it."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def check_interactive(strategy: str, nodes: int) -> None:
+    """Refuse to start ranks that an interactive session can't have.
+
+    Args:
+        strategy: The strategy's name.
+        nodes: ``num_nodes`` of the Trainer or Fabric.
+
+    Raises:
+        UnsupportedCapabilityError: Some are on other hosts, or this system can't fork.
+    """
+    if nodes > 1:
+        raise UnsupportedCapabilityError(
+            f"num_nodes={nodes} in a notebook: {strategy!r} can start ranks on its own host only.\n"
+            "Write the cells to a file, and start it on each host: see docs/many-machines.md."
+        )
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise UnsupportedCapabilityError(
+            f"{strategy!r} can't start several ranks from a notebook on {sys.platform}, where processes can't fork.\n"
+            "Write devices=1; or write the cells to a file, such as train.py, and run `!python train.py` in a cell."
+        )
+
+
+class FabricForkedRanks(FabricForkLauncher):
+    """Runs the function of ``fabric.launch(function)`` on forked ranks.
+
+    Args:
+        strategy: The strategy, whose ranks they are.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy, start_method="fork")
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run it, and return what it returns on rank 0."""
+        return _on_forked_ranks(self._strategy, partial(function, *args, **kwargs))
+
+
+class TrainerForkedRanks(TrainerForkLauncher):
+    """Runs a stage of a Trainer on forked ranks, and brings weights and metrics to the Trainer of this process.
+
+    Args:
+        strategy: The strategy, whose ranks they are.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy, start_method="fork")
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Run a stage, and return its results."""
+        results, collected = _on_forked_ranks(
+            self._strategy, lambda: _stage(trainer, function(*args, **kwargs), self.get_extra_results)
+        )
+        if collected is not None:
+            if collected["weights"] is not None:
+                trainer.lightning_module.load_state_dict(collected["weights"])
+            trainer.state = collected["state"]
+            for callback, paths in zip(trainer.checkpoint_callbacks, collected["checkpoints"], strict=True):
+                vars(callback).update(paths)
+            self.update_main_process_results(trainer, collected["extra"])
+        return results
+
+
+#: What a ModelCheckpoint has found out, for ``ckpt_path="best"`` and for users.
+_OF_CHECKPOINTS = ("best_model_path", "best_model_score", "best_k_models", "last_model_path")
+
+
+def _stage(trainer: Any, results: Any, extra: Callable[[Any], Any]) -> tuple[Any, dict[str, Any] | None]:
+    if trainer is None:
+        return results, None
+    fitted = trainer.state.fn == TrainerFn.FITTING
+    weights = full_state_dict(trainer.lightning_module) if fitted else None  # on all ranks
+    if not trainer.is_global_zero:
+        return None, None
+    checkpoints = [
+        {name: vars(callback)[name] for name in _OF_CHECKPOINTS if name in vars(callback)}
+        for callback in trainer.checkpoint_callbacks
+    ]
+    collected = {"weights": weights, "state": trainer.state, "checkpoints": checkpoints, "extra": extra(trainer)}
+    return results, collected
+
+
+def _on_forked_ranks(strategy: Any, run: Callable[[], Any]) -> Any:
+    """Run a function on every rank of this host, and return what it returns on the first."""
+    if strategy.root_device.type == "cuda" and torch.cuda.is_initialized():
+        raise UnsupportedCapabilityError(
+            f"{strategy.strategy_name!r} can't start ranks from this notebook: CUDA is initialised in its process, and "
+            "a forked one can't use it then.\n"
+            "Restart the kernel, and run nothing on a GPU before: no .cuda(), no .to('cuda'), no torch.cuda call but "
+            "device_count() and is_available(). The ranks move the model by themselves."
+        )
+    if torch.distributed.is_initialized():
+        raise UnsupportedCapabilityError(
+            f"{strategy.strategy_name!r} can't start ranks from this notebook: a run on one device has created a "
+            "process group in its process, and forked processes would share the sockets of that.\n"
+            "Restart the kernel, and run with several devices first; or go on with devices=1."
+        )
+    _ = strategy.cluster_environment.main_port  # chosen now, the same for all ranks
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "result")
+        context = start_processes(
+            _rank, args=(run, path), nprocs=strategy.num_processes, start_method="fork", join=False
+        )
+        try:
+            while not context.join():
+                pass
+        except BaseException:  # also an interrupt of the cell
+            for process in context.processes:
+                process.kill()
+            for process in context.processes:
+                process.join()
+            raise
+        if not os.path.exists(path):  # the interrupt has reached the ranks, and not yet this process
+            raise KeyboardInterrupt
+        # written by rank 0 into a folder that only this user can write to
+        return torch.load(path, weights_only=False)
+
+
+def _rank(index: int, run: Callable[[], Any], path: str) -> None:
+    os.environ["LOCAL_RANK"] = str(index)
+    torch.set_num_threads(1)
+    result = move_data_to_device(run(), "cpu")
+    if index == 0:
+        torch.save(result, path)

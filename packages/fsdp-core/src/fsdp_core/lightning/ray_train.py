@@ -1,0 +1,147 @@
+"""Workers of Ray Train as ranks: their number, their devices, and what Ray asks of a strategy. Checked on Ray 2.60.0.
+
+Ray starts a process per rank, numbers them, gives each a device, and creates torch's process group. Lightning derives
+all that from ``devices`` and ``num_nodes``: on CPU ``devices="auto"`` is one device for any number of workers; hosts
+may have different numbers of workers; and the local rank need not be the index of the worker's device. So what Ray says
+is taken instead.
+
+Ray is not imported here: in a worker it is imported already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.runtime import Runtime
+
+__all__ = ["RayWorker", "ray_worker"]
+
+#: The module of Ray that knows Lightning.
+_FOR_LIGHTNING = "ray.train.lightning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayWorker:
+    """This process as one of the workers of a Ray Train run.
+
+    Attributes:
+        rank: Its index among all workers, from 0.
+        world_size: The number of workers.
+        local_rank: Its index among the workers of its node.
+        local_world_size: The number of workers of its node.
+        node_rank: The index of its node.
+        device: The device that Ray gave it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    device: torch.device
+
+    @classmethod
+    def here(cls, context: Any) -> Self:
+        """This process, by Ray's context for it."""
+        return cls(
+            rank=context.get_world_rank(),
+            world_size=context.get_world_size(),
+            local_rank=context.get_local_rank(),
+            local_world_size=context.get_local_world_size(),
+            node_rank=context.get_node_rank(),
+            device=sys.modules["ray.train.torch"].get_device(),
+        )
+
+    def check_devices(self, devices: Sequence[torch.device]) -> None:
+        """Refuse devices that Ray did not give.
+
+        Args:
+            devices: Those of this node by the arguments of the Trainer or Fabric. For CPUs, Lightning turns ``"auto"``
+                into one.
+
+        Raises:
+            UnsupportedCapabilityError: This worker's device is not among them, or there are others.
+        """
+        number = len(devices)
+        given = f"Ray Train has given worker {self.rank} of {self.world_size} the device {str(self.device)!r}"
+        if self.device not in devices:
+            raise UnsupportedCapabilityError(
+                f"{given}, which is not among those that accelerator= and devices= name on its node: "
+                f"{', '.join(map(str, devices))}.\nWrite accelerator={self.device.type!r} and devices='auto'; "
+                "ScalingConfig(num_workers=..., use_gpu=...) says what Ray gives."
+            )
+        if number < self.local_world_size and (self.device.type != "cpu" or number > 1):
+            self._refuse_number(number)
+        if self.device.type == "cpu" and number > self.local_world_size:
+            self._refuse_number(number)
+
+    def _refuse_number(self, number: int) -> None:
+        raise UnsupportedCapabilityError(
+            f"devices={number} contradicts Ray Train, which has started {self.local_world_size} of its "
+            f"{self.world_size} workers on the node of worker {self.rank}.\n"
+            "Write devices='auto', and choose the number of ranks by ScalingConfig(num_workers=...)."
+        )
+
+    def nodes(self, runtime: Runtime, asked: int) -> int:
+        """The number of nodes. All ranks must call it.
+
+        Args:
+            runtime: The ranks.
+            asked: ``num_nodes`` of the Trainer or Fabric, 1 by default.
+
+        Raises:
+            UnsupportedCapabilityError: Another number than 1 was asked for, and Ray has another.
+        """
+        last = runtime.all_reduce(torch.tensor([self.node_rank], device=self.device), "max")
+        number = int(last) + 1
+        if asked not in (1, number):
+            raise UnsupportedCapabilityError(
+                f"num_nodes={asked} contradicts Ray Train, whose {self.world_size} workers run on {number} "
+                f"node{'s' if number > 1 else ''}.\nLeave num_nodes out: Ray places the workers."
+            )
+        return number
+
+
+def ray_worker(environment: Any, strategies: type) -> RayWorker | None:
+    """This process as a worker of Ray Train; ``None`` elsewhere.
+
+    It also makes ``prepare_trainer`` accept our strategies, by registering them as virtual subclasses of the one of
+    Ray's three classes that stands for sharding. They inherit none of its code.
+
+    Args:
+        environment: The cluster environment.
+        strategies: The base class of our strategies.
+
+    Raises:
+        UnsupportedCapabilityError: This is one of several workers, and the cluster environment is not Ray's.
+    """
+    for_lightning = sys.modules.get(_FOR_LIGHTNING)
+    if for_lightning is not None and hasattr(for_lightning, "RayLightningEnvironment"):  # else it is being imported
+        for_lightning.RayFSDPStrategy.register(strategies)
+        if isinstance(environment, for_lightning.RayLightningEnvironment):
+            return RayWorker.here(sys.modules["ray.train"].get_context())
+    workers = _workers()
+    if workers > 1:
+        raise UnsupportedCapabilityError(
+            f"Ray Train has started this process as one of {workers} workers, and {type(environment).__name__} does "
+            "not know the others.\nWrite plugins=[RayLightningEnvironment()], after "
+            "`from ray.train.lightning import RayLightningEnvironment`."
+        )
+    return None
+
+
+def _workers() -> int:
+    """The number of workers, if this process is one, whether or not it says so to Lightning."""
+    train = sys.modules.get("ray.train")
+    if train is None or not hasattr(train, "get_context"):
+        return 1
+    try:
+        return int(train.get_context().get_world_size() or 1)
+    except (RuntimeError, DeprecationWarning):  # the program that starts workers, or a trial of Ray Tune
+        return 1
