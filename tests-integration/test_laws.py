@@ -364,8 +364,8 @@ def test_files_are_named_for_what_they_hold(path: Path) -> None:
     assert path.stem not in {"utils", "util", "common", "helpers", "base", "misc"}
 
 
-#: Messages between the ranks of one run, as in torch.distributed, and what a rank that was forked from a notebook returns
-#: to it, in a folder of its own; no checkpoint goes through them.
+#: Messages between the ranks of one run, as in torch.distributed, and what a rank that was forked from a notebook
+#: returns to it, in a folder of its own; no checkpoint goes through them.
 UNPICKLE_MESSAGES = (
     "packages/fsdp-xla/src/fsdp_xla/ranks/messages.py",
     "packages/fsdp-core/src/fsdp_core/lightning/notebooks.py",
