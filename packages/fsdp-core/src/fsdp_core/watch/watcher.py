@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -274,9 +275,7 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
     if known is not None and known.group is not None and is_default_group(known.group):
         known.hang_timeout, known.progress = seconds, progress
         return
-    if known is not None:
-        known.leave()
-        _watching = None
+    _leave()
     own = Member(rank=runtime.rank, host=socket.gethostname(), pid=os.getpid(), started=started(os.getpid()))
     hub = Hub(runtime.world_size, progress) if runtime.rank == 0 else None
     told = runtime.broadcast_object(None if hub is None else (hub.port, hub.token, own))
@@ -292,6 +291,8 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
         return
     _watching = Watcher(connection, own, first, seconds, progress, hub)
     _install()
+    # processes of multiprocessing, as in notebooks and under torch.multiprocessing.spawn, call nothing of atexit's
+    util.Finalize(None, _leave, exitpriority=0)
 
 
 def explain(error: BaseException) -> None:
@@ -328,8 +329,10 @@ def _install() -> None:
 
 
 def _leave() -> None:
-    if _watching is not None:
-        _watching.leave()
+    global _watching
+    known, _watching = _watching, None
+    if known is not None:
+        known.leave()
 
 
 def _abandon() -> None:
