@@ -51,7 +51,7 @@ class PlaceOfRanks:
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's entry."""
-        return {"host": self.host, "path": self.path, "ranks": self.ranks.runs}
+        return {"host": self.host, "path": self.path, "ranks": [list(run) for run in self.ranks.runs]}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], world_size: int) -> PlaceOfRanks:
