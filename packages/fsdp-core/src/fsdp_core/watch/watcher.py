@@ -19,6 +19,7 @@ from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import ref
 
 from torch import distributed as dist
 
@@ -56,6 +57,9 @@ _OF_OTHERS = re.compile(
 
 _watching: Watcher | None = None
 
+#: The process group whose ranks are watched.
+_group: Callable[[], Any] | None = None
+
 
 class Watcher:
     """The thread, for as long as the process group lasts.
@@ -80,7 +84,6 @@ class Watcher:
     ) -> None:
         self.hang_timeout = hang_timeout
         self.progress = progress
-        self.group = dist.group.WORLD if dist.is_initialized() else None
         self.verdict: Verdict | None = None
         self.told = threading.Event()
         self._connection, self._member, self._first, self._hub = connection, member, first, hub
@@ -186,7 +189,7 @@ class Watcher:
         self._end_at = time.monotonic() + grace
 
     def _is_current(self) -> bool:
-        return self.group is None or is_default_group(self.group)
+        return _is_of_now()
 
     def _end(self) -> None:
         """End this process, unless the process group of the lost ranks is history."""
@@ -269,13 +272,14 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
         progress: How far this rank is, in words, such as ``"at step 12"``; empty once it does not train any more, when
             lost ranks are nobody's concern. Called on another thread.
     """
-    global _watching
+    global _watching, _group
     seconds = hang_timeout.total_seconds()
-    known = _watching
-    if known is not None and known.group is not None and is_default_group(known.group):
-        known.hang_timeout, known.progress = seconds, progress
+    if _is_of_now():  # on all ranks: also on one that could not connect
+        if _watching is not None:
+            _watching.hang_timeout, _watching.progress = seconds, progress
         return
     _leave()
+    _group = ref(dist.group.WORLD)
     own = Member(rank=runtime.rank, host=socket.gethostname(), pid=os.getpid(), started=started(os.getpid()))
     hub = Hub(runtime.world_size, progress) if runtime.rank == 0 else None
     told = runtime.broadcast_object(None if hub is None else (hub.port, hub.token, own))
@@ -293,6 +297,12 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
     _install()
     # processes of multiprocessing, as in notebooks and under torch.multiprocessing.spawn, call nothing of atexit's
     util.Finalize(None, _leave, exitpriority=0)
+
+
+def _is_of_now() -> bool:
+    """Whether the watched process group is the one that exists."""
+    group = None if _group is None else _group()
+    return group is not None and is_default_group(group)
 
 
 def explain(error: BaseException) -> None:
