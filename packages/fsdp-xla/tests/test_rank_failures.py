@@ -250,7 +250,15 @@ def item_of_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (late_rank, ["rank 1 did not arrive within 2 s", "rank 0 exchanges values", "hang_timeout=timedelta("]),
+        (
+            late_rank,
+            [
+                "rank 1 (train, test_rank_failures.py line",
+                "did not arrive within 2 s",
+                "rank 0 exchanges values",
+                "hang_timeout=timedelta(",
+            ],
+        ),
         (uneven, ["rank 1 has ended, while rank 0 ends a step", "DistributedSampler"]),
         (
             ended_rank,
