@@ -19,7 +19,6 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from fsdp_core.lightning import preemption
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.rank_context import here
@@ -117,8 +116,7 @@ def _slurm(folder: str) -> Iterator[None]:
 def _fit(strategy: str, folder: str, send: Send | None, async_save: bool) -> dict[str, Any]:
     """One job: goes on from what it finds, and ends as planned or by a signal."""
     module, code = Watched(send), None
-    with pytest.MonkeyPatch.context() as patch, _slurm(folder):
-        patch.setattr(preemption, "_EVERY", 0.01)
+    with _slurm(folder):
         run = new_trainer(
             folder,
             strategy,
