@@ -114,7 +114,7 @@ class Watcher:
                     self._judge(self._of_rank_0(silent=True), writes=self._member.rank == 1)
             elif standing.seconds() >= self.hang_timeout:
                 where = location_of(self._training, waited=self.hang_timeout)
-                if where.waits and self._is_current():
+                if where.waits and _is_of_now():
                     self._said_at = now
                     self._connection.send(
                         kind="waits", seconds=self.hang_timeout, report=asdict(self._report(self.hang_timeout))
@@ -188,13 +188,10 @@ class Watcher:
             grace /= 2
         self._end_at = time.monotonic() + grace
 
-    def _is_current(self) -> bool:
-        return _is_of_now()
-
     def _end(self) -> None:
         """End this process, unless the process group of the lost ranks is history."""
         self._end_at = None
-        if not self._is_current():
+        if not _is_of_now():
             self._left = True
             return
         assert self.verdict is not None

@@ -26,9 +26,9 @@ class PlaceOfRanks:
         ranks: The ranks.
 
     Example:
-        >>> place = PlaceOfRanks(host="gpu07", path="/tmp/run1.ckpt", ranks=Ranks(((2, 1, 2), (8, 2, 3))))
+        >>> place = PlaceOfRanks(host="gpu07", path="/scratch/run1.ckpt", ranks=Ranks(((2, 1, 2), (8, 2, 3))))
         >>> print(place)
-        rank 2-3, 8, 10, 12 on gpu07, to /tmp/run1.ckpt
+        rank 2-3, 8, 10, 12 on gpu07, to /scratch/run1.ckpt
         >>> PlaceOfRanks.from_json(place.to_json(), 16) == place
         True
     """
