@@ -18,6 +18,7 @@ from fsdp_core.sharding import (
     ReplicatedParameters,
     StepGradients,
     StepWrites,
+    UnitCalls,
     clip_grads_by_norm,
     is_flattened,
     sharded_of,
@@ -65,6 +66,11 @@ class NativeSharded(Sharded):
         self._pending: list[torch_private.Pending] | None = None
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
+            calls = UnitCalls()
+            unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
+            unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
+            unit.module.register_forward_hook(calls.end)
+            unit.register_forward_hook(calls.leave, always_call=True)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
         self._replicated = ReplicatedParameters(in_order, root, runtime) if in_order else None
@@ -143,7 +149,7 @@ class NativeSharded(Sharded):
 
     def watch_writes(self) -> StepWrites | None:
         names = {part: clean_name(name) for name, part in self.written.named_modules()}
-        return ComparedShards(torch_private.gathered_shard(unit, names) for unit in self._units)
+        return ComparedShards({unit.module: [torch_private.gathered_shard(unit, names)] for unit in self._units})
 
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):

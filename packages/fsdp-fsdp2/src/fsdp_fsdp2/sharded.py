@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from fsdp_core.sharding import (
     ReplicatedParameters,
     StepGradients,
     StepWrites,
+    UnitCalls,
     sharded_of,
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
@@ -35,6 +36,7 @@ from fsdp_fsdp2.torch_private import (
     set_unreduced_gradients,
     take_unfrozen,
     unreduced_gradients,
+    watch_calls,
     without_hooks,
 )
 
@@ -89,6 +91,8 @@ class FSDP2Sharded(Sharded):
         self.shards = dict(module.named_parameters())
         self.interrupted = False
         self.context: ContextParallel | None = None
+        for unit in self.units:
+            watch_calls(unit, UnitCalls())
         module.register_forward_pre_hook(_check_assigned, prepend=True)
         if casts:
             module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
@@ -154,7 +158,7 @@ class FSDP2Sharded(Sharded):
 
     def watch_writes(self) -> StepWrites | None:
         names = {part: clean_name(name) for name, part in self.root.named_modules()}
-        return ComparedShards(one for unit in self.units for one in gathered_shards(unit, names))
+        return ComparedShards({cast(nn.Module, unit): gathered_shards(unit, names) for unit in self.units})
 
     def follow_requires_grad(self) -> None:
         for name, parameter in self.root.named_parameters():

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
-from fsdp_core.sharding import GRADIENT_AXES, GatheredShard
+from fsdp_core.sharding import GRADIENT_AXES, GatheredShard, UnitCalls
 
 __all__ = [
     "AssignedData",
@@ -47,6 +47,7 @@ __all__ = [
     "take_filled",
     "take_unfrozen",
     "unreduced_gradients",
+    "watch_calls",
     "without_hooks",
 ]
 
@@ -593,6 +594,31 @@ def _gathered_part(parameter: Any) -> Tensor | None:
     return parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else None
 
 
+def watch_calls(unit: FSDPModule, calls: UnitCalls) -> None:
+    """Register the hooks of a unit's calls right around those of ``fully_shard``.
+
+    The user's hooks see what they would see without them.
+    """
+    module = cast("nn.Module", unit)
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    enter = module.register_forward_pre_hook(calls.enter, with_kwargs=True)
+    begin = module.register_forward_pre_hook(calls.begin, with_kwargs=True)
+    end = module.register_forward_hook(calls.end)
+    leave = module.register_forward_hook(calls.leave, always_call=True)
+    _put_around(before, enter.id, begin.id)
+    _put_around(after, end.id, leave.id)
+
+
+def _put_around(hooks: dict[int, Any], first: int, second: int) -> None:
+    """Put two hooks before and after those of ``fully_shard``, and leave the others in their order."""
+    others = [key for key in hooks if key not in (first, second)]
+    of_fsdp = [place for place, key in enumerate(others) if _is_of_torch(hooks[key], _OF_FSDP)]
+    order = [*others[: of_fsdp[0]], first, *others[of_fsdp[0] : of_fsdp[-1] + 1], second, *others[of_fsdp[-1] + 1 :]]
+    kept = {key: hooks[key] for key in order}
+    hooks.clear()
+    hooks.update(kept)
+
+
 @contextmanager
 def without_hooks(root: nn.Module) -> Iterator[None]:
     """Context in which calls, state dicts and copies of a root's modules are those of the user's modules alone.
@@ -634,11 +660,13 @@ _HOOKS = (
 )
 
 
-def _is_of_torch(hook: Any) -> bool:
+_OF_FSDP = ("torch.distributed.fsdp._fully_shard",)
+
+
+def _is_of_torch(hook: Any, modules: tuple[str, ...] = (*_OF_FSDP, "torch.distributed.tensor.")) -> bool:
     """Whether ``fully_shard`` or tensor parallelism has registered a hook."""
     function = getattr(hook, "hook", hook)  # torch wraps some
-    module = str(getattr(function, "__module__", ""))
-    return module.startswith(("torch.distributed.fsdp._fully_shard", "torch.distributed.tensor."))
+    return str(getattr(function, "__module__", "")).startswith(modules)
 
 
 def abandon_forward(root: FSDPModule, units: Iterable[FSDPModule]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
@@ -30,6 +30,10 @@ class StepWrites(Protocol):
 
     def written(self) -> str | None:
         """The name of a parameter, or of one that it is flattened with, that was written to since it was gathered."""
+        ...
+
+    def stop(self) -> None:
+        """End the watch, with the step."""
         ...
 
 
@@ -65,7 +69,9 @@ def check_writes(
             "lost when it is freed.\n"
             f"Write {instead}, where parameters are shards: what is elementwise, such as "
             "p.data.clamp_(-0.01, 0.01) for p in self.critic.parameters(), is right there under every strategy. For "
-            "anything else, write within fsdp_core.gathered(module, modifier_rank=0) there."
+            "anything else, write within fsdp_core.gathered(module, modifier_rank=0) there. A layer that constrains its "
+            "weight in its own forward() can compute the constrained one instead: register_parametrization() of "
+            "torch.nn.utils.parametrize."
         )
 
 
@@ -77,50 +83,73 @@ class GatheredShard:
         name: What the user calls the parameter, or the first of those that are flattened in it.
         shard: Reads what this rank keeps between steps.
         gathered: Reads the same elements of what is gathered, in the same shape; ``None`` while nothing is.
+        assigned: Returns the name of a gathered parameter that was given other memory, by an assignment to its
+            ``.data``; for libraries that do not read it back from there.
     """
 
     name: str
     shard: Callable[[], Tensor]
     gathered: Callable[[], Tensor | None]
+    assigned: Callable[[], str | None] = lambda: None
 
 
 class ComparedShards:
     """Compares what is gathered with the shards that it was gathered from.
 
-    It needs as much memory as the shards, and waits for the device.
+    It needs as much memory as the shards, and waits for the device. Modules that gather for their own forward pass, and
+    free at its end, are compared at that end too, before a hook of theirs frees.
 
     Args:
-        shards: What is gathered, or may be later in the step.
+        shards: What is gathered, or may be later in the step, by the module in whose forward pass it is; of such
+            modules, the one whose hooks run while it is still gathered.
 
     Example:
+        >>> module = nn.Module()
         >>> shard = torch.ones(2)
         >>> gathered = shard.clone()
-        >>> writes = ComparedShards([GatheredShard(name="weight", shard=lambda: shard, gathered=lambda: gathered)])
+        >>> one = GatheredShard(name="weight", shard=lambda: shard, gathered=lambda: gathered)
+        >>> writes = ComparedShards({module: [one]})
         >>> check_writes(writes)
         >>> _ = gathered.clamp_(-0.01, 0.01)
         >>> check_writes(writes)
         Traceback (most recent call last):
             ...
         fsdp_core.errors.ShardingError: training_step() has written to 'weight', which is gathered for the step: ...
+        >>> writes.stop()
     """
 
     told_to_all = True
 
-    def __init__(self, shards: Iterable[GatheredShard]) -> None:
-        self._shards = tuple(shards)
+    def __init__(self, shards: Mapping[nn.Module, Iterable[GatheredShard]]) -> None:
+        self._shards = {module: tuple(held) for module, held in shards.items()}
+        self._found: str | None = None
+        self._hooks = [module.register_forward_hook(self._compare, prepend=True) for module in self._shards]
         self.renew()
 
     def renew(self) -> None:
         """Take the shards as they are now."""
-        self._before = [one.shard().detach().clone() for one in self._shards]
+        self._before = {one: one.shard().detach().clone() for held in self._shards.values() for one in held}
 
     def written(self) -> str | None:
         """The first of which something else is gathered than its shard was."""
-        for one, before in zip(self._shards, self._before, strict=True):
-            gathered = one.gathered()
-            if gathered is not None and _differs(gathered.detach(), before):
-                return one.name
-        return None
+        for module in self._shards:
+            self._compare(module)
+        return self._found
+
+    def stop(self) -> None:
+        """Compare no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _compare(self, module: nn.Module, *_: Any) -> None:
+        if self._found is None:
+            found = (one.assigned() or (one.name if self._is_written(one) else None) for one in self._shards[module])
+            self._found = next(filter(None, found), None)
+
+    def _is_written(self, one: GatheredShard) -> bool:
+        gathered = one.gathered()
+        return gathered is not None and _differs(gathered.detach(), self._before[one])
 
 
 def _differs(gathered: Tensor, before: Tensor) -> bool:

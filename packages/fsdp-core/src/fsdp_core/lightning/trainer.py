@@ -348,7 +348,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             return output
         finally:
             self._in_step = self._is_first_step = False
-            self._writes = None
+            if self._writes is not None:
+                self._writes.stop()
+                self._writes = None
             self._unguard()
 
     def _check_writes(self, ranks: Runtime | None = None) -> None:

@@ -24,6 +24,7 @@ from fsdp_core.sharding.flat import (
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, sharded_around, sharded_of
+from fsdp_core.sharding.unit_calls import UnitCalls
 from fsdp_core.sharding.wrap_policy import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
@@ -57,6 +58,7 @@ __all__ = [
     "StepGradients",
     "StepWrites",
     "Tie",
+    "UnitCalls",
     "WrapPolicy",
     "by_user_names",
     "check_saved_ops",

@@ -18,6 +18,7 @@ from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.replaced_parameters import mark_replaced
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
 from fsdp_core.sharding.shardable import check_shardable
@@ -175,7 +176,10 @@ class Backend(ABC):
             before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
             sharded = self.shard_module(module)
             sharded.names, sharded.class_name, sharded.terms = names, class_name, self.terms()
-            sharded.remember((name, parameter) for name, one in before if (parameter := one()) is not None)
+            alive = [(name, parameter) for name, one in before if (parameter := one()) is not None]
+            sharded.remember(alive)
+            kept = {id(parameter) for parameter in (*sharded.layout(), *sharded.written.parameters())}
+            mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in kept)
             keep(sharded)
         else:
             self._check_terms(sharded)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import UninitializedTensorMixin
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
@@ -27,7 +27,8 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
 
     Raises:
         ShardingError: It has no parameters, a submodule is sharded already, it writes to parameters in its forward
-            pass, or a parameter has a gradient hook, is quantised or packed, or is of an unsupported tensor class.
+            pass, has sparse gradients, or a parameter has a gradient hook, shares its memory with another tensor, is
+            not initialised, quantised or packed, or is of an unsupported tensor class.
 
     Example:
         >>> check_shardable(nn.Linear(2, 1), lambda module: None)
@@ -56,7 +57,19 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
                 "Leave max_norm out, and scale what it returns, as with torch.renorm(output, 2, -1, "
                 f"{submodule.max_norm:g}); or use strategy='ddp'."
             )
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
+            raise ShardingError(
+                f"{fqn!r} is an {type(submodule).__name__} with sparse=True, whose gradient lists rows: it can't be "
+                "reduced over shards.\n"
+                "Leave sparse out, with AdamW in place of SparseAdam; or use strategy='ddp'."
+            )
     for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise ShardingError(
+                f"{fqn!r} belongs to a lazy module that has not seen an input yet, so its shape is not known.\n"
+                "Call the model with an example first, at the end of __init__ or configure_model; or give the layer its "
+                "input size, as in nn.Linear(64, 10) for nn.LazyLinear(10)."
+            )
         if tensor.is_quantized or not (type(tensor) in _PLAIN or is_part(tensor)):
             _refuse_class(fqn, tensor)
     for fqn, parameter in module.named_parameters():
@@ -71,10 +84,74 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
                 f"parameter {fqn!r} has a gradient hook, which would never run: sharding replaces the parameter.\n"
                 "Register it after the set-up with register_post_accumulate_grad_hook, on the sharded gradient."
             )
+    _refuse_shared_memory(module)
+
+
+def _refuse_shared_memory(module: nn.Module) -> None:
+    """Refuse a parameter whose memory another tensor of the model has too: sharding would part them.
+
+    Raises:
+        ShardingError: There is one. The other tensor is a parameter, a buffer, or a plain attribute of a module.
+    """
+    parameters = dict(module.named_parameters())
+    others = {id(tensor): (fqn, tensor) for fqn, tensor in (*_kept_tensors(module), *module.named_buffers())}
+    pieces = [(fqn, parameter, True) for fqn, parameter in parameters.items()]
+    pieces += [(fqn, tensor, False) for fqn, tensor in others.values()]
+    placed = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), is_trained, fqn)
+        for fqn, tensor, is_trained in pieces
+        if type(tensor) in (nn.Parameter, nn.Buffer, Tensor)
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.layout == torch.strided
+        and tensor.data_ptr()
+    )
+    reaches: dict[bool, tuple[str, int, str]] = {}  # the furthest end so far, of parameters and of others
+    for device, begin, end, is_parameter, fqn in placed:
+        for kind, (on, until, other) in reaches.items():
+            if on == device and begin < until and (kind or is_parameter):
+                raise ShardingError(
+                    f"{other!r} and {fqn!r} share memory, and are different tensors: training shards would change one and "
+                    "not the other.\n"
+                    "Use one parameter in both places (b.weight = a.weight, without .data), as a tied parameter; or keep "
+                    "a copy (.detach().clone())."
+                )
+        if is_parameter not in reaches or reaches[is_parameter][:2] < (device, end):
+            reaches[is_parameter] = (device, end, fqn)
+
+
+def _extent(tensor: Tensor) -> int:
+    """How many bytes lie between the first element and the end of the last one."""
+    if not tensor.numel():
+        return 0
+    furthest = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (furthest + 1) * tensor.element_size()
+
+
+def _kept_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that are plain attributes of modules, or lie in lists and dictionaries that are."""
+
+    def within(name: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
+        if type(value) is Tensor:
+            yield name, value
+        elif depth and isinstance(value, dict):
+            for key, one in value.items():
+                yield from within(f"{name}[{key!r}]", one, depth - 1)
+        elif depth and isinstance(value, list | tuple):
+            for index, one in enumerate(value):
+                yield from within(f"{name}[{index}]", one, depth - 1)
+
+    for fqn, submodule in module.named_modules():
+        for name, value in vars(submodule).items():
+            if name not in _OF_MODULES and f"{name}_orig" not in submodule._parameters:  # spectral_norm computes it
+                yield from within(f"{fqn}.{name}".removeprefix("."), value, 2)
+
+
+#: What torch keeps in a module's attributes.
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 #: The accepted tensor classes; backends themselves report DTensors and flat parameters that they don't support.
-_PLAIN = (nn.Parameter, nn.Buffer, Tensor, UninitializedParameter, UninitializedBuffer, DTensor, FlatParameter)
+_PLAIN = (nn.Parameter, nn.Buffer, Tensor, DTensor, FlatParameter)
 
 
 def _refuse_class(fqn: str, tensor: Tensor) -> None:

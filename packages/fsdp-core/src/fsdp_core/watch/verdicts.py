@@ -99,7 +99,7 @@ def raised(member: Member, error: str, progress: str) -> Verdict:
     return Verdict(
         kind="raised",
         message=(
-            f"{member.described()} has ended {progress} with {error}. The others end too: they can't train without its "
+            f"{member.described()} has ended {progress} with {error.rstrip('.')}. The others end too: they can't train without its "
             "shards.\n"
             f"See the traceback that it wrote. {_GO_ON}"
         ),

@@ -215,12 +215,28 @@ def gathered_shard(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str
         names: The user's names of modules. The result is named after the first of the flattened parameters.
     """
     handle = handle_of(unit)
-    place = handle.flat_param._param_infos[0]
+    members = [
+        (f"{names[place.module]}.{place.param_name}".removeprefix("."), place.module, place.param_name)
+        for place in handle.flat_param._param_infos
+    ]
     return GatheredShard(
-        name=f"{names[place.module]}.{place.param_name}".removeprefix("."),
+        name=members[0][0],
         shard=lambda: handle.flat_param._local_shard,
         gathered=partial(_gathered_part, handle),
+        assigned=partial(_assigned_member, handle, members),
     )
+
+
+def _assigned_member(handle: Any, members: Iterable[tuple[str, nn.Module, str]]) -> str | None:
+    """The first of a gathered flat parameter's members that is no view of it any more."""
+    if _gathered_part(handle) is None:
+        return None
+    memory = handle.flat_param.untyped_storage().data_ptr()
+    for name, module, attribute in members:
+        view = module._parameters.get(attribute, module.__dict__.get(attribute))
+        if view is not None and view.numel() and view.untyped_storage().data_ptr() != memory:
+            return name
+    return None
 
 
 def _gathered_part(handle: Any) -> Tensor | None:

@@ -127,8 +127,12 @@ class Writes:
 
     def __init__(self, root: nn.Module, by_hand: Callable[[], bool]) -> None:
         self._units, self._by_hand = list(units_of(root)), by_hand
+        self._found: str | None = None
         for unit in self._units:
             unit._rebuild_full_params = partial(_rebuild_and_note, unit)
+        self._hooks = [  # a unit frees at the end of its own forward pass
+            unit.module.register_forward_hook(partial(self._look, unit)) for unit in self._units
+        ]
 
     def renew(self) -> None:
         """Nothing to do: after an optimizer step, parameters are gathered again."""
@@ -136,15 +140,22 @@ class Writes:
     def written(self) -> str | None:
         """The name of the first parameter that was written since it was gathered."""
         for unit in self._units:
-            for parameters, values in unit.__dict__.get(_GATHERED, {}).items():
-                if not unit.has_full_params or (parameters == "sharded_params" and self._by_hand()):
-                    continue
-                for parameter, value, info in zip(
-                    getattr(unit, parameters), values, unit.full_param_infos, strict=True
-                ):
-                    if compiled._xla_get_tensor_id(parameter) != value:
-                        return f"{info[0]}.{info[2]}".removeprefix(".")
-        return None
+            self._look(unit)
+        return self._found
+
+    def stop(self) -> None:
+        """Look no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _look(self, unit: Any, *_: Any) -> None:
+        for parameters, values in unit.__dict__.get(_GATHERED, {}).items():
+            if self._found or not unit.has_full_params or (parameters == "sharded_params" and self._by_hand()):
+                continue
+            for parameter, value, info in zip(getattr(unit, parameters), values, unit.full_param_infos, strict=True):
+                if compiled._xla_get_tensor_id(parameter) != value:
+                    self._found = f"{info[0]}.{info[2]}".removeprefix(".")
+                    break
 
 
 _GATHERED = "_fsdp_xla_gathered"

@@ -45,6 +45,7 @@ class FirstForwards:
         """Begin a forward pass."""
         sharded = self._sharded()
         if sharded is not None and sharded.root not in gathered_modules:
+            self._forget()
             self._writes, self._seen = sharded.watch_writes(), True
 
     def check(self) -> None:
@@ -64,8 +65,13 @@ class FirstForwards:
                 hook.remove()
             for module in [module for module, one in _watched.items() if one is self]:
                 del _watched[module]  # a compiled module may keep calling the hooks
-            self._writes = None
+            self._forget()
         return self._seen
+
+    def _forget(self) -> None:
+        if self._writes is not None:
+            self._writes.stop()
+            self._writes = None
 
 
 #: By root, and by the module that it stands for. A copy of them has the hooks, and is not watched.

@@ -141,8 +141,12 @@ class LoopbackSharded(Sharded):
 
     def watch_writes(self) -> StepWrites | None:
         return ComparedShards(
-            GatheredShard(name=one.names[0], shard=partial(getattr, one, "held"), gathered=one.gathered_run)
-            for one in self.shards
+            {
+                self.root: [
+                    GatheredShard(name=one.names[0], shard=partial(getattr, one, "held"), gathered=one.gathered_run)
+                    for one in self.shards
+                ]
+            }
         )
 
     def follow_requires_grad(self) -> None:

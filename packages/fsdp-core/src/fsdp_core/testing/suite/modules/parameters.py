@@ -200,17 +200,37 @@ def _extra_state(strategy: str, path: str) -> tuple[int, float]:
     return other.count, float(other.total.sum_value)
 
 
+class ClampedLinear(nn.Linear):
+    """Constrains its weight in its own forward pass, as some layers of convolutional models do."""
+
+    assigns = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigns:
+            self.weight.data = self.weight.data.clamp(-0.2, 0.2)
+        else:
+            self.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
 class Clamped(Lit):
     """Clamps its weights, like the critic of a WGAN: in its training step, or in a hook after it.
 
     Args:
         where: ``"in a step"`` before its forward pass, ``"in a step of rank 1"`` on it alone, ``"in a step by hand"``
-            after the optimizer's step, ``"after a step"`` or ``"after a step by hand"``.
+            after the optimizer's step, ``"after a step"`` or ``"after a step by hand"``; ``"in a layer"`` in the
+            forward pass of one layer of the first block, ``"in a layer that assigns"`` by an assignment to ``.data``.
     """
 
     def __init__(self, where: str) -> None:
         super().__init__("sgd")
         self.where = where
+        if where.startswith("in a layer"):
+            block: Any = self.net.blocks[0]
+            layer = ClampedLinear(block.up.in_features, block.up.out_features)
+            layer.load_state_dict(block.up.state_dict())
+            layer.assigns = where == "in a layer that assigns"
+            block.up = layer
         self.automatic_optimization = not where.endswith("by hand")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
@@ -332,12 +352,17 @@ class ParametersSuite(Clauses):
         [
             "in a step",
             pytest.param("in a step by hand", marks=requires(Capability.MANUAL_OPTIMIZATION)),
+            "in a layer",
+            "in a layer that assigns",
             "after a step",
             pytest.param("after a step by hand", marks=requires(Capability.MANUAL_OPTIMIZATION)),
         ],
     )
     def test_weights_that_are_clamped(self, ranks: Ranks, tmp_path: Path, where: str) -> None:
-        """Writes to weights in a hook after a step must be kept. Writes inside a step must be kept, or refused."""
+        """Writes to weights in a hook after a step must be kept. Writes inside a step must be kept, or refused.
+
+        Those of a layer of a unit are seen when the unit has computed, before it frees what was written.
+        """
         plain = Clamped(where)
         new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
         outcomes = ranks.run(2, _clamped, self.strategy, str(tmp_path), where)
