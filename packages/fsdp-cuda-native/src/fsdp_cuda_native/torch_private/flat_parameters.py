@@ -92,6 +92,7 @@ def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
 
 
 _FIRST_CALL = "_fsdp_first_call"
+_INPUTS = "_fsdp_cuda_native_inputs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,9 +322,16 @@ def _view_inputs(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
     unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
     if not torch.is_grad_enabled():
         return None
-    if _plain(args, kwargs):
-        return tuple(each.view_as(each) if each.requires_grad else each for each in args), kwargs
-    return tree_map_only(Tensor, lambda each: each.view_as(each) if each.requires_grad else each, (args, kwargs))
+    inputs: list[Tensor] = []
+
+    def view(each: Tensor) -> Tensor:
+        if not each.requires_grad:
+            return each
+        inputs.append(each.view_as(each))
+        return inputs[-1]
+
+    unit.__dict__[_INPUTS] = inputs
+    return (tuple(map(view, args)), kwargs) if _plain(args, kwargs) else tree_map_only(Tensor, view, (args, kwargs))
 
 
 def _view_returned_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -409,9 +417,8 @@ class _LastOfNodes:
 
 def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
     handle = handle_of(unit)
+    inputs = unit.__dict__.pop(_INPUTS, [])  # not args: the unit may have put its outputs into a list among them
     if torch.is_grad_enabled() and handle.flat_param.requires_grad and unit.__dict__[_FIRST_CALL]:
-        given = args if _plain(args, kwargs) else tree_leaves((args, kwargs))
-        inputs = [each for each in given if isinstance(each, Tensor) and each.requires_grad]
         reduce = partial(_reduce_nothing, unit, handle)
         if len(inputs) == 1:  # the usual call; torch's hook on several tensors costs more
             inputs[0].register_hook(reduce)
