@@ -171,6 +171,14 @@ def test_weights_that_come_back_are_those_of_the_checkpoint(kernel: Kernel) -> N
     assert told.splitlines()[-1] == "True"
 
 
+def test_what_a_trainer_knows_and_refuses_after_its_fit(kernel: Kernel) -> None:
+    assert kernel.run("print(trainer.global_step, trainer.current_epoch)").split() == ["8", "2"]
+    with pytest.raises(CellError, match="have ended with the call of this notebook(.|\n)*ModelCheckpoint"):
+        kernel.run("trainer.save_checkpoint('late.ckpt')")
+    with pytest.raises(CellError, match="has fitted in this notebook before(.|\n)*build a Trainer"):
+        kernel.run("trainer.fit(model, data)")
+
+
 def test_an_error_of_a_rank_is_the_cells(kernel: Kernel) -> None:
     with pytest.raises(CellError, match="RuntimeError: a rank has failed"):
         kernel.run(FAILS)

@@ -145,6 +145,13 @@ def test_callbacks_in_a_second_fit(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "out")) == ["step-00000002", "step-00000002-v1"]
 
 
+@pytest.mark.parametrize("where", ["out", "./out/", None], ids=["relative", "with a dot", "absolute"])
+def test_older_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    new_trainer(3, SavePretrained(where or tmp_path / "out", every_n_train_steps=1, keep=2)).fit(Lit(), batches())
+    assert sorted(os.listdir(tmp_path / "out")) == ["step-00000002", "step-00000003"]
+
+
 def test_a_resumed_run_does_not_write_the_last_folder_again(tmp_path: Path) -> None:
     """After the first of two micro-batches, the number of steps is that of the checkpoint."""
     out = tmp_path / "out"

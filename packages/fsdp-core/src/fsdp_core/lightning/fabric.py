@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import FSDPStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
@@ -258,6 +259,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         for forwards in self._first_forwards:
             forwards.check()
         super().backward(tensor, module, *args, **kwargs)
+        self._backward_sync_control.after_backward(self.roots)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.async_saves is not None:
@@ -271,7 +273,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         output = super().optimizer_step(optimizer, **kwargs)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         self._first_forwards = [forwards for forwards in self._first_forwards if not forwards.stop()]
-        self._backward_sync_control.accumulating.clear()
+        self._backward_sync_control.stepped()
         self._unreduced.clear()
         for root in self.roots:
             root.reshard()
@@ -283,7 +285,11 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         return result
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
-        """Raise if ``error_if_nonfinite`` was given and a gradient is not finite, unless a gradient scaler decides."""
+        """Raise if gradients are not reduced, or not finite though ``error_if_nonfinite`` was given.
+
+        Where there is a gradient scaler, it decides of the latter.
+        """
+        self._backward_sync_control.check_reduced(optimizer, self.roots)
         self._check_first_gradients(optimizer, self.roots)
         scaler = getattr(self.precision, "scaler", None)
         if self.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
@@ -405,21 +411,65 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
 
 class _NoSync(BackwardSyncControl):
-    """Lets Fabric skip the reduction of gradients."""
+    """Lets Fabric skip the reduction of gradients, and steps see that it was not left off.
+
+    Attributes:
+        accumulating: The roots whose gradients were not reduced in some backward pass since the last step.
+    """
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
         self._no_sync, self._require, self._sharded_of = strategy._no_sync, strategy.require, strategy.sharded_of
         self._unreduced = strategy._unreduced
         self.accumulating: weakref.WeakSet[Sharded] = weakref.WeakSet()
+        self._off: weakref.WeakSet[Sharded] = weakref.WeakSet()  # inside the context
+        self._last_was_off: weakref.WeakSet[Sharded] = weakref.WeakSet()
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         if not enabled:
-            return nullcontext()
+            yield
+            return
         self._require(Capability.GRADIENT_ACCUMULATION, "no_backward_sync()")
         sharded = self._sharded_of(module)
         self.accumulating.add(sharded)
         self._unreduced.add(sharded)
-        return self._no_sync(sharded)
+        self._off.add(sharded)
+        try:
+            with self._no_sync(sharded):
+                yield
+        finally:
+            self._off.discard(sharded)
+
+    def after_backward(self, roots: Iterable[Sharded]) -> None:
+        """Note of which roots the last backward pass has left gradients unreduced."""
+        if self._off or self._last_was_off:
+            for root in roots:
+                (self._last_was_off.add if root in self._off else self._last_was_off.discard)(root)
+
+    def check_reduced(self, optimizer: Optimizer, roots: Iterable[Sharded]) -> None:
+        """Refuse a step whose last backward pass has left gradients unreduced, which the step would not see.
+
+        Raises:
+            ShardingError: It has.
+        """
+        if not self._last_was_off:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for root in [root for root in roots if root in self._last_was_off]:
+            names = {part.name for p, parts in root.layout().items() if id(p) in held and (isinstance(p, DTensor) or root.holds_part(p)) for part in parts}
+            left = sorted(names & root.accumulated_gradients().own.keys())
+            if left:
+                raise ShardingError(
+                    f"a step of {type(optimizer).__name__} while gradients of {root.class_name} are not reduced, such as "
+                    f"that of {left[0]!r}: the last backward pass before it was inside fabric.no_backward_sync(), so the "
+                    "step would leave them out.\n"
+                    "Leave the context for the last backward pass before each step: `with "
+                    "fabric.no_backward_sync(model, enabled=is_accumulating): ...`, where is_accumulating is False for it."
+                )
+
+    def stepped(self) -> None:
+        """Begin to accumulate anew."""
+        self.accumulating.clear()
 
 
 # See fsdp_core/lightning/trainer.py for why.

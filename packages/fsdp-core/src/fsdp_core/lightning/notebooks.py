@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.hooks.exporting import full_state_dict
-from fsdp_core.lightning.private import FabricForkLauncher, TrainerForkLauncher
+from fsdp_core.lightning.private import FabricForkLauncher, TrainerForkLauncher, take_progress
 
 __all__ = ["FabricForkedRanks", "TrainerForkedRanks", "check_interactive", "is_interactive"]
 
@@ -84,9 +84,27 @@ class TrainerForkedRanks(TrainerForkLauncher):
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy, start_method="fork")
+        self._has_fitted = False
+
+    @property
+    def has_fitted(self) -> bool:
+        """Whether ranks of this Trainer have fitted, and have ended."""
+        return self._has_fitted
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run a stage, and return its results."""
+        """Run a stage, and return its results.
+
+        Raises:
+            UnsupportedCapabilityError: It is a second fit of the Trainer, whose optimizer ended with the first one.
+        """
+        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if fits and self._has_fitted:
+            raise UnsupportedCapabilityError(
+                "this Trainer has fitted in this notebook before, and its optimizers ended with the ranks of that fit.\n"
+                "To go on, build a Trainer with a larger max_epochs, and fit(model, ckpt_path=...) from a checkpoint "
+                "that a ModelCheckpoint of the first one has saved; to begin anew, build one too."
+            )
+        self._has_fitted |= fits
         results, collected = _on_forked_ranks(
             self._strategy, lambda: _stage(trainer, function(*args, **kwargs), self.get_extra_results)
         )
@@ -94,6 +112,7 @@ class TrainerForkedRanks(TrainerForkLauncher):
             if collected["weights"] is not None:
                 trainer.lightning_module.load_state_dict(collected["weights"])
             trainer.state = collected["state"]
+            take_progress(trainer.fit_loop, collected["progress"])
             for callback, paths in zip(trainer.checkpoint_callbacks, collected["checkpoints"], strict=True):
                 vars(callback).update(paths)
             self.update_main_process_results(trainer, collected["extra"])
@@ -115,7 +134,13 @@ def _stage(trainer: Any, results: Any, extra: Callable[[Any], Any]) -> tuple[Any
         {name: vars(callback)[name] for name in _OF_CHECKPOINTS if name in vars(callback)}
         for callback in trainer.checkpoint_callbacks
     ]
-    collected = {"weights": weights, "state": trainer.state, "checkpoints": checkpoints, "extra": extra(trainer)}
+    collected = {
+        "weights": weights,
+        "state": trainer.state,
+        "progress": trainer.fit_loop.state_dict(),
+        "checkpoints": checkpoints,
+        "extra": extra(trainer),
+    }
     return results, collected
 
 

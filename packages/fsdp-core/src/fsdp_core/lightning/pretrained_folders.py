@@ -194,7 +194,8 @@ _loaded_into: WeakKeyDictionary[LoadPretrained, ref[pl.LightningModule]] = WeakK
 
 def _is_step_in(dirpath: str, path: str) -> bool:
     """Whether a path is one of a step in a folder of steps."""
-    return os.path.dirname(path) == dirpath.rstrip(os.sep) and _STEP.fullmatch(os.path.basename(path)) is not None
+    folder, name = os.path.split(os.path.abspath(path))
+    return folder == os.path.abspath(dirpath) and _STEP.fullmatch(name) is not None
 
 
 def _free(path: str) -> str:

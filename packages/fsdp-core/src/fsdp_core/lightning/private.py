@@ -5,7 +5,7 @@ Nothing else in this package imports an underscored name of Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,7 @@ __all__ = [
     "path_to_resume_from",
     "reset_seed",
     "set_sampler_epoch",
+    "take_progress",
     "wrapped_sampler",
 ]
 
@@ -173,6 +174,11 @@ def load_loader_states(fit_loop: Any, states: list[Any] | None = None) -> None:
     if combined is not None and states:
         combined._load_state_dicts(states)
         fit_loop._combined_loader_states_to_load = []
+
+
+def take_progress(fit_loop: Any, state: Mapping[str, Any]) -> None:
+    """Give a fit's loop the progress of one that ran in another process; its loaders go on where they are."""
+    fit_loop.load_state_dict({**state, "state_dict": {}})
 
 
 def always_load_loader_states(fit_loop: Any) -> None:

@@ -295,6 +295,13 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         """
         sharded = self._sharded_or_none
         if sharded is None:
+            if isinstance(self._launcher, TrainerForkedRanks) and self._launcher.has_fitted:
+                raise ShardingError(
+                    f"the ranks of strategy={self.strategy_name!r} that held the shards and the optimizers have ended with "
+                    "the call of this notebook, so no checkpoint can be saved any more.\n"
+                    "The weights are here: torch.save(model.state_dict(), 'weights.pt'). For checkpoints to resume from, "
+                    "give the Trainer a ModelCheckpoint(save_last=True), which saves before they end."
+                )
             raise ShardingError(
                 f"strategy={self.strategy_name!r} has not sharded a module yet.\n"
                 "Access it in a hook after setup() and configure_model(), such as on_fit_start(), or after the stage."
@@ -322,9 +329,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         if self.lightning_module.trainer.training:
-            self._training_loaders.prepare(dataloader, self.lightning_module.trainer)
+            dataloader = self._training_loaders.prepare(dataloader, self.lightning_module.trainer)
             self._exact_resume.before_iterators()
-        return dataloader
+            return dataloader
+        return self._training_loaders.apart(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return self.split_batch(super().batch_to_device(batch, device, dataloader_idx))

@@ -6,6 +6,7 @@ number, how many samples all ranks together have seen, determines what is left, 
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sized
@@ -17,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.torch_private import batches_yielded, is_exhausted, iterates_as_torch, watch_iterators
 
-__all__ = ["POSITION", "LoaderPosition", "ResumableSampler", "follow", "position_of", "sampler_of"]
+__all__ = ["POSITION", "LoaderPosition", "ResumableSampler", "apart", "follow", "position_of", "sampler_of"]
 
 #: The key that distinguishes a position from the states of other loaders.
 POSITION = "position"
@@ -216,6 +217,29 @@ def position_of(loader: object) -> LoaderPosition | None:
     """The position of a loader that :func:`follow` tracks."""
     position = getattr(getattr(loader, "state_dict", None), "__self__", None)
     return position if isinstance(position, LoaderPosition) else None
+
+
+def apart(loader: Any) -> Any:
+    """A loader of the same samples whose iterators are not those of a loader with a position.
+
+    Args:
+        loader: A loader that is iterated over in training and in validation, both within an epoch.
+
+    Returns:
+        A copy that shares the dataset, and has a sampler of its own where :func:`follow` has replaced it.
+    """
+    copied = copy.copy(loader)
+    for name in ("_get_iterator", "state_dict", "load_state_dict"):  # of the loader it was copied from
+        vars(copied).pop(name, None)
+    sampler = sampler_of(loader)
+    if isinstance(sampler, ResumableSampler):
+        own = copy.copy(sampler)
+        own.resume(-1, 0)
+        object.__setattr__(copied, "sampler", own)
+        if copied.batch_sampler is not None:
+            object.__setattr__(copied, "batch_sampler", copy.copy(copied.batch_sampler))
+            copied.batch_sampler.sampler = own
+    return copied
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:

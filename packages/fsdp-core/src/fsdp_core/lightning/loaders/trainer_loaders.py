@@ -6,10 +6,12 @@ import copy
 import math
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader
 
 from fsdp_core.checkpoint.collective import together_to_first
 from fsdp_core.lightning.loaders.loader_states import (
@@ -22,7 +24,7 @@ from fsdp_core.lightning.loaders.loader_states import (
     own_state,
     states_in,
 )
-from fsdp_core.lightning.loaders.position import position_of
+from fsdp_core.lightning.loaders.position import apart, position_of
 from fsdp_core.lightning.private import (
     always_load_loader_states,
     before_each_fetch,
@@ -52,16 +54,37 @@ class TrainingLoaders:
         self._restored: list[Any] = []
         self._before_fetch: list[Any] | None = None
         self._last: list[Any] | None = None
+        self._followed, self._elsewhere = WeakSet[DataLoader[Any]](), WeakSet[DataLoader[Any]]()
 
     # -- in the course of a fit ------------------------------------------------------------------------------------
 
-    def prepare(self, loader: object, trainer: pl.Trainer) -> None:
-        """Track a loader that Lightning has prepared for training, before it is iterated over."""
-        followed(loader)
+    def prepare(self, loader: object, trainer: pl.Trainer) -> object:
+        """Track a loader that Lightning has prepared for training, before it is iterated over.
+
+        Returns:
+            The loader; or a copy of it, if it is also the one for validation.
+        """
+        if isinstance(loader, DataLoader):
+            if loader in self._elsewhere:
+                loader = apart(loader)
+            followed(loader)
+            self._followed.add(loader)
         # Lightning sets it only after the first iterator is created, whose order would be that of epoch 0.
         self._epoch = _epochs_done(trainer) + self._last_batch_was_done
         set_sampler_epoch(loader, self._epoch)
         self._last = None
+        return loader
+
+    def apart(self, loader: object) -> object:
+        """Take a loader that Lightning has prepared for validation, tests or predictions.
+
+        Returns:
+            The loader; or a copy of it, if it is also the one for training, whose position is that of its iterators.
+        """
+        if not isinstance(loader, DataLoader):
+            return loader
+        self._elsewhere.add(loader)
+        return apart(loader) if loader in self._followed else loader
 
     def progress_restored(self, trainer: pl.Trainer) -> None:
         """Handle that Lightning has restored the progress of its loops."""
