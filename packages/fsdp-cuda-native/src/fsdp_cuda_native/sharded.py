@@ -18,7 +18,6 @@ from fsdp_core.sharding import (
     ReplicatedParameters,
     StepGradients,
     StepWrites,
-    UnitCalls,
     clip_grads_by_norm,
     is_flattened,
     sharded_of,
@@ -66,11 +65,7 @@ class NativeSharded(Sharded):
         self._pending: list[torch_private.Pending] | None = None
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
-            calls = UnitCalls()
-            unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
-            unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
-            unit.module.register_forward_hook(calls.end)
-            unit.register_forward_hook(calls.leave, always_call=True)
+            torch_private.watch_calls(unit)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
         self._replicated = ReplicatedParameters(in_order, root, runtime) if in_order else None

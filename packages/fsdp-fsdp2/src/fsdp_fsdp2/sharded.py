@@ -18,7 +18,6 @@ from fsdp_core.sharding import (
     ReplicatedParameters,
     StepGradients,
     StepWrites,
-    UnitCalls,
     sharded_of,
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
@@ -92,7 +91,7 @@ class FSDP2Sharded(Sharded):
         self.interrupted = False
         self.context: ContextParallel | None = None
         for unit in self.units:
-            watch_calls(unit, UnitCalls())
+            watch_calls(unit)
         module.register_forward_pre_hook(_check_assigned, prepend=True)
         if casts:
             module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)

@@ -594,26 +594,36 @@ def _gathered_part(parameter: Any) -> Tensor | None:
     return parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else None
 
 
-def watch_calls(unit: FSDPModule, calls: UnitCalls) -> None:
+def watch_calls(unit: FSDPModule) -> None:
     """Register the hooks of a unit's calls right around those of ``fully_shard``.
 
     The user's hooks see what they would see without them.
     """
     module = cast("nn.Module", unit)
+    state: Any = unit._get_fsdp_state()
+    of_state = weakref.ref(state)
+
+    def show(tensors: list[Tensor]) -> None:
+        own = of_state()
+        if own is not None and own._training_state.name != "PRE_BACKWARD":  # otherwise, its activations are recomputed
+            own._register_pre_backward_hook(tensors)
+
+    calls = UnitCalls(show)
     before, after = module._forward_pre_hooks, module._forward_hooks
     enter = module.register_forward_pre_hook(calls.enter, with_kwargs=True)
     begin = module.register_forward_pre_hook(calls.begin, with_kwargs=True)
-    end = module.register_forward_hook(calls.end)
     leave = module.register_forward_hook(calls.leave, always_call=True)
     _put_around(before, enter.id, begin.id)
-    _put_around(after, end.id, leave.id)
+    _put_around(after, None, leave.id)
 
 
-def _put_around(hooks: dict[int, Any], first: int, second: int) -> None:
-    """Put two hooks before and after those of ``fully_shard``, and leave the others in their order."""
-    others = [key for key in hooks if key not in (first, second)]
-    of_fsdp = [place for place, key in enumerate(others) if _is_of_torch(hooks[key], _OF_FSDP)]
-    order = [*others[: of_fsdp[0]], first, *others[of_fsdp[0] : of_fsdp[-1] + 1], second, *others[of_fsdp[-1] + 1 :]]
+def _put_around(hooks: dict[int, Any], first: int | None, second: int) -> None:
+    """Put hooks before and after those of ``fully_shard``, and leave the others in their order."""
+    order = [key for key in hooks if key not in (first, second)]
+    of_fsdp = [place for place, key in enumerate(order) if _is_of_torch(hooks[key], _OF_FSDP)]
+    order.insert(of_fsdp[-1] + 1, second)
+    if first is not None:
+        order.insert(of_fsdp[0], first)
     kept = {key: hooks[key] for key in order}
     hooks.clear()
     hooks.update(kept)

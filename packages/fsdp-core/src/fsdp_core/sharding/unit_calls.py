@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["UnitCalls"]
 
@@ -22,14 +23,19 @@ class UnitCalls:
     """Lets a unit's caller get what the unit puts into its arguments, and a library see all tensors that it returns.
 
     Its methods are hooks of the unit, in this order: :meth:`enter`, what the library does before the unit computes,
-    :meth:`begin`, the unit, :meth:`end`, what the library does with its output, :meth:`leave`.
+    :meth:`begin`, the unit, what the library does with its output, :meth:`leave`.
+
+    Args:
+        show: Called with the tensors that require gradients and leave the unit elsewhere than in its output, or in
+            objects that the library doesn't look into. It lets the library gather before their backward pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[list[Tensor]], None]) -> None:
+        self._show = show
         self._running: list[_Call | None] = []  # the innermost last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitCalls:
-        return UnitCalls()
+        return UnitCalls(_nothing)  # of a copy, which is not sharded
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -40,38 +46,23 @@ class UnitCalls:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what the library passes on. A forward pre-hook with keyword arguments."""
-        call = self._call()
-        if call is not None:
+        if self._running and (call := self._running[-1]) is not None:
             call.begin([*args, *kwargs.values()])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Show the library all tensors that leave the unit. A forward hook."""
-        call = self._call()
-        if call is None and isinstance(output, Tensor):
-            return None
-        changed = [] if call is None else call.changed()
-        hidden = list(_hidden_tensors(output, 3)) if torch.is_grad_enabled() else []
-        return _Shown(output, changed, hidden) if changed or hidden else None
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Return to the caller. A forward hook that is called after an exception too."""
         call = self._running.pop() if self._running else None
-        if call is not None:
-            call.give_back(output.changed if isinstance(output, _Shown) else [])
-        return output.output if isinstance(output, _Shown) else None
+        shown = [] if call is None else [one for one in tree_leaves(call.give_back()) if isinstance(one, Tensor)]
+        if torch.is_grad_enabled():
+            if not isinstance(output, Tensor):
+                shown += _hidden_tensors(output, 3)
+            if shown := [one for one in shown if one.requires_grad]:
+                self._show(shown)
 
-    def _call(self) -> _Call | None:
-        return self._running[-1] if self._running else None
 
-
-class _Shown(NamedTuple):
-    """What a library gets for a unit's output, to handle all tensors in it: those of the output, and others."""
-
-    output: Any
-    changed: list[Any]
-    hidden: list[Tensor]
+def _nothing(shown: list[Tensor]) -> None:
+    pass
 
 
 class _Copied(NamedTuple):
@@ -92,8 +83,6 @@ class _Call:
     def __init__(self, given: list[Any]) -> None:
         self._given, self._copied = given, list[_Copied]()
         self._given_for: dict[int, Any] = {}
-        self._changes: list[tuple[_Copied, list[tuple[Any, Any]]]] = []
-        self._new: dict[int, int] = {}
 
     def begin(self, passed: list[Any]) -> None:
         """Compare with the arguments that the library passes on, before the unit computes."""
@@ -110,36 +99,34 @@ class _Call:
         for (_, one), (_, other) in zip(_items(given), before, strict=False):
             self._pair(one, other)
 
-    def changed(self) -> list[Any]:
-        """What the unit has put into containers that the caller does not have."""
+    def give_back(self) -> list[Any]:
+        """Put what the unit has put into its containers into those of the caller.
+
+        Returns:
+            What the caller did not have.
+        """
         new: list[Any] = []
         for one in self._copied:
             after = _items(one.passed)
             if [(key, id(value)) for key, value in after] != [(key, id(value)) for key, value in one.before]:
-                self._changes.append((one, after))
                 new += [value for _, value in after if id(value) not in self._given_for]
-        self._new = {id(value): index for index, value in enumerate(new)}
+                if one.given is not one.passed:
+                    _put(one.given, [(key, self._given_for.get(id(value), value)) for key, value in after])
         return new
 
-    def give_back(self, new: list[Any]) -> None:
-        """Put it into the caller's containers.
 
-        Args:
-            new: What :meth:`changed` has returned, after the library has handled it.
-        """
-        for one, after in self._changes:
-            items = [(k, self._given_for[id(v)] if id(v) in self._given_for else new[self._new[id(v)]]) for k, v in after]
-            if isinstance(one.given, dict):
-                kept = dict(items)
-                for key in [key for key in one.given if key not in kept]:
-                    del one.given[key]
-                for key, value in items:
-                    one.given[key] = value
-            elif isinstance(one.given, list | deque):
-                one.given.clear()
-                one.given.extend(value for _, value in items)
-            else:
-                vars(one.given).update(items)
+def _put(container: Any, items: list[tuple[Any, Any]]) -> None:
+    if isinstance(container, dict):
+        kept = dict(items)
+        for key in [key for key in container if key not in kept]:
+            del container[key]
+        for key, value in items:
+            container[key] = value
+    elif isinstance(container, list | deque):
+        container.clear()
+        container.extend(value for _, value in items)
+    else:
+        vars(container).update(items)
 
 
 def _is_container(value: Any) -> bool:
@@ -163,7 +150,7 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _hidden_tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    """Tensors in the objects of an output that are no containers, such as a distribution."""
+    """The tensors in the objects of an output that are no containers, such as a distribution."""
     if isinstance(value, Tensor | nn.Module | type | str | bytes | int | float | None) or depth < 0 or callable(value):
         return
     if _is_container(value):
@@ -174,8 +161,7 @@ def _hidden_tensors(value: Any, depth: int) -> Iterator[Tensor]:
     held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
     for one in held:
         if isinstance(one, Tensor):
-            if one.requires_grad:
-                yield one
+            yield one
         else:
             yield from _hidden_tensors(one, depth - 1)
 

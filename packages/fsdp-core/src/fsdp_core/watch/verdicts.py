@@ -76,7 +76,10 @@ def lost(members: Collection[Member], progress: str, *, host_is_silent: bool = F
         host_is_silent: Whether their host has not answered for a minute.
     """
     was, its, process = ("was", "its", "process") if len(members) == 1 else ("were", "their", "processes")
-    why = f"{its} {process} ended without a word, as after a kill or when memory runs out"
+    why = (
+        f"{its} {process} ended without a word, as after a kill, when memory runs out, or when gloo aborts because ranks "
+        "exchange different things (gloo::EnforceNotMet in its log)"
+    )
     if host_is_silent:
         why = f"{its} host has not answered for a minute"
     return Verdict(

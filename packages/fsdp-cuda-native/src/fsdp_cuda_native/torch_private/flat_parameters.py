@@ -20,6 +20,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import (
     _post_backward_hook,
+    _register_pre_backward_hooks,
     _post_forward,
     _post_forward_reshard,
     _pre_forward,
@@ -29,7 +30,7 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core.sharding import GatheredShard, KeptPart
+from fsdp_core.sharding import GatheredShard, KeptPart, UnitCalls
 
 __all__ = [
     "FlatMember",
@@ -55,6 +56,7 @@ __all__ = [
     "suspend_forward",
     "tied_members",
     "units_of",
+    "watch_calls",
 ]
 
 
@@ -297,6 +299,21 @@ def forget_views(unit: FullyShardedDataParallel) -> None:
             view = module.__dict__.get(name)
             if view is not None:
                 module.__dict__[name] = view.data
+
+
+def watch_calls(unit: FullyShardedDataParallel) -> None:
+    """Register the hooks of a unit's calls, around what FSDP1 does in its forward pass."""
+    own = weakref.ref(unit)
+
+    def show(tensors: list[Tensor]) -> None:
+        unit = own()
+        if unit is not None:
+            _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
+
+    calls = UnitCalls(show)
+    unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
+    unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
+    unit.register_forward_hook(calls.leave, always_call=True)
 
 
 def reduce_unused(unit: FullyShardedDataParallel) -> None:

@@ -253,7 +253,7 @@ _OF_SHARDS = re.compile(
 
 
 def explain_shards(exception: BaseException) -> None:
-    """Add a note to an error of torch, from outside of a step, that says what to write if it is about a shard.
+    """Add a note to an error of torch that says what to write if it is about a shard.
 
     Example:
         >>> error = RuntimeError("'weight' must be 2-D")
@@ -261,8 +261,16 @@ def explain_shards(exception: BaseException) -> None:
         >>> error.__notes__[0].splitlines()[0]
         'fsdp-core: outside of a step, parameters are shards, and this may be about one.'
     """
+    if not _OF_SHARDS.search(str(exception)):
+        return
     frames = (frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__))
-    if any(code is call_inside_forward.__code__ for code in frames) or not _OF_SHARDS.search(str(exception)):
+    if any(code is call_inside_forward.__code__ for code in frames):
+        exception.add_note(
+            "fsdp-core: this may be about a layer or a parameter inside a unit, such as self.blocks[0].norm, that is used "
+            "from outside of the unit: there it is a shard.\n"
+            "Call the unit and use it in the unit's own forward(); or let it belong to no unit: name other classes in "
+            "auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
+        )
         return
     exception.add_note(
         "fsdp-core: outside of a step, parameters are shards, and this may be about one.\n"

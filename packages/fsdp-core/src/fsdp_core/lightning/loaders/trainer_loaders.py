@@ -218,7 +218,7 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
     ):
         rank_zero_warn(
             "The checkpoint was saved within an epoch, and this strategy does not restore the positions that it holds "
-            "of the data loaders, so that epoch's samples start over.\n"
+            "of the data loaders, so they start over: the batches that are left of that epoch are its first ones again.\n"
             "Resume with a strategy that `fsdp list` shows, or from the end of an epoch."
         )
 
@@ -230,7 +230,8 @@ def _warn_of_starting_over(combined: Any, *, has_states: bool) -> None:
         which = f" ({', '.join(dict.fromkeys(lost))})" if lost else ""
         rank_zero_warn(
             f"The checkpoint was saved within an epoch and does not hold the position of the data loader{which}, so "
-            "that epoch's samples start over. Resume from a checkpoint that was saved at the end of an epoch; or give "
+            "the loader starts over: the batches that are left of that epoch are its first ones again, and its last "
+            "ones are not seen. Resume from a checkpoint that was saved at the end of an epoch; or give "
             "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
         )
     for loader in combined.flattened if has_states else ():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from fsdp_core.errors import CheckpointMismatchError, ShardingError, Unsupported
 from fsdp_core.lightning.hooks.exporting import full_state_dict
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks
 from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 __all__ = ["ShardedModulesSuite"]
@@ -341,8 +343,171 @@ def _is_same(now: Any, was: Any) -> bool:
     return torch.equal(now, was) if isinstance(was, Tensor) else bool(now == was)
 
 
+class Held:
+    """What a block returns that is no tensor, and no container."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+@dataclass
+class State:
+    """What blocks pass on and change."""
+
+    hidden: Tensor
+    blocks: int = 0
+
+
+#: How the blocks of a model exchange tensors with it.
+EXCHANGES = ("a list", "a dictionary", "a dictionary in a tuple", "a dataclass", "an object", "a distribution")
+
+
+class ExchangingBlock(nn.Linear):
+    """Takes and gives its tensors in another way than as arguments and results.
+
+    Args:
+        how: One of :data:`EXCHANGES`.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.how = how
+
+    def forward(self, given: Any) -> Any:
+        if self.how == "a list":
+            given.append(self.step(given[-1]))
+        elif self.how == "a dictionary":
+            given["hidden"] = self.step(given.pop("hidden"))
+            given.setdefault("all", []).append(given["hidden"])
+        elif self.how == "a dictionary in a tuple":
+            given[0]["hidden"] = self.step(given[0]["hidden"]) + given[1]
+        elif self.how == "a dataclass":
+            given.hidden = self.step(given.hidden)
+            given.blocks += 1
+        elif self.how == "an object":
+            return Held(self.step(given.hidden))
+        else:
+            return torch.distributions.Normal(self.step(given.mean), 1.0, validate_args=False)
+        return None
+
+    def step(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Exchanging(nn.Module):
+    """A model of such blocks."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        with oracle.seeded(1):
+            self.inp = nn.Linear(FEATURES, FEATURES)
+            self.blocks = nn.ModuleList(ExchangingBlock(how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        given: Any = {
+            "a list": [x],
+            "a dictionary": {"hidden": x},
+            "a dictionary in a tuple": ({"hidden": x}, 1.0),
+            "a dataclass": State(x),
+            "an object": Held(x),
+        }.get(self.how, torch.distributions.Normal(x, 1.0, validate_args=False))
+        for block in self.blocks:
+            output = block(given)
+            given = given if output is None else output
+        if self.how == "a list":
+            return sum(given, torch.zeros(()))
+        if self.how == "a dictionary":
+            return sum(given["all"], given["hidden"])
+        if self.how == "a dictionary in a tuple":
+            return given[0]["hidden"] * given[1]
+        if self.how == "a dataclass":
+            return given.hidden * given.blocks
+        return given.hidden if self.how == "an object" else given.mean
+
+
+def _exchanged(strategy: str) -> dict[str, Trained]:
+    trained: dict[str, Trained] = {}
+    for how in EXCHANGES:
+        fabric = new_fabric(strategy)
+        net = Exchanging(how)
+        model, optimizer = fabric.setup(net, oracle.sgd(net))
+        losses = []
+        for batch in oracle.global_batches(3):
+            x, y = own_share(fabric, batch)
+            loss = mse_loss(model(x), y)
+            losses.append(loss.detach())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        trained[how] = means(losses), full_state(fabric.strategy)
+    return trained
+
+
+class Reusing(nn.Module):
+    """Uses a parameter of one layer in another place, by a reference of its own.
+
+    Args:
+        tied: Whether it is registered there too.
+    """
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        with oracle.seeded(1):
+            self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        if tied:
+            self.again = self.first.weight
+        self.kept = [self.first.weight]
+        self.tied = tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(self.first(x) @ (self.again if self.tied else self.kept[0]))
+        return output
+
+
+def _reused(strategy: str, tied: bool) -> tuple[str, Trained]:
+    fabric = new_fabric(strategy)
+    net = Reusing(tied)
+    losses: list[Tensor] = []
+
+    def train() -> None:
+        model, optimizer = fabric.setup(net, oracle.sgd(net))
+        for batch in oracle.global_batches(3):
+            x, y = own_share(fabric, batch)
+            loss = mse_loss(model(x), y)
+            losses.append(loss.detach())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    said = refusal(ShardingError, train)
+    return said, ([], {}) if was_refused(said) else (means(losses), full_state(fabric.strategy))
+
+
 class ShardedModulesSuite(Clauses):
     """A sharded module works like a plain one, or an error says what to write instead."""
+
+    def test_what_blocks_exchange(self, ranks: Ranks) -> None:
+        """Blocks may change lists and dictionaries that they are called with, and return objects of any class."""
+        want = {how: oracle.train_plain(3, oracle.sgd, net=Exchanging(how)) for how in EXCHANGES}
+        for outcome in ranks.run(2, _exchanged, self.strategy):
+            for how, trained in outcome.items():
+                assert trained[0] == pytest.approx(want[how][0], abs=FP32_TOLERANCE), f"blocks exchange {how}"
+                assert_same([trained], want[how])
+
+    @pytest.mark.parametrize("tied", [False, True], ids=["in a list", "tied"])
+    def test_a_parameter_in_two_places(self, ranks: Ranks, tied: bool) -> None:
+        """A reference that keeps a parameter from before sharding must be that of the trained one, or raise."""
+        want = oracle.train_plain(3, oracle.sgd, net=Reusing(tied))
+        for said, trained in ranks.run(2, _reused, self.strategy, tied):
+            if was_refused(said):
+                assert not tied, said
+                assert_says(said, "'first.weight', as it was before the model was sharded", "Read it from its module")
+            else:
+                assert_same([trained], want)
 
     def test_its_own_state_is_taken_back_or_refused(self, ranks: Ranks) -> None:
         """A sharded root must load the state that it returned itself, or refuse it with CheckpointMismatchError."""

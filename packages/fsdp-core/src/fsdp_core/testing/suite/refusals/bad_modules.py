@@ -150,6 +150,31 @@ def _written_in_forward(fabric: Fabric, path: str) -> None:
     fabric.setup(net)
 
 
+def _sparse(fabric: Fabric, path: str) -> None:
+    net: Any = oracle.new_net()
+    net.table = nn.Embedding(4, 2, sparse=True)
+    fabric.setup(net)
+
+
+def _lazy(fabric: Fabric, path: str) -> None:
+    net: Any = oracle.new_net()
+    net.head = nn.LazyLinear(2)
+    fabric.setup(net)
+
+
+def _tied_by_memory(fabric: Fabric, path: str) -> None:
+    net: Any = oracle.new_net()
+    net.head = nn.Linear(6, 6)
+    net.head.weight = nn.Parameter(net.inp.weight.data)
+    fabric.setup(net)
+
+
+def _memory_in_a_list(fabric: Fabric, path: str) -> None:
+    net: Any = oracle.new_net()
+    net.kept = [net.inp.weight.data[:2]]
+    fabric.setup(net)
+
+
 class Packed(Tensor):
     """Stands for the tensor subclasses of quantisation libraries."""
 
@@ -220,6 +245,10 @@ def _fewer_parameters(fabric: Fabric, path: str) -> None:
 REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
     "gradient hook": (_hooked, ["'blocks.0.up.weight'", "hook"]),
     "weights that a forward pass writes": (_written_in_forward, ["'table'", "Leave max_norm out"]),
+    "sparse gradients": (_sparse, ["'table'", "sparse=True", "AdamW"]),
+    "a layer without a shape": (_lazy, ["'head.weight'", "lazy", "nn.Linear"]),
+    "two parameters in one memory": (_tied_by_memory, ["'inp.weight'", "'head.weight'", "share memory", "tied"]),
+    "a slice of a weight in a list": (_memory_in_a_list, ["'kept[0]'", "'inp.weight'", "share memory", ".clone()"]),
     "quantised weight": (_quantised, ["'blocks.0.up.weight' is of the class Packed", "precision='bf16-true'"]),
     "packed weight": (_packed, ["'blocks.0.packed', in torch.uint8, has an attribute 'quant_state'", "before it was"]),
     "part of a model first": (_part_first, ["'blocks.0'", "Set up the whole model"]),

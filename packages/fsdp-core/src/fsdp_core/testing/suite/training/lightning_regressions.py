@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, WIDE, Block, Trained
@@ -190,6 +191,26 @@ def _reductions(strategy: str, tmp: str, batches: int, options: Mapping[str, Any
     return under_trainer.count, under_fabric.count
 
 
+def _step_without_reduction(strategy: str) -> str:
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    x, y = fabric.to_device(oracle.global_batches(1)[0])
+
+    def backward(is_accumulating: bool) -> None:
+        with fabric.no_backward_sync(model, enabled=is_accumulating):
+            fabric.backward(mse_loss(model(x), y))
+
+    backward(True)
+    said = refusal(ShardingError, optimizer.step)
+    optimizer.zero_grad()
+    backward(True)
+    backward(False)
+    optimizer.step()
+    optimizer.zero_grad()
+    return said
+
+
 def _norm_after(strategy: str, enabled: bool) -> float:
     fabric = new_fabric(strategy)
     net = oracle.new_net()
@@ -347,6 +368,12 @@ class BrokenElsewhereSuite(Clauses):
         want = torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]).item()
         for norm in ranks.run(2, _norm_after, self.strategy, enabled):
             assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
+
+    @requires(Capability.GRADIENT_ACCUMULATION)
+    def test_a_step_inside_an_accumulation_is_refused(self, ranks: Ranks) -> None:
+        """A step must not leave out what ``no_backward_sync`` has left unreduced, and is possible once it is reduced."""
+        for said in ranks.run(2, _step_without_reduction, self.strategy):
+            assert_says(said, "while gradients of Net are not reduced", "enabled=is_accumulating")
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
     def test_custom_gradient_scaler(self, ranks: Ranks, tmp_path: Path) -> None:
