@@ -173,9 +173,9 @@ def test_weights_that_come_back_are_those_of_the_checkpoint(kernel: Kernel) -> N
 
 def test_what_a_trainer_knows_and_refuses_after_its_fit(kernel: Kernel) -> None:
     assert kernel.run("print(trainer.global_step, trainer.current_epoch)").split() == ["8", "2"]
-    with pytest.raises(CellError, match="have ended with the call of this notebook(.|\n)*ModelCheckpoint"):
+    with pytest.raises(CellError, match=r"have ended with the call of this notebook(.|\n)*ModelCheckpoint"):
         kernel.run("trainer.save_checkpoint('late.ckpt')")
-    with pytest.raises(CellError, match="has fitted in this notebook before(.|\n)*build a Trainer"):
+    with pytest.raises(CellError, match=r"has fitted in this notebook before(.|\n)*build a Trainer"):
         kernel.run("trainer.fit(model, data)")
 
 

@@ -69,8 +69,8 @@ def check_writes(
             "lost when it is freed.\n"
             f"Write {instead}, where parameters are shards: what is elementwise, such as "
             "p.data.clamp_(-0.01, 0.01) for p in self.critic.parameters(), is right there under every strategy. For "
-            "anything else, write within fsdp_core.gathered(module, modifier_rank=0) there. A layer that constrains its "
-            "weight in its own forward() can compute the constrained one instead: register_parametrization() of "
+            "anything else, write within fsdp_core.gathered(module, modifier_rank=0) there. A layer that constrains "
+            "its weight in its own forward() can compute the constrained one instead: register_parametrization() of "
             "torch.nn.utils.parametrize."
         )
 

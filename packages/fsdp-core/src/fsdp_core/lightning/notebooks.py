@@ -100,9 +100,9 @@ class TrainerForkedRanks(TrainerForkLauncher):
         fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if fits and self._has_fitted:
             raise UnsupportedCapabilityError(
-                "this Trainer has fitted in this notebook before, and its optimizers ended with the ranks of that fit.\n"
-                "To go on, build a Trainer with a larger max_epochs, and fit(model, ckpt_path=...) from a checkpoint "
-                "that a ModelCheckpoint of the first one has saved; to begin anew, build one too."
+                "this Trainer has fitted in this notebook before, and its optimizers ended with the ranks of that "
+                "fit.\nTo go on, build a Trainer with a larger max_epochs, and fit(model, ckpt_path=...) from a "
+                "checkpoint that a ModelCheckpoint of the first one has saved; to begin anew, build one too."
             )
         self._has_fitted |= fits
         results, collected = _on_forked_ranks(

@@ -297,10 +297,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if sharded is None:
             if isinstance(self._launcher, TrainerForkedRanks) and self._launcher.has_fitted:
                 raise ShardingError(
-                    f"the ranks of strategy={self.strategy_name!r} that held the shards and the optimizers have ended with "
-                    "the call of this notebook, so no checkpoint can be saved any more.\n"
-                    "The weights are here: torch.save(model.state_dict(), 'weights.pt'). For checkpoints to resume from, "
-                    "give the Trainer a ModelCheckpoint(save_last=True), which saves before they end."
+                    f"the ranks of strategy={self.strategy_name!r} that held the shards and the optimizers have ended "
+                    "with the call of this notebook, so no checkpoint can be saved any more.\n"
+                    "The weights are here: torch.save(model.state_dict(), 'weights.pt'). For checkpoints to resume "
+                    "from, give the Trainer a ModelCheckpoint(save_last=True), which saves before they end."
                 )
             raise ShardingError(
                 f"strategy={self.strategy_name!r} has not sharded a module yet.\n"

@@ -42,8 +42,14 @@ class ReplacedParameter(nn.Parameter):
 
 #: What an optimizer that is set up later, and torch, ask of a parameter without computing with it.
 _ALLOWED: frozenset[Any] = frozenset(
-    [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim")]
-    + [getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_xla")]
+    [
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim")
+    ]
+    + [
+        getattr(Tensor, name).__get__
+        for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_xla")
+    ]
     + [getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "__hash__")]
     + [getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "element_size", "get_device")]
 )
@@ -86,8 +92,8 @@ def _found(values: Any) -> ReplacedParameter | None:
 def _refuse(parameter: ReplacedParameter | None, what: str) -> NoReturn:
     name = None if parameter is None else parameter.__dict__.get(_NAME)
     raise ShardingError(
-        f"{what} of {name!r}, as it was before the model was sharded: something outside the model's parameters, such as "
-        "a list, a closure or a callback, has kept it, and its values are not trained any more.\n"
+        f"{what} of {name!r}, as it was before the model was sharded: something outside the model's parameters, such "
+        "as a list, a closure or a callback, has kept it, and its values are not trained any more.\n"
         f"Read it from its module each time (model.{name}), inside a forward pass of the unit that it belongs to; or "
         "register it a second time where it is used, as a tied parameter (self.other = linear.weight in __init__)."
     )

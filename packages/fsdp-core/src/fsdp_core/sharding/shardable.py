@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
@@ -64,11 +64,11 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
                 "Leave sparse out, with AdamW in place of SparseAdam; or use strategy='ddp'."
             )
     for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise ShardingError(
                 f"{fqn!r} belongs to a lazy module that has not seen an input yet, so its shape is not known.\n"
-                "Call the model with an example first, at the end of __init__ or configure_model; or give the layer its "
-                "input size, as in nn.Linear(64, 10) for nn.LazyLinear(10)."
+                "Call the model with an example first, at the end of __init__ or configure_model; or give the layer "
+                "its input size, as in nn.Linear(64, 10) for nn.LazyLinear(10)."
             )
         if tensor.is_quantized or not (type(tensor) in _PLAIN or is_part(tensor)):
             _refuse_class(fqn, tensor)
@@ -95,7 +95,7 @@ def _refuse_shared_memory(module: nn.Module) -> None:
     """
     parameters = dict(module.named_parameters())
     others = {id(tensor): (fqn, tensor) for fqn, tensor in (*_kept_tensors(module), *module.named_buffers())}
-    pieces = [(fqn, parameter, True) for fqn, parameter in parameters.items()]
+    pieces: list[tuple[str, Tensor, bool]] = [(fqn, parameter, True) for fqn, parameter in parameters.items()]
     pieces += [(fqn, tensor, False) for fqn, tensor in others.values()]
     placed = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), is_trained, fqn)
@@ -110,10 +110,10 @@ def _refuse_shared_memory(module: nn.Module) -> None:
         for kind, (on, until, other) in reaches.items():
             if on == device and begin < until and (kind or is_parameter):
                 raise ShardingError(
-                    f"{other!r} and {fqn!r} share memory, and are different tensors: training shards would change one and "
-                    "not the other.\n"
-                    "Use one parameter in both places (b.weight = a.weight, without .data), as a tied parameter; or keep "
-                    "a copy (.detach().clone())."
+                    f"{other!r} and {fqn!r} share memory, and are different tensors: training shards would change one "
+                    "and not the other.\n"
+                    "Use one parameter in both places (b.weight = a.weight, without .data), as a tied parameter; or "
+                    "keep a copy (.detach().clone())."
                 )
         if is_parameter not in reaches or reaches[is_parameter][:2] < (device, end):
             reaches[is_parameter] = (device, end, fqn)

@@ -1,8 +1,8 @@
 """What a unit exchanges with its caller besides tensors: lists and dictionaries that it changes, objects it returns.
 
-Libraries that gather for a unit's forward pass copy the containers that the unit is called with, to cast what is in them
-or to put it into the autograd graph: what the unit then appends or sets is lost, without a word. And they find the
-tensors that it returns only in containers that they know: for others they gather nothing in the backward pass.
+Libraries that gather for a unit's forward pass copy the containers that the unit is called with, to cast what is in
+them or to put it into the autograd graph: what the unit then appends or sets is lost, without a word. And they find
+the tensors that it returns only in containers that they know: for others they gather nothing in the backward pass.
 """
 
 from __future__ import annotations

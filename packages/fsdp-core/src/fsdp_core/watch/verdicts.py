@@ -77,8 +77,8 @@ def lost(members: Collection[Member], progress: str, *, host_is_silent: bool = F
     """
     was, its, process = ("was", "its", "process") if len(members) == 1 else ("were", "their", "processes")
     why = (
-        f"{its} {process} ended without a word, as after a kill, when memory runs out, or when gloo aborts because ranks "
-        "exchange different things (gloo::EnforceNotMet in its log)"
+        f"{its} {process} ended without a word, as after a kill, when memory runs out, or when gloo aborts because "
+        "ranks exchange different things (gloo::EnforceNotMet in its log)"
     )
     if host_is_silent:
         why = f"{its} host has not answered for a minute"
@@ -102,8 +102,8 @@ def raised(member: Member, error: str, progress: str) -> Verdict:
     return Verdict(
         kind="raised",
         message=(
-            f"{member.described()} has ended {progress} with {error.rstrip('.')}. The others end too: they can't train without its "
-            "shards.\n"
+            f"{member.described()} has ended {progress} with {error.rstrip('.')}. The others end too: they can't train "
+            "without its shards.\n"
             f"See the traceback that it wrote. {_GO_ON}"
         ),
     )

@@ -20,11 +20,11 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import (
     _post_backward_hook,
-    _register_pre_backward_hooks,
     _post_forward,
     _post_forward_reshard,
     _pre_forward,
     _pre_forward_unshard,
+    _register_pre_backward_hooks,
     _root_pre_forward,
 )
 from torch.distributed.utils import _cast_forward_inputs

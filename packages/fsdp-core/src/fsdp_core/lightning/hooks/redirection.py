@@ -266,8 +266,8 @@ def explain_shards(exception: BaseException) -> None:
     frames = (frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__))
     if any(code is call_inside_forward.__code__ for code in frames):
         exception.add_note(
-            "fsdp-core: this may be about a layer or a parameter inside a unit, such as self.blocks[0].norm, that is used "
-            "from outside of the unit: there it is a shard.\n"
+            "fsdp-core: this may be about a layer or a parameter inside a unit, such as self.blocks[0].norm, that is "
+            "used from outside of the unit: there it is a shard.\n"
             "Call the unit and use it in the unit's own forward(); or let it belong to no unit: name other classes in "
             "auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
         )

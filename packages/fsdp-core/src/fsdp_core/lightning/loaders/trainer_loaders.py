@@ -65,10 +65,10 @@ class TrainingLoaders:
             The loader; or a copy of it, if it is also the one for validation.
         """
         if isinstance(loader, DataLoader):
-            if loader in self._elsewhere:
-                loader = apart(loader)
-            followed(loader)
-            self._followed.add(loader)
+            own: DataLoader[Any] = apart(loader) if loader in self._elsewhere else loader
+            followed(own)
+            self._followed.add(own)
+            loader = own
         # Lightning sets it only after the first iterator is created, whose order would be that of epoch 0.
         self._epoch = _epochs_done(trainer) + self._last_batch_was_done
         set_sampler_epoch(loader, self._epoch)
@@ -218,8 +218,8 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
     ):
         rank_zero_warn(
             "The checkpoint was saved within an epoch, and this strategy does not restore the positions that it holds "
-            "of the data loaders, so they start over: the batches that are left of that epoch are its first ones again.\n"
-            "Resume with a strategy that `fsdp list` shows, or from the end of an epoch."
+            "of the data loaders, so they start over: the batches that are left of that epoch are its first ones "
+            "again.\nResume with a strategy that `fsdp list` shows, or from the end of an epoch."
         )
 
 

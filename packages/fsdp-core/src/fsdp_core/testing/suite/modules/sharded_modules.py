@@ -418,15 +418,18 @@ class Exchanging(nn.Module):
         for block in self.blocks:
             output = block(given)
             given = given if output is None else output
+        found: Tensor
         if self.how == "a list":
-            return sum(given, torch.zeros(()))
-        if self.how == "a dictionary":
-            return sum(given["all"], given["hidden"])
-        if self.how == "a dictionary in a tuple":
-            return given[0]["hidden"] * given[1]
-        if self.how == "a dataclass":
-            return given.hidden * given.blocks
-        return given.hidden if self.how == "an object" else given.mean
+            found = torch.stack(given).sum(0)
+        elif self.how == "a dictionary":
+            found = torch.stack([*given["all"], given["hidden"]]).sum(0)
+        elif self.how == "a dictionary in a tuple":
+            found = given[0]["hidden"] * given[1]
+        elif self.how == "a dataclass":
+            found = given.hidden * given.blocks
+        else:
+            found = given.hidden if self.how == "an object" else given.mean
+        return found
 
 
 def _exchanged(strategy: str) -> dict[str, Trained]:

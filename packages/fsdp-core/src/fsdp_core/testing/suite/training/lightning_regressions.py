@@ -371,7 +371,7 @@ class BrokenElsewhereSuite(Clauses):
 
     @requires(Capability.GRADIENT_ACCUMULATION)
     def test_a_step_inside_an_accumulation_is_refused(self, ranks: Ranks) -> None:
-        """A step must not leave out what ``no_backward_sync`` has left unreduced, and is possible once it is reduced."""
+        """A step must not leave out what ``no_backward_sync`` has left unreduced; once it is reduced, it is right."""
         for said in ranks.run(2, _step_without_reduction, self.strategy):
             assert_says(said, "while gradients of Net are not reduced", "enabled=is_accumulating")
 
