@@ -469,7 +469,7 @@ class _NoSync(BackwardSyncControl):
                     f"as that of {left[0]!r}: the last backward pass before it was inside fabric.no_backward_sync(), "
                     "so the step would leave them out.\n"
                     "Leave the context for the last backward pass before each step: `with "
-                    "fabric.no_backward_sync(model, enabled=is_accumulating): ...`, and is_accumulating is False for it."
+                    "fabric.no_backward_sync(model, enabled=is_accumulating): ...`, and is_accumulating is False there."
                 )
 
     def stepped(self) -> None:
