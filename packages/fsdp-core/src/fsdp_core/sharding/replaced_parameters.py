@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.torch_private import without_torch_function
 
 __all__ = ["ReplacedParameter", "mark_replaced"]
 
@@ -26,7 +26,7 @@ class ReplacedParameter(nn.Parameter):
     ) -> Any:
         """Allow what tells a tensor's kind, and raise otherwise."""
         if func in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         _refuse(_found([args, kwargs]), getattr(func, "__name__", "") or str(func))
 
@@ -64,6 +64,7 @@ def mark_replaced(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         parameters: Each with the name that it had in the model.
 
     Example:
+        >>> import torch
         >>> old = nn.Parameter(torch.ones(2))
         >>> mark_replaced([("weight", old)])
         >>> old.shape

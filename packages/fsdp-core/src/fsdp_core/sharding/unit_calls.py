@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from fsdp_core.torch_private import tree_flatten
 
 __all__ = ["UnitCalls"]
 
@@ -53,7 +54,7 @@ class UnitCalls:
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Return to the caller. A forward hook that is called after an exception too."""
         call = self._running.pop() if self._running else None
-        shown = [] if call is None else [one for one in tree_leaves(call.give_back()) if isinstance(one, Tensor)]
+        shown = [] if call is None else [one for one in tree_flatten(call.give_back())[0] if isinstance(one, Tensor)]
         if torch.is_grad_enabled():
             if not isinstance(output, Tensor):
                 shown += _hidden_tensors(output, 3)

@@ -143,6 +143,7 @@ class XLABackend(Backend):
             # the root's own shards: an optimizer over module.parameters() would miss them otherwise
             module.register_parameter(shard._name, shard)
         units.reduce_pending(root)
+        units.watch_calls(root)
         units.follow_freezing(root)
         root.register_forward_pre_hook(lambda root, _: units.follow_freezing(root))
         gc.collect()

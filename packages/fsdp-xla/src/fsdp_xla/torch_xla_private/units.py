@@ -12,6 +12,7 @@ parameters; new nodes would have the shapes of the placeholders, to which torch 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
 
+from fsdp_core.sharding import UnitCalls
 from fsdp_xla.torch_xla_private.devices import compiled
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "tied_members",
     "units_of",
     "unreduced_gradients",
+    "watch_calls",
 ]
 
 
@@ -159,6 +162,22 @@ class Writes:
 
 
 _GATHERED = "_fsdp_xla_gathered"
+
+
+def watch_calls(root: nn.Module) -> None:
+    """Register the hooks of each unit's calls, around what torch_xla does in its forward pass."""
+    for unit in units_of(root):
+        own = weakref.ref(unit)
+
+        def show(tensors: list[Tensor], own: weakref.ref[Any] = own) -> None:
+            known = own()
+            if known is not None:
+                known._register_pre_backward_hooks(tensors)
+
+        calls = UnitCalls(show)
+        unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
+        unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
+        unit.register_forward_hook(calls.leave, always_call=True)
 
 
 def _rebuild_and_note(unit: Any, *args: Any, **kwargs: Any) -> None:

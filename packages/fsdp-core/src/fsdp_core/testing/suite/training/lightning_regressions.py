@@ -21,7 +21,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.rank_context import here
-from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.modules.parameters import own_share
@@ -191,11 +191,11 @@ def _reductions(strategy: str, tmp: str, batches: int, options: Mapping[str, Any
     return under_trainer.count, under_fabric.count
 
 
-def _step_without_reduction(strategy: str) -> str:
+def _step_without_reduction(strategy: str) -> tuple[str, dict[str, Tensor]]:
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.sgd(net))
-    x, y = fabric.to_device(oracle.global_batches(1)[0])
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
 
     def backward(is_accumulating: bool) -> None:
         with fabric.no_backward_sync(model, enabled=is_accumulating):
@@ -208,7 +208,19 @@ def _step_without_reduction(strategy: str) -> str:
     backward(False)
     optimizer.step()
     optimizer.zero_grad()
-    return said
+    return said, full_state(fabric.strategy)
+
+
+def _with_or_without_a_step(first: bool) -> dict[str, Tensor]:
+    net = oracle.new_net()
+    optimizer = oracle.sgd(net)
+    x, y = oracle.global_batches(1)[0]
+    for passes in (1, 2) if first else (2,):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            mse_loss(net(x), y).backward()
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in net.state_dict().items()}
 
 
 def _norm_after(strategy: str, enabled: bool) -> float:
@@ -370,10 +382,14 @@ class BrokenElsewhereSuite(Clauses):
             assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
 
     @requires(Capability.GRADIENT_ACCUMULATION)
-    def test_a_step_inside_an_accumulation_is_refused(self, ranks: Ranks) -> None:
-        """A step must not leave out what ``no_backward_sync`` has left unreduced; once it is reduced, it is right."""
-        for said in ranks.run(2, _step_without_reduction, self.strategy):
-            assert_says(said, "while gradients of Net are not reduced", "enabled=is_accumulating")
+    def test_a_step_inside_an_accumulation(self, ranks: Ranks) -> None:
+        """A step inside ``no_backward_sync`` must be of all ranks' gradients, or refused; it is right once they are."""
+        for said, state in ranks.run(2, _step_without_reduction, self.strategy):
+            if was_refused(said):
+                assert_says(said, "while gradients of Net are not reduced", "enabled=is_accumulating")
+            want = _with_or_without_a_step(not was_refused(said))
+            for name, tensor in want.items():
+                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
     def test_custom_gradient_scaler(self, ranks: Ranks, tmp_path: Path) -> None:
