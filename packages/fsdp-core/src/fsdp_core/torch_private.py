@@ -392,12 +392,6 @@ def watch_iterators(loader: DataLoader[Any], told: Callable[[Any], None]) -> Non
     instance._get_iterator = create_and_report
 
 
-def without_torch_function() -> AbstractContextManager[None]:
-    """A context in which a tensor's subclass is computed with like a plain tensor, without its own function."""
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return context
-
-
 def batches_yielded(iterator: Any) -> int:
     """The number of batches that a dataloader's iterator has yielded, without those that its workers have prefetched.
 

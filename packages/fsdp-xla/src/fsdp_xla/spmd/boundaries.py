@@ -13,6 +13,7 @@ from typing import Any
 import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
 
+from fsdp_core import ShardingError
 from fsdp_xla.spmd.partitioning import batch_spec
 from fsdp_xla.spmd.runtime import MODEL_AXIS
 from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, mark, mark_as, sharding_of
@@ -48,7 +49,15 @@ class Boundaries:
         def on_gradient(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
             if parameter.grad is not None and not is_marked(parameter.grad):
-                mark(parameter.grad, sharding_of(parameter))
+                sharding = sharding_of(parameter)
+                if sharding is None:
+                    raise ShardingError(
+                        f"a forward pass has written to a parameter of shape {tuple(parameter.shape)} by an assignment to "
+                        "its .data, and what was assigned is no shard any more.\n"
+                        "Write in on_train_batch_end(), in place (p.data.clamp_(-0.01, 0.01)), or within "
+                        "fsdp_core.gathered(module, modifier_rank=0) there."
+                    )
+                mark(parameter.grad, sharding)
             with_gradient.append(weakref.ref(parameter))
 
         def on_gradient_inside(gradient: Tensor) -> None:
