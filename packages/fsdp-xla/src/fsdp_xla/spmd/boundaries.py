@@ -52,8 +52,8 @@ class Boundaries:
                 sharding = sharding_of(parameter)
                 if sharding is None:
                     raise ShardingError(
-                        f"a forward pass has written to a parameter of shape {tuple(parameter.shape)} by an assignment to "
-                        "its .data, and what was assigned is no shard any more.\n"
+                        f"a forward pass has written to a parameter of shape {tuple(parameter.shape)} by an assignment "
+                        "to its .data, and what was assigned is no shard any more.\n"
                         "Write in on_train_batch_end(), in place (p.data.clamp_(-0.01, 0.01)), or within "
                         "fsdp_core.gathered(module, modifier_rank=0) there."
                     )
