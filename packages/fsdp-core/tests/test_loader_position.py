@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]
 
 from fsdp_core.errors import CheckpointMismatchError
-from fsdp_core.lightning.loaders.position import POSITION, ResumableSampler, follow, position_of, sampler_of
+from fsdp_core.lightning.loaders.position import POSITION, ResumableSampler, apart, follow, position_of, sampler_of
 
 LOADERS = [DataLoader, StatefulDataLoader]
 
@@ -127,6 +127,21 @@ def test_iterators_that_nobody_uses_take_nothing(kind: Any) -> None:
     assert loader.state_dict() == state
     assert list(loader) == [list(torchs(8, 2, 0))[2:]]
     assert [index for batch in loader for index in batch] == list(torchs(8, 2, 0))
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_copy_for_validation_takes_nothing(kind: Any) -> None:
+    """One loader may serve both: its position is that of training, and validation sees whole epochs."""
+    loader = followed(kind, 8, 2, 0, 2)
+    loader.load_state_dict({POSITION: {**loader.state_dict()[POSITION], "seen": 4}})
+    used = iter(loader)
+    other = apart(loader)
+    assert [index for batch in other for index in batch] == list(torchs(8, 2, 0))
+    assert next(used) == list(torchs(8, 2, 0))[2:]
+    validated = iter(apart(loader))
+    next(validated)
+    assert loader.state_dict()[POSITION]["seen"] == 8
+    assert position_of(other) is None
 
 
 def test_a_second_iteration_in_an_epoch_is_whole() -> None:
