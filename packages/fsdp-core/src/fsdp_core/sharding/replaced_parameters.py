@@ -69,10 +69,10 @@ def mark_replaced(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         >>> mark_replaced([("weight", old)])
         >>> old.shape
         torch.Size([2])
-        >>> old + 1
+        >>> old.sum()
         Traceback (most recent call last):
             ...
-        fsdp_core.errors.ShardingError: __add__ of 'weight', as it was before the model was sharded: ...
+        fsdp_core.errors.ShardingError: sum of 'weight', as it was before the model was sharded: ...
     """
     for name, parameter in parameters:
         if type(parameter) is nn.Parameter:
