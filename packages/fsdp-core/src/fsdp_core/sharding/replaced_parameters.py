@@ -51,7 +51,10 @@ _ALLOWED: frozenset[Any] = frozenset(
         for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_xla")
     ]
     + [getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "__hash__")]
-    + [getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "element_size", "get_device")]
+    + [
+        getattr(Tensor, name)
+        for name in ("is_floating_point", "is_complex", "element_size", "get_device", "untyped_storage")
+    ]
 )
 
 _NAME = "_fsdp_core_name"
