@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -18,7 +19,7 @@ from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import Location, StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
 from fsdp_core.watch.verdicts import Member, Report, hang, lost
-from fsdp_core.watch.watcher import started
+from fsdp_core.watch.watcher import Watcher, started
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -164,6 +165,24 @@ def test_a_hub_that_ends_says_goodbye(hub: Hub) -> None:
     rank = greet(hub, 1)
     hub.close()
     assert next_of(rank) == {"kind": "bye"}
+
+
+def test_a_process_with_many_open_files_is_watched_like_any_other() -> None:
+    """``select()`` takes no file numbers above 1,023: rank 0 would be taken for lost."""
+    with socket.create_server(("localhost", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    held = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1500))
+    ours.close()
+    other = Connection(theirs)
+    watcher = Watcher(Connection(held), MEMBERS[1], MEMBERS[0], 60.0, lambda: "at step 1", None)
+    try:
+        other.send(kind="report?")
+        assert [message["kind"] for message in other.receive()] == ["report"]
+        assert watcher.verdict is None
+    finally:
+        watcher.leave()
+        other.close()
 
 
 def test_where_a_thread_stands_and_for_how_long() -> None:

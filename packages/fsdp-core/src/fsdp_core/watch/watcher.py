@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -87,6 +87,8 @@ class Watcher:
         self.verdict: Verdict | None = None
         self.told = threading.Event()
         self._connection, self._member, self._first, self._hub = connection, member, first, hub
+        self._selector = selectors.DefaultSelector()  # select() takes no file numbers above 1,023
+        self._selector.register(connection, selectors.EVENT_READ)
         self._training = threading.get_ident()
         self._ended: list[Member] = []
         self._answered = threading.Event()
@@ -125,7 +127,7 @@ class Watcher:
             time.sleep(min(wait, 1.0))
             return
         try:
-            if select.select([self._connection], [], [], wait)[0]:
+            if self._selector.select(wait):
                 for message in self._connection.receive():
                     self._take(message)
         except (ConnectionError, OSError, ValueError):
@@ -249,6 +251,7 @@ class Watcher:
     def abandon(self) -> None:
         """In a process that was forked: close the sockets, which the parent goes on to use."""
         self._left = True
+        self._selector.close()
         self._connection.close()
         if self._hub is not None:
             self._hub.abandon()
