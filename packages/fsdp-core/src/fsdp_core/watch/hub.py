@@ -74,6 +74,7 @@ class Hub:
 
     def abandon(self) -> None:
         """In a process that was forked: close the sockets, which the parent goes on to use."""
+        self._selector.close()
         sockets: list[socket.socket | Connection] = [self._listening, self._wakes, self._woken]
         for one in (*sockets, *self._members, *self._unknown):
             with suppress(OSError):

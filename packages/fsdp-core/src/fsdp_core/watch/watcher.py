@@ -99,6 +99,10 @@ class Watcher:
         self._thread.start()
 
     def _run(self) -> None:
+        with self._selector:
+            self._watch()
+
+    def _watch(self) -> None:
         standing = StandStill(self._training)
         while not self._left:
             every = min(max(self.hang_timeout / 10, _MOST_OFTEN), _LEAST_OFTEN)
