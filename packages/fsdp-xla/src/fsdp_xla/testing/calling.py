@@ -94,7 +94,12 @@ def on_all_devices(world_size: int, function: Callable[..., Any], arguments: tup
 
 def _memory(tensor: Tensor, on_device: int) -> int:
     """The bytes of a tensor. XLA's tensors have no storage that reports its size."""
-    is_on_xla = tensor.device.type == "xla"
+    try:
+        is_on_xla = tensor.device.type == "xla"
+    except RuntimeError as error:
+        if "does not have a device" not in str(error):
+            raise
+        return 0  # found by the garbage collector while another rank's thread makes it: it holds nothing yet
     return on_device * tensor.element_size() if is_on_xla else tensor.untyped_storage().nbytes()
 
 
