@@ -88,6 +88,7 @@ def test_a_rank_that_ends_is_named_by_the_others(how: str, who: int, front: str,
             "fabric",
             r"is behind at step 5: .*a_rank_is_gone\.py:\d+ in call_alone .*barrier",
         ),
+        ("skips", 2, "fabric", r"is behind at step \d: it stands at .*a_rank_is_gone\.py:\d+ in main"),
         ("stopped", 1, "trainer", r"is behind: it does not answer"),
         ("stopped", 0, "trainer", r"does not answer"),
     ],
@@ -101,9 +102,9 @@ def test_a_rank_that_hangs_is_named_with_its_place(how: str, who: int, front: st
     assert re.search(rf"rank {who} {LOST}\d+\) {says}", told[writes]), told[writes]
     for rank in range(RANKS):
         if (how, rank) != ("stopped", who):
-            assert re.search(rf"rank {rank} on .*, at step 5; the last collective .*: gloo:\w+ of ", told[rank]), told[
-                rank
-            ]
+            step = r"\d" if how == "skips" else "5"
+            written = rf"rank {rank} on .*, at step {step}; the last collective .*: gloo:\w+ of "
+            assert re.search(written, told[rank]), told[rank]
             assert "Thread MainThread, innermost call last:" in told[rank]
             assert told[rank].count("fsdp-core: ranks have waited") <= (2 if rank == writes else 1)
 
@@ -123,3 +124,13 @@ def test_a_rank_whose_script_ends_early_is_named(tmp_path: Path) -> None:
         assert re.search(
             r"fsdp-core: the script has ended on rank 2 on .*, and this rank went on at step 5", told[rank]
         )
+
+
+@pytest.mark.parametrize("front", ["trainer", "fabric"])
+def test_a_host_with_another_torch_is_named_before_training(front: str, tmp_path: Path) -> None:
+    statuses, told = run(tmp_path, "older-torch", 1, front, 1800.0)
+    assert statuses == [1, 1, 1]
+    host = re.escape(socket.gethostname())
+    for of_rank in told:
+        assert re.search(rf"torch: \S+ on {host} \(rank 0, 2\); 2\.12\.1 on {host} \(rank 1\)", of_rank), of_rank
+        assert "Install the same on every host, such as: pip install torch==" in of_rank

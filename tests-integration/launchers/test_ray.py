@@ -120,7 +120,9 @@ def test_the_reported_checkpoint_is_whole(ended: tuple[Path, ray.train.Result]) 
     with checkpoint.as_directory() as folder:
         path = Path(folder) / RayTrainReportCallback.CHECKPOINT_NAME
         verify(path)
-        assert read_manifest(path).world_size == 2
+        manifest = read_manifest(path)
+        assert manifest.world_size == 2
+        assert len(manifest.places) == 2, "the workers, whose directories differ, have saved to one of them"
 
 
 def test_what_contradicts_ray_is_told(ended: tuple[Path, ray.train.Result]) -> None:
@@ -132,3 +134,4 @@ def test_what_contradicts_ray_is_told(ended: tuple[Path, ray.train.Result]) -> N
         assert "plugins=[RayLightningEnvironment()]" in errors["environment"]
         assert errors["num_nodes"].startswith("UnsupportedCapabilityError: num_nodes=3 contradicts Ray Train, whose 2")
         assert "Leave num_nodes out" in errors["num_nodes"]
+        assert "RayTrainReportCallback can't be used with async_save=True of 'fsdp2'" in errors["in the background"]

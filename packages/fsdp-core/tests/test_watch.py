@@ -62,6 +62,15 @@ def reports(*locations: Location | None) -> dict[int, Report]:
             [],
         ),
         ((LOADS, LOADS, REDUCES, REDUCES), (), "rank 0 on a (process 100) is behind", []),
+        (
+            (REDUCES, replace(REDUCES, users="train.py:2 in fit"), None, None),
+            (),
+            "at different places. rank 0 on a (process 100) waits at step 0, at train.py:3 in fit (there c10d.py:9 in "
+            "all_reduce), and the last collective that it has entered is gloo:all_reduce. rank 1 on a (process 101) "
+            "waits at step 1, at train.py:2 in fit",
+            [],
+        ),
+        ((REDUCES, REDUCES, REDUCES, REDUCES), (), "all at one place. rank 0 on a (process 100), rank 1 on", []),
     ],
     ids=[
         "one does not wait",
@@ -70,12 +79,15 @@ def reports(*locations: Location | None) -> dict[int, Report]:
         "one is a collective behind",
         "one waits elsewhere",
         "two",
+        "two ranks that wait, at different places",
+        "all at one place",
     ],
 )
 def test_the_rank_that_is_behind(
     locations: tuple[Location | None, ...], ended: tuple[int, ...], says: str, kills: list[int]
 ) -> None:
-    verdict = hang(MEMBERS, reports(*locations), ended, 30.0)
+    of_two = locations[2:] == (None, None)
+    verdict = hang(MEMBERS[:2] if of_two else MEMBERS, reports(*locations), ended, 30.0)
     assert says in verdict.message, verdict.message
     assert "ranks have waited for each other for 30 s" in verdict.message
     assert [one.rank for one in verdict.kill] == kills

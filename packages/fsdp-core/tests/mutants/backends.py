@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 import threading
@@ -547,6 +548,21 @@ class Unaware(LoopbackSharded):
 
     def mend_interrupted(self) -> None:
         pass
+
+
+def _copied_if_container(given: Any) -> Any:
+    return copy.copy(given) if isinstance(given, list | dict) else given
+
+
+@backend("containers_copied")
+class CopiesContainers(LoopbackBackend):
+    """Units are called with copies of the lists and dictionaries that they are given."""
+
+    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+        for unit in module.modules():
+            if unit is not module:
+                unit.register_forward_pre_hook(lambda _, args: tuple(map(_copied_if_container, args)))
+        return super().shard_module(module)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ FAULTS = (
     "no_sync_ignored",
     "evaluation_forgets_micro_batches",
     "zero_grad_forgets_shards_alone",
+    "steps_without_reduction",
     # loops
     "stale_in_forward",
     "requires_grad_not_followed",
@@ -65,6 +66,7 @@ FAULTS = (
     # what users do with a sharded module
     "ranks_not_compared",
     "pieces_shown",
+    "containers_copied",
     "late_parameters_taken",
     # checkpoints
     "state_off_by_one",
@@ -83,6 +85,7 @@ FAULTS = (
     "gradients_not_restored",
     "strict_ignored",
     "changed_before_check",
+    "saved_apart",
     "terms_forgotten",
     # leftovers
     "group_left_open",
@@ -90,6 +93,7 @@ FAULTS = (
     "variable_left_set",
     "file_left_behind",
     "module_kept",
+    "models_kept",
     # what the plugin says
     "signature_differs",
     "accelerator_claimed",

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from fsdp_core.errors import NonFiniteGradientError
+from fsdp_core.lightning.checkpoints.sharded_or_full import SavePlace
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
@@ -90,12 +91,39 @@ class GoesOn(LoopbackFabricStrategy):
         return super().told_to_end() and False
 
 
+class StepsWithoutReduction(LoopbackFabricStrategy):
+    """Takes steps whose last backward pass has not reduced what it computed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        control: Any = self._backward_sync_control
+        control.check_reduced = lambda *_: None
+
+
+class SavesApart(LoopbackFabricStrategy):
+    """Saves at the path that each rank names, as if all of them were one."""
+
+    def place_of(self, path: Any) -> SavePlace:
+        return SavePlace(str(path))
+
+
+class KeepsItsModels(LoopbackFabricStrategy):
+    """Keeps all models that it has set up, until it goes itself."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        vars(self).setdefault("kept", []).append(module)
+        return super().setup_module(module)
+
+
 #: Where the fault is not the backend's.
 FABRICS: dict[str, type[LoopbackFabricStrategy]] = {
     "ranks_not_compared": ComparesNothing,
     "late_parameters_taken": TakesLateParameters,
     "nonfinite_local": LooksAtOwnGradients,
     "signal_not_told": GoesOn,
+    "steps_without_reduction": StepsWithoutReduction,
+    "saved_apart": SavesApart,
+    "models_kept": KeepsItsModels,
 }
 TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "random_numbers_not_restored": ForgetsRandomNumbers,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_core.checkpoint.storage.joined import Paths, paths_of
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.capabilities import check_precision
 from fsdp_core.lightning.checkpoints.fabric_checkpoints import (
@@ -117,7 +118,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             hang_timeout,
             scattered_save,
         )
-        self.roots: list[Sharded] = []
+        self._roots: list[weakref.ref[Sharded]] = []
         self._first_forwards: list[FirstForwards] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -199,9 +200,18 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         sharded = self._shard(module)
         if not any(known is sharded for known in self.roots):
-            self.roots.append(sharded)
+            self._roots.append(weakref.ref(sharded))
             self._first_forwards.append(FirstForwards(sharded))
         return ShardedForward(sharded)
+
+    @property
+    def roots(self) -> list[Sharded]:
+        """The models that were set up, without those that nobody holds any longer.
+
+        The garbage collector decides when one of the latter leaves, on each rank for itself: what all ranks do together
+        must not depend on how many there are.
+        """
+        return [root for one in self._roots if (root := one()) is not None]
 
     def sharded_of(self, module: nn.Module) -> Sharded:
         """The sharded state of a model that was set up: its shards, their layout, gradients and state.
@@ -384,18 +394,21 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         self._check_saving(self.roots)
-        save_checkpoint(self, self.place_of(path), state, storage_options, filter or {})
+        place = self.place_of(path)
+        save_checkpoint(self, place, state, storage_options, filter or {})
+        if place.is_reported:
+            self.wait_for_saves()
 
     @normal_tensors()
     def load_checkpoint(
         self,
-        path: str | Path,
+        path: Paths,
         state: Any = None,
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self.wait_for_saves()
-        return load_checkpoint(self, str(self.broadcast(str(path))), state, strict, weights_only)
+        return load_checkpoint(self, self.broadcast(paths_of(path)), state, strict, weights_only)
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None

@@ -11,7 +11,7 @@ Ray is not imported here: in a worker it is imported already.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ import torch
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["RayWorker", "ray_worker"]
+__all__ = ["RayWorker", "check_reports", "ray_worker"]
 
 #: The module of Ray that knows Lightning.
 _FOR_LIGHTNING = "ray.train.lightning"
@@ -134,6 +134,26 @@ def ray_worker(environment: Any, strategies: type) -> RayWorker | None:
             "`from ray.train.lightning import RayLightningEnvironment`."
         )
     return None
+
+
+def check_reports(callbacks: Iterable[object], strategy: str) -> None:
+    """Refuse Ray's callback beside saves in the background: it uploads what is there once the call returns.
+
+    Args:
+        callbacks: The Trainer's.
+        strategy: The strategy's name.
+
+    Raises:
+        UnsupportedCapabilityError: It is among them.
+    """
+    for_lightning = sys.modules.get(_FOR_LIGHTNING)
+    reporting = getattr(for_lightning, "RayTrainReportCallback", ())
+    if any(isinstance(one, reporting) for one in callbacks):
+        raise UnsupportedCapabilityError(
+            f"RayTrainReportCallback can't be used with async_save=True of {strategy!r}: it uploads a checkpoint as "
+            "soon as the call that saves it returns, and removes it then.\nLeave async_save out; Ray can upload in the "
+            "background: RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.ASYNC)."
+        )
 
 
 def _workers() -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -23,6 +24,7 @@ from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabili
 from fsdp_core.gradients.zero_grad import on_zero_grad
 from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
+from fsdp_core.lightning.checkpoints.sharded_or_full import SavePlace
 from fsdp_core.lightning.finite_gradients import check_error_if_nonfinite
 from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
 from fsdp_core.lightning.launch_checks import check_launched
@@ -211,7 +213,8 @@ class RanksOfStrategy:
     def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Make optimizers hold shards, and refuse parameters that were added after sharding."""
         for root in roots:
-            self._refuse_late(root, optimizers)
+            if _is_held(root, optimizers):
+                self._refuse_late(root, optimizers)
         self.backend.repoint(optimizers, roots)
         for optimizer in optimizers:
             self._follow_zero_grad(optimizer, roots)
@@ -258,7 +261,8 @@ class RanksOfStrategy:
             return
         for root in roots:
             layout = root.layout()
-            root.check_gradients([p for p in _parameters_of(optimizer) if p in layout])
+            if held := [p for p in _parameters_of(optimizer) if p in layout]:
+                root.check_gradients(held)
 
     def _facts(self, module: nn.Module) -> dict[str, str]:
         """Describe what this rank is about to do, for comparison with the other ranks."""
@@ -479,9 +483,27 @@ class RanksOfStrategy:
         """Wait for all ranks."""
         self.runtime.barrier()
 
-    def place_of(self, path: Any) -> str:
-        """Where this rank saves a checkpoint: at rank 0's path, unless saves are scattered. All ranks must call it."""
-        return str(path) if self.scattered_save else str(self.broadcast(str(path)))
+    def place_of(self, path: Any) -> SavePlace:
+        """Where this rank saves a checkpoint: at rank 0's path, unless saves are scattered. All ranks must call it.
+
+        Under Ray Train, ranks that name different paths save apart: each reports its own folder, and Ray joins them.
+        """
+        own = str(path)
+        if self.scattered_save:
+            return SavePlace(own, scattered=True)
+        first = str(self.broadcast(own))
+        if self._worker is not None and self.state_dict_type == "sharded":
+            apart = bool(self.runtime.total([own != first])[0])
+            return SavePlace(own, scattered=apart, is_reported=apart)
+        if own != first and self._worker is None:
+            warnings.warn(
+                f"{self.strategy_name}: rank {self.global_rank} was told to save to {own}, and rank 0 to {first}: all "
+                "ranks save one checkpoint together, to rank 0's path.\n"
+                "Give all ranks the same path: leave what differs between them, such as the rank or a metric that was "
+                "logged without sync_dist=True, out of its name. scattered_save=True lets each rank save at its own.",
+                stacklevel=2,
+            )
+        return SavePlace(first)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Broadcast the object of rank ``src`` to all ranks."""
@@ -546,6 +568,15 @@ def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_held(root: Sharded, optimizers: Iterable[Optimizer]) -> bool:
+    """Whether an optimizer holds a parameter of a root, sharded, from before sharding, or added since."""
+    held = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
+    with root.as_written():
+        now = {id(parameter) for parameter in root.written.parameters()}
+    layout = root.layout()
+    return any(p in layout or id(p) in now or root.name_of(cast(nn.Parameter, p)) is not None for p in held)
 
 
 def _announce(log: logging.Logger, units: int, sharded: Sharded) -> None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.checkpoint.storage.joined import Paths, paths_of
 from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.step_gradients import guard, unguard
@@ -49,6 +50,7 @@ from fsdp_core.lightning.notebooks import TrainerForkedRanks
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.preemption import Preemption
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
+from fsdp_core.lightning.ray_train import check_reports
 from fsdp_core.lightning.setup_checks import check_loggers
 from fsdp_core.lightning.strategy import RanksOfStrategy
 from fsdp_core.plugins.strategy_info import Capability
@@ -244,6 +246,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             check_loop(self.strategy_name, self.state_dict_type, trainer, module)
             check_pruning(trainer, self.strategy_name)
             check_loggers(self.strategy_name, trainer, module)
+            if self.async_saves is not None:
+                check_reports(trainer.callbacks, self.strategy_name)  # type: ignore[attr-defined]
             if self.num_nodes > 1:
                 check_all_resume(self.resumes_from, self.runtime)
         if self.backend.sequence is not None:
@@ -585,15 +589,17 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._check_saving(filter(None, [self._sharded_or_none]))
         if "optimizer_states" in checkpoint:
             self.late_param_groups.check_saving()
-        path = self.place_of(filepath)
+        place = self.place_of(filepath)
         if self.fit_saves is not None:
             self.fit_saves.wait()  # before memory is allocated for this one
-            self.async_saved = {path: True}
-        save_checkpoint(self, path, checkpoint, storage_options, self._training_loaders, self._exact_resume)
+            self.async_saved = {place.path: True}
+        save_checkpoint(self, place, checkpoint, storage_options, self._training_loaders, self._exact_resume)
+        if place.is_reported:
+            self.wait_for_saves()
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Paths, weights_only: bool | None = None) -> dict[str, Any]:
         self.wait_for_saves()
-        path = self.broadcast(str(checkpoint_at(checkpoint_path)))
+        path = self.broadcast(paths_of(checkpoint_at(checkpoint_path)))
         return load_checkpoint(self, path, weights_only, self._training_loaders)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -14,6 +14,11 @@ _GO_ON = (
     "fabric.load() of it."
 )
 
+_ALL_RANKS = (
+    "All ranks must call what communicates, equally often: nothing of it under `if rank == 0:`, and as many batches on "
+    "each. hang_timeout=timedelta(hours=2) gives them longer; hang_timeout=None lets them wait."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
@@ -118,7 +123,8 @@ def hang(
     """Ranks that have waited for others for too long.
 
     The rank that is behind is the one that did not answer, or that has ended, or that does not wait; otherwise the one
-    that has entered fewer collectives, or stands elsewhere than most.
+    that has entered fewer collectives, or stands elsewhere than most. Where as many stand at one place as at another,
+    as two ranks do, none is called behind, and all places are told.
 
     Args:
         members: All ranks that were watched.
@@ -140,6 +146,8 @@ def hang(
         what = _standing(reports[behind[0].rank])
     else:
         behind = _apart(members, reports)
+        if not behind:
+            return Verdict(kind="hang", message=_at_their_places(members, reports, waited))
         what = f"{_standing(reports[behind[0].rank])}, {_last(reports[behind[0].rank])}"
     others = [one for one in members if one.rank in reports and one not in behind]
     waiting = sorted((one for one in others if reports[one.rank].location.waits), key=lambda one: one.rank) or others
@@ -159,9 +167,7 @@ def hang(
         message=(
             f"ranks have waited for each other for {waited:g} s. {first.described()} is behind{progress}: it {what}."
             f"{more}{waiters}\n"
-            "Every rank that could has written its stack above. Look at what that rank does there. All ranks must call "
-            "what communicates, equally often: nothing of it under `if rank == 0:`, and as many batches on each. "
-            "hang_timeout=timedelta(hours=2) gives them longer; hang_timeout=None lets them wait."
+            f"Every rank that could has written its stack above. Look at what that rank does there. {_ALL_RANKS}"
         ),
         kill=kill,
     )
@@ -185,12 +191,41 @@ def _fewest(members: Collection[Member], reports: Mapping[int, Report]) -> list[
 
 
 def _apart(members: Collection[Member], reports: Mapping[int, Report]) -> list[Member]:
-    """Of ranks that all wait: those that have entered fewer collectives, or those at the rarest place."""
+    """Of ranks that all wait: those that have entered fewer collectives, or those at the rarest place, if one is."""
     fewest = _fewest(members, reports)
     if len(fewest) < len(members):
         return fewest
-    by_place: dict[tuple[str, str], list[Member]] = {}
-    for one in fewest:
+    rarest, *others = sorted(_by_place(members, reports), key=len)
+    return rarest if others and len(others[0]) > len(rarest) else []
+
+
+def _by_place(members: Collection[Member], reports: Mapping[int, Report]) -> list[list[Member]]:
+    """The ranks at each place: the user's line, and the collective."""
+    places: dict[tuple[str, str], list[Member]] = {}
+    for one in sorted(members, key=lambda one: one.rank):
         where = reports[one.rank].location
-        by_place.setdefault((where.users, where.collective), []).append(one)
-    return min(by_place.values(), key=lambda here: (len(here), here[0].rank))
+        places.setdefault((where.users, where.collective), []).append(one)
+    return list(places.values())
+
+
+def _at_their_places(members: Collection[Member], reports: Mapping[int, Report], waited: float) -> str:
+    told = []
+    for here in _by_place(members, reports):
+        shown = reports[here[0].rank]
+        verb = "waits" if len(here) == 1 else "wait"
+        place = _standing(shown).removeprefix("stands ")
+        told.append(
+            f"{named(here[:8])}{', …' if len(here) > 8 else ''} {verb} {shown.progress}, {place}, {_last(shown)}."
+        )
+    if len(told) == 1:
+        where, why = "all at one place", "The network between them may be gone, or they exchange different shapes."
+    else:
+        where = "at different places"
+        why = (
+            "Some have left out a call that the others have made, such as backward(), or made one alone: look at what "
+            "comes before these places."
+        )
+    return (
+        f"ranks have waited for each other for {waited:g} s, {where}. {' '.join(told)}\n"
+        f"{why} Every rank has written its stack above. {_ALL_RANKS}"
+    )

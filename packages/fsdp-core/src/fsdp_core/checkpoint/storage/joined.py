@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.storage.part_recognition import records_in, saves_in
 from fsdp_core.checkpoint.storage.recognition import manifest_bytes, save_id_in, save_id_of
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["JoinedFolder", "Paths", "open_places", "shown_paths"]
+__all__ = ["JoinedFolder", "Paths", "open_places", "paths_of", "shown_paths"]
 
 Paths = StrPath | Sequence[StrPath]
 """A checkpoint's path; or several, the places of a scattered save."""
@@ -66,6 +66,12 @@ class JoinedFolder(Folder):
 def shown_paths(paths: Paths) -> str:
     """Return paths as text for messages."""
     return " and ".join(os.fspath(path) for path in _each(paths))
+
+
+def paths_of(paths: Paths) -> str | list[str]:
+    """Return a path as text, or several as a list of texts."""
+    given = [os.fspath(path) for path in _each(paths)]
+    return given[0] if isinstance(paths, str | os.PathLike) else given
 
 
 def open_places(paths: Paths) -> Folder:

@@ -14,12 +14,19 @@ from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.checkpoint.format.paths import join_path
+from fsdp_core.checkpoint.storage.joined import Paths, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
 from fsdp_core.lightning.checkpoints.full.file import gathered
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, numbered
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.sharded_or_full import SavingStrategy, read_checkpoint, write_file, write_folder
+from fsdp_core.lightning.checkpoints.sharded_or_full import (
+    SavePlace,
+    SavingStrategy,
+    read_checkpoint,
+    write_file,
+    write_folder,
+)
 from fsdp_core.lightning.hooks.forwarding import sharded_in
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
 from fsdp_core.sharding.sharded import Sharded
@@ -32,9 +39,11 @@ _INSTEAD = 'Give the objects themselves: fabric.save(path, {"model": model, "opt
 
 
 class _Strategy(SavingStrategy, Protocol):
-    roots: list[Sharded]
     optimizers: weakref.WeakSet[Optimizer]
     async_saves: AsyncSaves | None
+
+    @property
+    def roots(self) -> list[Sharded]: ...
 
     @property
     def accumulating(self) -> Collection[Sharded]: ...
@@ -63,7 +72,7 @@ def owner_of(optimizer: Optimizer, roots: Sequence[Sharded]) -> Sharded:
 
 def save_checkpoint(
     strategy: _Strategy,
-    path: str,
+    place: SavePlace,
     state: dict[str, Any],
     storage_options: Any,
     filters: dict[str, Callable[[str, Any], bool]],
@@ -72,7 +81,7 @@ def save_checkpoint(
 
     Args:
         strategy: Its backend, runtime and kind of checkpoint.
-        path: A folder for sharded checkpoints, a file for full ones.
+        place: A folder for sharded checkpoints, a file for full ones.
         state: The user's objects by key.
         storage_options: For the ``CheckpointIO`` that writes full checkpoints.
         filters: By key of ``state``: which names of its state to keep.
@@ -108,9 +117,9 @@ def save_checkpoint(
     if strategy.state_dict_type == "full":
         whole = gathered(converted, strategy.backend)
         whole = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in whole.items()}
-        write_file(strategy, path, whole, converted, storage_options, async_saves)
+        write_file(strategy, place.path, whole, converted, storage_options, async_saves)
         return
-    write_folder(strategy, path, converted, storage_options, async_saves, kinds=kinds, aliases=tied)
+    write_folder(strategy, place, converted, storage_options, async_saves, kinds=kinds, aliases=tied)
 
 
 def _warn_of_gradients(strategy: _Strategy, state: dict[str, Any]) -> None:
@@ -132,13 +141,13 @@ def _modules(state: dict[str, Any]) -> list[nn.Module]:
 
 
 def load_checkpoint(
-    strategy: _Strategy, path: str, state: Any, strict: bool, weights_only: bool | None
+    strategy: _Strategy, path: Paths, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """Restore what :func:`save_checkpoint` saved, in place.
 
     Args:
         strategy: Its backend and models.
-        path: A sharded folder or a full file; which of the two is detected.
+        path: A sharded folder or a full file, which is detected; or several, the places of a scattered save.
         state: The user's objects by key; a module or an optimizer alone, whose state is the whole checkpoint; or
             nothing, to get everything back.
         strict: Whether every key must exist, and the FQNs in modules must match.
@@ -162,7 +171,7 @@ def load_checkpoint(
     missing = [key for key in state if key not in saved and not is_left_out(key, state[key], strategy.runtime)]
     if strict and missing:
         raise MissingKeyError(
-            f"{path} holds no {missing[0]!r}; it holds {', '.join(map(repr, saved))}.\n"
+            f"{shown_paths(path)} holds no {missing[0]!r}; it holds {', '.join(map(repr, saved))}.\n"
             "Load only keys that it holds, or load with strict=False."
         )
     order = [key for key in sorted(state, key=lambda k: not isinstance(state[k], nn.Module)) if key in saved]
@@ -171,7 +180,8 @@ def load_checkpoint(
         for key in order:
             _restore(strategy, state[key], saved[key], strict, check_only=True)
 
-    together_each(strategy.runtime, f"comparing {path} with what it is loaded into", compare)  # before any is changed
+    # before any is changed
+    together_each(strategy.runtime, f"comparing {shown_paths(path)} with what it is loaded into", compare)
     for key in order:
         if not _restore(strategy, state[key], saved[key], strict):
             state[key] = _whole(saved[key])

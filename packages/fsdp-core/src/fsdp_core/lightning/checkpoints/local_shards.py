@@ -42,10 +42,8 @@ def refuse_local_shards(
         CheckpointValueError: The state holds a flat shard, on any rank.
     """
     shards: dict[Place, str] = {}
-    any_flat = False
     for root in roots:
         flat = {p: parts for p, parts in root.layout().items() if any(part.range is not None for part in parts)}
-        any_flat |= bool(flat)
         for parameter, parts in flat.items():
             shards.update(dict.fromkeys(_memory([parameter]), f"parameter {parts[0].name!r}"))
         for optimizer in optimizers:
@@ -53,11 +51,9 @@ def refuse_local_shards(
                 held = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
                 told = f"the optimizer's state of {flat[parameter][0].name!r}"
                 shards.update(dict.fromkeys(_memory(one for one in held if one.ndim), told))
-    if not any_flat:  # which is the same on every rank
-        return
 
     def look() -> None:
-        for path, tensor in _tensors(state, ()):
+        for path, tensor in _tensors(state, ()) if shards else ():
             for place in _memory([tensor]):
                 if place in shards:
                     raise CheckpointValueError(

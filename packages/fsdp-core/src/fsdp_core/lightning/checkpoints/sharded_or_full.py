@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,13 +13,30 @@ from torch import Tensor
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each, total
+from fsdp_core.checkpoint.storage.joined import Paths
 from fsdp_core.lightning.capabilities import check_checkpoint
 from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
 from fsdp_core.lightning.checkpoints.shared_disk import check_folder_around
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 
-__all__ = ["SavingStrategy", "read_checkpoint", "write_file", "write_folder"]
+__all__ = ["SavePlace", "SavingStrategy", "read_checkpoint", "write_file", "write_folder"]
+
+
+@dataclass(frozen=True)
+class SavePlace:
+    """Where a rank saves.
+
+    Attributes:
+        path: A folder for sharded checkpoints, a file for full ones.
+        scattered: Whether other ranks may save elsewhere, each where it stands.
+        is_reported: Whether the caller hands the folder on as soon as the call returns, so that a save in the
+            background would come too late.
+    """
+
+    path: str
+    scattered: bool = False
+    is_reported: bool = False
 
 
 class SavingStrategy(Protocol):
@@ -41,11 +59,6 @@ class SavingStrategy(Protocol):
     @property
     def sequential_save(self) -> bool:
         """Whether the ranks of a host write their shards one after another."""
-        ...
-
-    @property
-    def scattered_save(self) -> bool:
-        """Whether each rank writes its shards where it stands."""
         ...
 
     @property
@@ -88,7 +101,7 @@ def write_file(
 
 def write_folder(
     strategy: SavingStrategy,
-    path: str,
+    place: SavePlace,
     state: dict[str, Any],
     storage_options: Any,
     async_saves: AsyncSaves | None,
@@ -101,7 +114,7 @@ def write_folder(
 
     Args:
         strategy: The strategy.
-        path: The folder.
+        place: The folder.
         state: What this rank holds.
         storage_options: Refused: no ``CheckpointIO`` writes folders.
         async_saves: Writes in the background; ``None`` to write now.
@@ -110,20 +123,20 @@ def write_folder(
         deferred: Which tensors are copied in the background as well; see :meth:`AsyncSaves.save`.
     """
     strategy.refuse_storage_options(storage_options)
-    if not strategy.scattered_save:
-        check_folder_around(path, strategy.num_nodes, strategy.runtime)
+    if not place.scattered:
+        check_folder_around(place.path, strategy.num_nodes, strategy.runtime)
     in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
     save = in_order if async_saves is None else partial(async_saves.save, deferred=deferred)
-    options: dict[str, Any] = {"kinds": kinds, "aliases": aliases, "scattered": strategy.scattered_save}
-    save(path, state, strategy=strategy.strategy_name, **options)
+    options: dict[str, Any] = {"kinds": kinds, "aliases": aliases, "scattered": place.scattered}
+    save(place.path, state, strategy=strategy.strategy_name, **options)
 
 
-def read_checkpoint(strategy: str, path: str, weights_only: bool | None, runtime: Runtime) -> tuple[Any, bool]:
+def read_checkpoint(strategy: str, path: Paths, weights_only: bool | None, runtime: Runtime) -> tuple[Any, bool]:
     """Read a sharded folder or a full file, whichever is found. All ranks must call it.
 
     Args:
         strategy: The strategy's name, whose plugin declares which of the two it reads.
-        path: A local path or an fsspec URL, the same on all ranks.
+        path: A local path or an fsspec URL, the same on all ranks; or several, the places of a scattered save.
         weights_only: ``False`` lets a full file execute code.
         runtime: The ranks, which divide the verification of a folder among them.
 
@@ -135,10 +148,12 @@ def read_checkpoint(strategy: str, path: str, weights_only: bool | None, runtime
         CheckpointFormatError: Some rank finds no readable checkpoint there, or a damaged part of it.
     """
     # a host that lacks the path must not look for a file there while the others read a folder together
-    found_here = together_each(runtime, f"looking for {path}", lambda: checkpoints.is_folder(path))
+    found_here = not isinstance(path, str) or together_each(
+        runtime, f"looking for {path}", lambda: checkpoints.is_folder(path)
+    )
     sharded = total(runtime, [found_here])[0] > 0
     check_checkpoint(strategy, "sharded" if sharded else "full", f"to load {path!r}")
-    if sharded:
+    if sharded or not isinstance(path, str):
         return checkpoints.load(path, runtime=runtime), True
     found: list[Any] = []
     together_each(runtime, f"reading {path}", lambda: found.append(read_full_file(path, weights_only)))

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.migration import migrate_checkpoint
 from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.storage.joined import Paths, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
 from fsdp_core.lightning.checkpoints.deferred_copies import copied_before_a_step
 from fsdp_core.lightning.checkpoints.exact_resume import KEY, ExactResume
@@ -16,7 +18,13 @@ from fsdp_core.lightning.checkpoints.full.file import gathered
 from fsdp_core.lightning.checkpoints.full.layout import numbered
 from fsdp_core.lightning.checkpoints.late_param_groups import LateParamGroups
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.sharded_or_full import SavingStrategy, read_checkpoint, write_file, write_folder
+from fsdp_core.lightning.checkpoints.sharded_or_full import (
+    SavePlace,
+    SavingStrategy,
+    read_checkpoint,
+    write_file,
+    write_folder,
+)
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.sharding.sharded import Sharded
 
@@ -46,7 +54,7 @@ class _Strategy(SavingStrategy, Protocol):
 
 def save_checkpoint(
     strategy: _Strategy,
-    path: str,
+    place: SavePlace,
     checkpoint: dict[str, Any],
     storage_options: Any,
     loaders: TrainingLoaders,
@@ -56,7 +64,7 @@ def save_checkpoint(
 
     Args:
         strategy: Its backend, model and kind of checkpoint.
-        path: A folder for sharded checkpoints, a file for full ones.
+        place: A folder for sharded checkpoints, a file for full ones.
         checkpoint: Lightning's dict, with the backend's state of the module and the optimizers.
         storage_options: For the ``CheckpointIO`` that writes full checkpoints.
         loaders: The positions of the training loaders.
@@ -73,14 +81,14 @@ def save_checkpoint(
         whole = gathered({"state_dict": model, **rest}, strategy.backend)
         if optimizers is not None:
             whole["optimizer_states"] = [numbered(gathered(state, strategy.backend)) for state in optimizers]
-        write_file(strategy, path, whole, [checkpoint, rest], storage_options, strategy.fit_saves)
+        write_file(strategy, place.path, whole, [checkpoint, rest], storage_options, strategy.fit_saves)
         return
     tied = sharded.aliases()
     state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
     kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
     write_folder(
         strategy,
-        path,
+        place,
         state,
         storage_options,
         strategy.fit_saves,
@@ -93,22 +101,23 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    strategy: _Strategy, path: str, weights_only: bool | None, loaders: TrainingLoaders
+    strategy: _Strategy, path: Paths, weights_only: bool | None, loaders: TrainingLoaders
 ) -> dict[str, Any]:
     """Read a checkpoint of this strategy or another as the dict that Lightning restores from.
 
     Args:
         strategy: Its runtime and what it declares.
-        path: A sharded folder or a full file; which of the two is detected.
+        path: A sharded folder or a full file, which is detected; or several, the places of a scattered save.
         weights_only: ``False`` lets a full file execute code.
         loaders: Get the positions of the training loaders.
     """
     saved, sharded = read_checkpoint(strategy.strategy_name, path, weights_only, strategy.runtime)
     missing = [key for key in (("model", "trainer") if sharded else ("state_dict",)) if key not in saved]
     if missing:
+        shown = shown_paths(path)
         raise MissingKeyError(
-            f"{path} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, and no {missing[0]!r}.\nLoad "
-            f"it with fabric.load(), if Fabric saved it; `fsdp checkpoint consolidate {path} FILE --to lightning` "
+            f"{shown} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, and no {missing[0]!r}.\nLoad "
+            f"it with fabric.load(), if Fabric saved it; `fsdp checkpoint consolidate {shown} FILE --to lightning` "
             "converts its folder to a file that a Trainer opens."
         )
     if sharded:
@@ -116,6 +125,8 @@ def load_checkpoint(
         optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
         saved = {"state_dict": saved["model"], **optimizers, **rest}
     assert strategy.lightning_module is not None
+    if not isinstance(path, str):  # Lightning does it with one path, which it tells
+        saved, _ = migrate_checkpoint(saved)
     return loaders.load(saved, strategy.lightning_module.trainer, strategy.runtime)
 
 

@@ -179,6 +179,7 @@ class Run:
         options: The strategy's options.
         asks_steps: Whether ``configure_optimizers`` reads the number of steps, for which Lightning creates the loaders
             before it reads the checkpoint.
+        validates_on_it: Whether the same loader object serves the validation.
     """
 
     data: str = "stateful"
@@ -194,6 +195,7 @@ class Run:
     trainer: Mapping[str, Any] | None = None
     options: Mapping[str, Any] | None = None
     asks_steps: bool = False
+    validates_on_it: bool = False
 
     def loader(self, world_size: int) -> Any:
         """The loader, as a user writes it."""
@@ -326,12 +328,13 @@ def fit(strategy: str, tmp: str, world_size: int, run: Run) -> Seen:
     module = Watching(run)
     loop: dict[str, Any] = {"max_epochs": 3, "callbacks": [SaveOnce(run)], **(run.trainer or {})}
     trainer = new_trainer(tmp, strategy, world_size, run.options, **loop)
-    validation: Any = DataLoader(Numbered(world_size))
+    training = run.loader(world_size)
+    validation: Any = training if run.validates_on_it else DataLoader(Numbered(world_size))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         patch.setenv("PL_GLOBAL_SEED", str(run.seed))
         warnings.simplefilter("always")
         with pytest.raises(ArithmeticError) if run.fails else nullcontext():
-            trainer.fit(module, run.loader(world_size), validation, ckpt_path=run.resume)
+            trainer.fit(module, training, validation, ckpt_path=run.resume)
     if run.path is not None and run.save is None and run.fails is None:
         trainer.save_checkpoint(run.path)
     return Seen(

@@ -7,9 +7,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch.nn.functional import mse_loss
 
-from fsdp_core.checkpoint import gather, is_checkpoint, load, read_manifest
+from fsdp_core.checkpoint import gather, is_checkpoint, load, load_state_dict, read_manifest, verify
 from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
@@ -49,8 +50,8 @@ def _trained(strategy: str, tmp: str) -> dict[str, Any]:
     return {"model": full_state(run.strategy), "optimizer": full_optimizer_state(run.strategy, run.optimizers[0])}
 
 
-def _under_fabric(strategy: str, world_size: int, path: str, save: bool) -> dict[str, Any]:
-    """Train a step and save, each rank to its own folder; or load. The whole state."""
+def _under_fabric(strategy: str, world_size: int, path: Any, save: bool) -> dict[str, Any]:
+    """Train a step and save, each rank to its own folder; or load the places. The whole state."""
     fabric = new_fabric(strategy, world_size, {"scattered_save": True})
     with oracle.seeded(1 if save else 7):
         net = oracle.Net()
@@ -73,7 +74,7 @@ class ScatteredSavesSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT, "async_save", "scattered_save")
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_scattered_save(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
-        """Places must be joined to what was saved, bit for bit; one of them alone must be refused."""
+        """Places must be loaded, and joined, as what was saved, bit for bit; one of them alone must be refused."""
         tmp, out = str(tmp_path), str(tmp_path / "whole.ckpt")
         if front_end == "trainer":
             saved = ranks.run(2, _trained, self.strategy, tmp)[0]
@@ -88,9 +89,14 @@ class ScatteredSavesSuite(Clauses):
         for place in places if lacking else places[1:]:
             told = refusal(CheckpointFormatError, lambda place=place: load(place))  # type: ignore[misc]
             assert_says(told, "scattered save", "fsdp checkpoint gather", "rank 1")
-        gather(places, out)
+        together = [str(place) for place in places]
         if front_end == "trainer":
-            got = ranks.run(3, loaded, self.strategy, tmp, 3, "adamw_groups", out)[0]
+            got = ranks.run(3, loaded, self.strategy, tmp, 3, "adamw_groups", together)[0]
         else:
-            got = ranks.run(3, _under_fabric, self.strategy, 3, out, False)[0]
+            got = ranks.run(3, _under_fabric, self.strategy, 3, together, False)[0]
         assert_bit_equal(got, saved)
+        gather(places, out)
+        verify(out)
+        joined, apart = load_state_dict(out), load_state_dict(together)
+        assert joined.keys() == apart.keys()
+        assert all(torch.equal(joined[name], tensor) for name, tensor in apart.items())

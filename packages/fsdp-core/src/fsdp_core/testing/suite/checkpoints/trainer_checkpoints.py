@@ -55,7 +55,7 @@ def two_epochs(
 
 
 def loaded(
-    strategy: str, tmp: str, world_size: int, optimizer: str, path: str, options: Mapping[str, Any] | None = None
+    strategy: str, tmp: str, world_size: int, optimizer: str, path: Any, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What a checkpoint of the first epoch restores, before any step."""
     module = Lit(optimizer)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.functional import mse_loss
 
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
@@ -102,7 +103,8 @@ def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
         parameters = {f"parameter {name}": weakref.ref(one) for name, one in module.named_parameters()}
         return {"module": weakref.ref(module), "backend": weakref.ref(used.backend), **parameters}
 
-    known = run()
+    kept = new_fabric(strategy) if front_end == "fabric" else None
+    known = run() | ({} if kept is None else _replaced(kept))
     # repeated: values of a weak dictionary are garbage only after their keys, and gc.collect() does nothing while
     # another rank's thread is collecting
     for _ in range(50):
@@ -111,6 +113,24 @@ def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
             break
         time.sleep(0.1)
     return sorted(name for name, one in known.items() if one() is not None)
+
+
+def _replaced(fabric: Any) -> dict[str, weakref.ref[Any]]:
+    """A model that was trained, and one that never was, after which the same Fabric has trained another."""
+    known: dict[str, weakref.ref[Any]] = {}
+    for which in ("trained", "only called", "last"):
+        module = oracle.new_net()
+        model, optimizer = fabric.setup(module, oracle.momentum(module))
+        for x, y in whole_batches(fabric, 1):
+            with torch.set_grad_enabled(which != "only called"):
+                loss = mse_loss(model(x), y)
+            if which != "only called":
+                fabric.backward(loss)
+                optimizer.step()
+        if which != "last":
+            parameters = {f"{name} of what was {which}": weakref.ref(one) for name, one in module.named_parameters()}
+            known |= {f"the module that was {which}": weakref.ref(module), **parameters}
+    return known
 
 
 _NOTHING = {"environment variables": [], "threads": [], "process groups": 0, "files": []}
@@ -128,7 +148,10 @@ class LeftoversSuite(Clauses):
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_what_nobody_holds_is_gone(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
-        """The module, its parameters and the backend must be garbage-collected once nothing references them."""
+        """What nothing references must be garbage-collected: modules, parameters and backends.
+
+        A model that Fabric has set up, too, while the same Fabric trains another.
+        """
         for alive in ranks.run(2, _alive, self.strategy, str(tmp_path), front_end):
             assert alive == []
 
