@@ -76,7 +76,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if HOW == "older-torch" and RANK == WHO:
         torch.__version__ = "2.12.1"
-    common = {"accelerator": "cpu", "devices": RANKS, "strategy": STRATEGY}
+    hosts = RANKS // int(os.environ["LOCAL_WORLD_SIZE"])
+    common = {"accelerator": "cpu", "devices": RANKS // hosts, "num_nodes": hosts, "strategy": STRATEGY}
     if FRONT == "fabric":
         fabric = L.Fabric(**common)
         fabric.launch()

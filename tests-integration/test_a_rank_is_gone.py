@@ -31,13 +31,16 @@ def free_port() -> int:
         return port
 
 
-def run(folder: Path, how: str, who: int, front: str, hang_seconds: float) -> tuple[list[int], list[str]]:
-    """The exit statuses of all ranks, and what each has written."""
+def run(
+    folder: Path, how: str, who: int, front: str, hang_seconds: float, *, hosts: int = 1
+) -> tuple[list[int], list[str]]:
+    """The exit statuses of all ranks, and what each has written; each is a host of its own, if there are as many."""
     port = str(free_port())
     outputs = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
     started = []
     for rank, output in enumerate(outputs):
-        of_torchrun = {"LOCAL_RANK": str(rank), "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(RANKS)}
+        host, local = divmod(rank, RANKS // hosts)
+        of_torchrun = {"LOCAL_RANK": str(local), "GROUP_RANK": str(host), "LOCAL_WORLD_SIZE": str(RANKS // hosts)}
         environment = {
             **fresh_environment(),
             **of_torchrun,
@@ -128,7 +131,7 @@ def test_a_rank_whose_script_ends_early_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("front", ["trainer", "fabric"])
 def test_a_host_with_another_torch_is_named_before_training(front: str, tmp_path: Path) -> None:
-    statuses, told = run(tmp_path, "older-torch", 1, front, 1800.0)
+    statuses, told = run(tmp_path, "older-torch", 1, front, 1800.0, hosts=RANKS)
     assert statuses == [1, 1, 1]
     host = re.escape(socket.gethostname())
     for of_rank in told:
