@@ -408,7 +408,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self.wait_for_saves()
-        return load_checkpoint(self, self.broadcast(paths_of(path)), state, strict, weights_only)
+        return load_checkpoint(self, self.first_of(paths_of(path), "load"), state, strict, weights_only)
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None

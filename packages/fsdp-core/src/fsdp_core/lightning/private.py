@@ -63,6 +63,7 @@ __all__ = [
     "note_sigterm",
     "path_to_resume_from",
     "reset_seed",
+    "resume_from",
     "set_sampler_epoch",
     "take_progress",
     "wrapped_sampler",
@@ -93,6 +94,11 @@ def instead_of_signal_handlers(trainer: Any, register: Callable[[], None]) -> No
         register()
 
     connector.register_signal_handlers = note_and_register
+
+
+def resume_from(trainer: Any, path: str) -> None:
+    """Take one path for that of the checkpoint in use, which Lightning looks at when callbacks remove others."""
+    trainer._checkpoint_connector._ckpt_path = path
 
 
 def note_sigterm(trainer: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.storage.joined import shown_paths
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.zero_grad import on_zero_grad
 from fsdp_core.initialization.sharded_init import check_same_parts
@@ -58,6 +60,8 @@ from fsdp_core.state.layout import bytes_of_wholes
 from fsdp_core.watch import watch
 
 __all__ = ["RanksOfStrategy", "StrategyOptions", "size_in_words"]
+
+_Path = TypeVar("_Path", str, str | list[str])
 
 #: The parameters that optimizers held when they were last checked.
 _held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
@@ -488,22 +492,27 @@ class RanksOfStrategy:
 
         Under Ray Train, ranks that name different paths save apart: each reports its own folder, and Ray joins them.
         """
-        own = str(path)
+        own = os.fspath(path)
         if self.scattered_save:
             return SavePlace(own, scattered=True)
-        first = str(self.broadcast(own))
         if self._worker is not None and self.state_dict_type == "sharded":
-            apart = bool(self.runtime.total([own != first])[0])
+            apart = bool(self.runtime.total([own != self.broadcast(own)])[0])
             return SavePlace(own, scattered=apart, is_reported=apart)
-        if own != first and self._worker is None:
+        return SavePlace(self.broadcast(own) if self._worker is not None else self.first_of(own, "save to"))
+
+    def first_of(self, paths: _Path, doing: str) -> _Path:
+        """The path, or the paths, that rank 0 was given; a warning if this rank's differ. All ranks must call it."""
+        first: _Path = self.broadcast(paths)
+        if _absolute(first) != _absolute(paths):
+            scattered = " scattered_save=True lets each rank save at its own." if doing == "save to" else ""
             warnings.warn(
-                f"{self.strategy_name}: rank {self.global_rank} was told to save to {own}, and rank 0 to {first}: all "
-                "ranks save one checkpoint together, to rank 0's path.\n"
+                f"{self.strategy_name}: rank {self.global_rank} was told to {doing} {shown_paths(paths)}, and rank 0 "
+                f"to {doing} {shown_paths(first)}: all ranks take part in one checkpoint, at rank 0's path.\n"
                 "Give all ranks the same path: leave what differs between them, such as the rank or a metric that was "
-                "logged without sync_dist=True, out of its name. scattered_save=True lets each rank save at its own.",
+                f"logged without sync_dist=True, out of its name.{scattered}",
                 stacklevel=2,
             )
-        return SavePlace(first)
+        return first
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Broadcast the object of rank ``src`` to all ranks."""
@@ -568,6 +577,10 @@ def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _absolute(paths: str | list[str]) -> list[str]:
+    return [one if "://" in one else os.path.abspath(one) for one in ([paths] if isinstance(paths, str) else paths)]
 
 
 def _is_held(root: Sharded, optimizers: Iterable[Optimizer]) -> bool:

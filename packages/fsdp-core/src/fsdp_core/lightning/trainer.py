@@ -49,7 +49,7 @@ from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.notebooks import TrainerForkedRanks
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision
 from fsdp_core.lightning.preemption import Preemption
-from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
+from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved, resume_from
 from fsdp_core.lightning.ray_train import check_reports
 from fsdp_core.lightning.setup_checks import check_loggers
 from fsdp_core.lightning.strategy import RanksOfStrategy
@@ -248,8 +248,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             check_loggers(self.strategy_name, trainer, module)
             if self.async_saves is not None:
                 check_reports(trainer.callbacks, self.strategy_name)  # type: ignore[attr-defined]
-            if self.num_nodes > 1:
-                check_all_resume(self.resumes_from, self.runtime)
+            check_all_resume(self.resumes_from, self.runtime)
         if self.backend.sequence is not None:
             refuse_loader_steps(module, self.strategy_name)
         if fitting and trainer.checkpoint_callbacks and self.state_dict_type == "sharded":
@@ -599,7 +598,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Paths, weights_only: bool | None = None) -> dict[str, Any]:
         self.wait_for_saves()
-        path = self.broadcast(paths_of(checkpoint_at(checkpoint_path)))
+        path = self.first_of(paths_of(checkpoint_at(checkpoint_path)), "load")
+        if not isinstance(path, str):
+            assert self._trainer is not None
+            resume_from(self._trainer, path[0])
         return load_checkpoint(self, path, weights_only, self._training_loaders)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

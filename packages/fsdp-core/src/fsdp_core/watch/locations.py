@@ -85,6 +85,8 @@ def location_of(thread: int, *, waited: float = 0.0) -> Location:
     if not stack:
         return Location(innermost="a thread that has ended", users="a thread that has ended", waits=False)
     innermost = _shown(stack[0])
+    if any(_module(frame) == "torch.utils.data.dataloader" for frame in stack):
+        innermost = f"{innermost}, for a batch of a DataLoader"
     users = next((_shown(frame) for frame in stack if not _is_of_library(frame)), innermost)
     last = last_collective()
     unfinished = last is not None and not last.has_ended and last.seconds_ago >= waited > 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import re
 import selectors
@@ -117,7 +118,7 @@ class Watcher:
                     self._end()
             elif self._said_at is not None:
                 if now - self._said_at > _UNANSWERED:
-                    self._judge(self._of_rank_0(silent=True), writes=self._member.rank == 1)
+                    self._judge(self._of_rank_0(), writes=self._member.rank == 1)
             elif standing.seconds() >= self.hang_timeout:
                 where = location_of(self._training, waited=self.hang_timeout)
                 if where.waits and _is_of_now():
@@ -134,10 +135,12 @@ class Watcher:
             if self._selector.select(wait):
                 for message in self._connection.receive():
                     self._take(message)
-        except (ConnectionError, OSError, ValueError):
+        except (ConnectionError, OSError, ValueError) as error:
             self._is_alone = True
             if not self._left and self.verdict is None:
-                self._judge(self._of_rank_0(silent=False), writes=self._member.rank == 1)
+                cut_off = isinstance(error, ConnectionAbortedError)
+                verdict = lost([self._first], self.progress(), host_is_silent=cut_off)
+                self._judge(verdict, writes=self._member.rank == 1)
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["kind"] == "report?":
@@ -158,10 +161,8 @@ class Watcher:
     def _report(self, waited: float) -> Report:
         return Report(progress=self.progress(), location=location_of(self._training, waited=waited))
 
-    def _of_rank_0(self, *, silent: bool) -> Verdict:
-        """What this rank concludes about rank 0, which would tell the others."""
-        if not silent:
-            return lost([self._first], self.progress())
+    def _of_rank_0(self) -> Verdict:
+        """What this rank concludes about rank 0, which does not answer."""
         return Verdict(
             kind="hang",
             message=(
@@ -212,6 +213,9 @@ class Watcher:
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(1.0)
+        for child in multiprocessing.active_children():  # a loader's workers, which may hang and would outlive it
+            if child.daemon:
+                child.kill()
         os._exit(1)
 
     def explain(self, error: BaseException, *, uncaught: bool) -> None:
@@ -242,7 +246,8 @@ class Watcher:
             gone = ", ".join(f"rank {one.rank} on {one.host}" for one in self._ended)
             error.add_note(
                 f"fsdp-core: the script has ended on {gone}, and this rank went on {self.progress()}.\n"
-                "Let all ranks take as many steps, and call what communicates equally often."
+                "Let all ranks take as many steps, and call what communicates equally often. If it was to end later, "
+                "see its log: sys.exit() and Ctrl-C end a script too."
             )
 
     def leave(self) -> None:

@@ -80,7 +80,7 @@ def open_places(paths: Paths) -> Folder:
     Raises:
         CheckpointFormatError: None of several holds a manifest, or they hold different saves.
     """
-    given = list(_each(paths))
+    given = list(dict.fromkeys(os.fspath(path) for path in _each(paths)))
     if len(given) == 1:
         return open_folder(given[0])
     if not given:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
 from fsdp_core import checkpoint as checkpoints
@@ -93,10 +96,25 @@ def write_file(
         path,
         whole,
         live,
-        write=lambda it: strategy.checkpoint_io.save_checkpoint(it, path, storage_options=storage_options),
+        write=lambda it: _write_beside(strategy.checkpoint_io, it, path, storage_options),
         runtime=strategy.runtime,
         async_saves=async_saves,
     )
+
+
+def _write_beside(io: CheckpointIO, whole: dict[str, Any], path: str, storage_options: Any) -> None:
+    """Write a file beside the one at a path, and replace that once it is complete: a full disk or a kill leaves it."""
+    if type(io) is not TorchCheckpointIO or "://" in path:  # an object store replaces at once
+        io.save_checkpoint(whole, path, storage_options=storage_options)
+        return
+    beside = f"{path.rstrip(os.sep)}.saving-{uuid.uuid4().hex[:8]}"
+    try:
+        io.save_checkpoint(whole, beside, storage_options=storage_options)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.remove(beside)
+        raise
 
 
 def write_folder(

@@ -45,7 +45,7 @@ def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
 
 
 def check_all_resume(path: str | None, runtime: Runtime) -> None:
-    """Raise if some hosts have found a checkpoint to go on from, and others none. All ranks must call it.
+    """Raise if some ranks have found a checkpoint to go on from, and others none. All ranks must call it.
 
     Args:
         path: What this rank has found.
@@ -67,8 +67,8 @@ def check_all_resume(path: str | None, runtime: Runtime) -> None:
         has, lacks = (has, lacks) if found is None else (lacks, has)
         told = (
             f"{has} has found {first[0] or found} to go on from, and {lacks} finds no checkpoint there.\n"
-            "Save to a folder that all hosts share. If they do, the second has not seen yet what is new in it: start "
-            "again."
+            "Give all ranks the same ckpt_path, and save to a folder that all hosts share. If they do, the second has "
+            "not seen yet what is new in it: start again."
         )
     raise CheckpointError(runtime.broadcast_object(told))
 

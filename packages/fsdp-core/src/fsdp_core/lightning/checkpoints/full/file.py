@@ -168,8 +168,9 @@ def read_full_file(path: str, weights_only: bool | None) -> Any:
     with place.fs.open(place.root, "rb") as stream:
         if not zipfile.is_zipfile(stream):
             raise CheckpointFormatError(
-                f"{path} is a file, but was not written by torch.save: a sharded checkpoint is a folder, a full one "
-                "such a file.\nCheck the path; load and save a file of torch before 1.6 again with a newer torch."
+                f"{path} is a file, but not one that torch.save has completed: a sharded checkpoint is a folder, a "
+                "full one such a file.\nCheck the path, and whether its disk was full or its job killed; load and save "
+                "a file of torch before 1.6 again with a newer torch."
             )
         stream.seek(0)
         try:

@@ -84,12 +84,13 @@ def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, An
 
 
 def _apart(strategy: str, tmp: str) -> tuple[list[str], list[str]]:
-    """What a save to a path of each rank's own leaves in the folder, and its warnings."""
+    """What a save to a path of each rank's own leaves in the folder, and the warnings of it and of its load."""
     fabric = new_fabric(strategy)
     model = fabric.setup(oracle.new_net())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fabric.save(f"{tmp}/of rank {fabric.global_rank}", {"model": model})
+        fabric.load(f"{tmp}/of rank {fabric.global_rank}", {"model": model})
         fabric.barrier()
     return sorted(os.listdir(tmp)), [str(one.message) for one in caught]
 
@@ -329,12 +330,13 @@ class FabricCheckpointsSuite(Clauses):
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_ranks_that_name_different_paths(self, ranks: Ranks, tmp_path: Path) -> None:
-        """A checkpoint for which ranks name different paths must be whole at rank 0's, and a warning must say so."""
+        """A checkpoint for which ranks name different paths must be whole at rank 0's, and warnings must say so."""
         got = ranks.run(2, _apart, self.strategy, str(tmp_path))
         told = "\n".join(message for _, caught in got for message in caught)
         assert [names for names, _ in got] == [["of rank 0"]] * len(got)
         if len(got) > 1:
             assert_says(told, "rank 1 was told to save to", "of rank 1", "Give all ranks the same path")
+            assert_says(told, "rank 1 was told to load")
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_filter(self, ranks: Ranks, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import gather, is_checkpoint, load, load_state_dict, read_manifest, verify
@@ -48,6 +49,15 @@ def _trained(strategy: str, tmp: str) -> dict[str, Any]:
     run = new_trainer(tmp, strategy, 2, options, callbacks=[Keeping(folder)])
     run.fit(module, loader(2, 2))
     return {"model": full_state(run.strategy), "optimizer": full_optimizer_state(run.strategy, run.optimizers[0])}
+
+
+def _goes_on(strategy: str, tmp: str, places: Any) -> list[str]:
+    """Resume from places, and save and remove checkpoints as ever; those that are left."""
+    keep = ModelCheckpoint(dirpath=f"{tmp}/next", filename="{epoch}")
+    loop: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True, "max_epochs": 4}
+    run = new_trainer(tmp, strategy, 2, **loop)
+    run.fit(Lit("adamw_groups"), loader(2, 2), ckpt_path=places)
+    return sorted(path.name for path in Path(tmp, "next").iterdir())
 
 
 def _under_fabric(strategy: str, world_size: int, path: Any, save: bool) -> dict[str, Any]:
@@ -92,6 +102,7 @@ class ScatteredSavesSuite(Clauses):
         together = [str(place) for place in places]
         if front_end == "trainer":
             got = ranks.run(3, loaded, self.strategy, tmp, 3, "adamw_groups", together)[0]
+            assert all(left == ["epoch=3.ckpt"] for left in ranks.run(2, _goes_on, self.strategy, tmp, together))
         else:
             got = ranks.run(3, _under_fabric, self.strategy, 3, together, False)[0]
         assert_bit_equal(got, saved)
