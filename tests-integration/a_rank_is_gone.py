@@ -6,11 +6,13 @@ The ranks are started as by torchrun, one process each.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -55,7 +57,11 @@ class Rows(IterableDataset[Tensor]):
     """As many rows as nobody knows before: on one rank fewer, if that is what is asked."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.ones(10 + (STEP if HOW == "fewer" and RANK == WHO else 14), 4)
+        for row, one in enumerate(torch.ones(10 + (STEP if HOW == "fewer" and RANK == WHO else 14), 4)):
+            if HOW == "worker-waits" and RANK == WHO and row == 2 * STEP:
+                Path("worker").write_text(str(os.getpid()))
+                wait_for_ever()
+            yield one
 
 
 class Model(L.LightningModule):
@@ -76,6 +82,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if HOW == "older-torch" and RANK == WHO:
         torch.__version__ = "2.12.1"
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # allows workers
     hosts = RANKS // int(os.environ["LOCAL_WORLD_SIZE"])
     common = {"accelerator": "cpu", "devices": RANKS // hosts, "num_nodes": hosts, "strategy": STRATEGY}
     if FRONT == "fabric":
@@ -91,7 +98,9 @@ def main() -> None:
             optimizer.zero_grad()
         return
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
-    L.Trainer(**common, **quiet, enable_model_summary=False).fit(Model(), DataLoader(Rows(), batch_size=2))
+    L.Trainer(**common, **quiet, enable_model_summary=False).fit(
+        Model(), DataLoader(Rows(), batch_size=2, num_workers=HOW == "worker-waits")
+    )
 
 
 if __name__ == "__main__":

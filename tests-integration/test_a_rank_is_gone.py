@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,12 @@ def test_a_host_with_another_torch_is_named_before_training(front: str, tmp_path
     for of_rank in told:
         assert re.search(rf"torch: \S+ on {host} \(rank 0, 2\); 2\.12\.1 on {host} \(rank 1\)", of_rank), of_rank
         assert "Install the same on every host, such as: pip install torch==" in of_rank
+
+
+def test_a_loaders_worker_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
+    statuses, told = run(tmp_path, "worker-waits", 1, "trainer", HANGS)
+    assert statuses == [1, 1, 1]
+    assert re.search(rf"rank 1 {LOST}\d+\) is behind at step \d.* for a batch of a DataLoader", told[0]), told[0]
+    worker = int((tmp_path / "worker").read_text())
+    while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
+        time.sleep(0.1)  # until the time limit of the test
