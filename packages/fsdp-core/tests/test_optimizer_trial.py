@@ -14,10 +14,13 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.optimizer_trial import duration as trial_duration
+from fsdp_core.sharding.optimizer_trial.small_tensors import Kind, as_it_is, new_small
+from fsdp_core.sharding.optimizer_trial.state import layout_of_smalls
 from fsdp_core.sharding.optimizer_trial.trial import check_steps
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.state.layout import FlatRange, Layout, Part, stand_in
@@ -456,6 +459,20 @@ class RowsWithAMemory(Rows):
                     kept = self.state[parameter].setdefault("kept", type(self).keeps(parameter.grad))
                     parameter.grad.mul_(next(iter(kept.values() if isinstance(kept, dict) else kept)))
         return super().step(closure)
+
+
+def test_small_tensors_of_one_shape_have_names_of_their_own() -> None:
+    """As a tensor-parallel model's biases and norms: divided, whole, and frozen ones."""
+    kinds = [
+        Kind(shape=(150,), is_flat=False, trained=trained, placements=placements)
+        for trained in (True, False)
+        for placements in ((Replicate(),), (Shard(0),), (Shard(0), Shard(0)))
+    ]
+    drawn = torch.Generator().manual_seed(0)
+    smalls = {(0, kind): new_small(kind, torch.device("cpu"), as_it_is, drawn) for kind in kinds}
+    layout = layout_of_smalls(smalls)
+    assert [small.held for small in smalls.values()] == list(layout)
+    assert len({parts[0].name for parts in layout.values()}) == len(kinds)
 
 
 class Box:

@@ -34,7 +34,7 @@ from fsdp_core.state.layout import Layout, Part
 from fsdp_core.state.optimizer import holder_of_state, load_optimizer_state, optimizer_state
 from fsdp_core.state.owned import Owners, set_owners
 
-__all__ = ["why_lost", "why_not_resumed", "why_not_saved"]
+__all__ = ["layout_of_smalls", "why_lost", "why_not_resumed", "why_not_saved"]
 
 #: The steps that a resumed run is compared for.
 _FURTHER = range(STEPS, STEPS + 2)
@@ -72,7 +72,7 @@ def why_not_saved(ran: Ran) -> str | None:
     besides = next((key for key in state if not isinstance(key, Tensor) or key not in held), None)
     if besides is not None:
         return _lost(f"it keeps state of no parameter, under {_shown(besides)}")
-    parameters = {part.name: state.get(parameter, {}) for parameter, (part,) in _layout(ran.smalls).items()}
+    parameters = {part.name: state.get(parameter, {}) for parameter, (part,) in layout_of_smalls(ran.smalls).items()}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in ran.optimizer.param_groups]
 
     def on_tensor(keys: Any, leaf: Any) -> None:
@@ -165,7 +165,7 @@ def _plainly_resumed(ran: Ran, made: torch.optim.Optimizer, smalls: Mapping[Key,
 
 
 def _resumed(ran: Ran, made: torch.optim.Optimizer, smalls: Mapping[Key, Small]) -> None:
-    described = optimizer_state(ran.optimizer, _layout(ran.smalls), ProcessGroupRuntime())
+    described = optimizer_state(ran.optimizer, layout_of_smalls(ran.smalls), ProcessGroupRuntime())
     tensors: list[Tensor] = []
 
     def on_tensor(keys: Any, leaf: Any) -> dict[str, int]:
@@ -174,17 +174,20 @@ def _resumed(ran: Ran, made: torch.optim.Optimizer, smalls: Mapping[Key, Small])
 
     with torch.no_grad():
         saved = decode(encode(described, on_tensor), lambda tag, number: tensors[number])
-    layout = _layout(smalls)
+    layout = layout_of_smalls(smalls)
     if not any(isinstance(held, DTensor) for held in layout) and holder_of_state(made) is made:
         set_owners(made, Owners(rank=0, by_parameter=dict.fromkeys(layout, 0)))
     load_optimizer_state(made, layout, saved)
 
 
-def _layout(smalls: Mapping[Key, Small]) -> Layout:
+def layout_of_smalls(smalls: Mapping[Key, Small]) -> Layout:
+    """The small tensors as parameters of a model, each with a name of its own that says which it is."""
     named: dict[str, nn.Parameter] = {}
-    for (group, _), small in smalls.items():
+    for (group, kind), small in smalls.items():
         name = f"a parameter of {tuple(small.held.shape)}"
-        named[f"{name} in group {group}" if name in named else name] = small.held
+        for more in (f"in group {group}", f"placed as {kind.placements}", f"the {len(named) + 1}th"):
+            name = f"{name} {more}" if name in named else name  # kinds of one shape differ in something else
+        named[name] = small.held
     return {held: (Part(name=name, shape=tuple(held.shape)),) for name, held in named.items()}
 
 
