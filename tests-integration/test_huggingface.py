@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import fsdp_core
 from fsdp_core.errors import CheckpointExistsError, CheckpointMismatchError, FSDPError, UnsupportedCapabilityError
 from fsdp_core.huggingface import load_pretrained, save_adapter, save_pretrained
 from fsdp_core.testing import RankPool
@@ -212,7 +213,23 @@ def adapters(tmp: str, strategy: str) -> Any:
     same = fabric.setup(new_model("llama lora"))
     saved = save_adapter(same, f"{tmp}/ours")
     refused = refusal(UnsupportedCapabilityError, lambda: save_pretrained(same, f"{tmp}/whole"))
+    refused += prompts_refused(fabric, f"{tmp}/prompts")
     return differences(inner, base.state_dict()), changed, loaded, saved.tensors, refused
+
+
+def prompts_refused(fabric: Any, folder: str) -> str:
+    """What PEFT computes by a call of the prompt encoder; within gathered(), as the message says, PEFT saves it."""
+    import peft
+
+    prompts: Any = peft.get_peft_model(
+        new_model("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    held: Any = fabric.setup(prompts)
+    said = refusal(UnsupportedCapabilityError, lambda: save_adapter(held, folder))
+    with fsdp_core.gathered(held):
+        if fabric.is_global_zero:
+            prompts.save_pretrained(folder)
+    return said
 
 
 def reread(tmp: str) -> list[str]:
@@ -229,6 +246,8 @@ def test_adapters(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
         assert (base, changed, loaded.missing, loaded.unexpected) == ([], [], (), ())
         assert tensors == 8
         assert_says(refused, "PEFT has put adapters", "save_adapter()")
+        assert_says(refused, "a PromptTuningConfig", "with fsdp_core.gathered(self.model)")
+    assert (tmp_path / "prompts" / "adapter_model.safetensors").exists()
     ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
     assert ours["adapter_model.safetensors"] == theirs["adapter_model.safetensors"]
     assert json.loads(ours["adapter_config.json"]) == json.loads(theirs["adapter_config.json"])

@@ -407,6 +407,44 @@ def test_gathered_model_runs_as_written_and_takes_changes(ranks: RankPool) -> No
         torch.testing.assert_close(weight, net.blocks[0].up.weight.detach() * 2, rtol=0, atol=0)
 
 
+class Scaled(nn.Linear):
+    """Multiplies by a buffer, as some models of transformers scale their embeddings."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__(inner, outer)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * self.scale
+
+
+def gathered_beside_a_buffer(mesh: str) -> tuple[Any, Any, Any]:
+    options = {**MESHES[mesh][0], "tp_plan": {"0": ColwiseParallel(), "1": RowwiseParallel()}}
+    fabric = new_fabric("fsdp2", MESHES[mesh][1], options)
+    with oracle.seeded(3):
+        net = nn.Sequential(Scaled(6, 8), nn.Linear(8, 6))
+    model = fabric.setup(net)
+    x, _ = oracle.global_batches(1)[0]
+    with fsdp_core.gathered(model, modifier_rank=0), torch.no_grad():
+        before = net(x)
+        net[0].scale.mul_(3)
+    with fsdp_core.gathered(model):
+        after = net(x)
+    return before, after.detach(), full_state(fabric.strategy)["0.scale"]
+
+
+def test_gathered_shows_buffers_of_divided_layers(ranks: RankPool) -> None:
+    with oracle.seeded(3):
+        net = nn.Sequential(Scaled(6, 8), nn.Linear(8, 6))
+    x, _ = oracle.global_batches(1)[0]
+    want = net(x).detach()
+    net[0].scale.mul_(3)
+    for before, after, scale in ranks.run(2, gathered_beside_a_buffer, "tensor 2"):
+        torch.testing.assert_close(before, want, rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE)
+        torch.testing.assert_close(after, net(x).detach(), rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE)
+        assert float(scale) == 6.0
+
+
 def stopped_amid_accumulation(mesh: str, folder: str) -> None:
     fabric, model, optimizer = accumulating(mesh)
     with fabric.no_backward_sync(model):

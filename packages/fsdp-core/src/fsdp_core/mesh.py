@@ -162,7 +162,8 @@ class Mesh:
 def _check_size(name: str, size: object) -> int:
     if type(size) is not int or size < 1:
         raise UnsupportedCapabilityError(
-            f"{name}={size!r} is not a number of ranks.\nWrite a positive integer, or 'auto'."
+            f"{name}={size!r} is not a number of ranks.\nWrite a positive integer, or 'auto'. The latter is 1, and of "
+            "data_parallel_size the ranks that remain."
         )
     return size
 

@@ -55,6 +55,36 @@ OTHERS_OPTIONS: Mapping[str, str] = {
     ),
     "device_mesh": "Write the sizes of its axes: data_parallel_replicate_size, data_parallel_size, "
     "context_parallel_size, tensor_parallel_size.",
+    # DeepSpeed's and accelerate's
+    **dict.fromkeys(
+        ("stage", "zero_stage"),
+        "Leave it out: parameters, gradients and optimizer state are sharded, as in ZeRO 3; "
+        "reshard_after_forward=False keeps parameters gathered until the backward pass.",
+    ),
+    **dict.fromkeys(
+        (
+            "offload_optimizer",
+            "offload_parameters",
+            "offload_optimizer_device",
+            "offload_params_device",
+            "offload_params",
+        ),
+        "Write cpu_offload=True, for parameters, gradients and optimizer state together.",
+    ),
+    **dict.fromkeys(
+        ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "min_num_params"),
+        "Write auto_wrap_policy={Block}, with the class of the model's layers.",
+    ),
+    "cpu_ram_efficient_loading": "Leave it out: no rank holds all of a model that is built in configure_model().",
+    "fsdp_version": "Leave it out: this is FSDP2; FSDP1 is strategy='fsdp_native'.",
+    "config": "There is no configuration file: write the options themselves.",
+    "device_id": "Leave it out: accelerator= and devices= of the Trainer or Fabric choose the devices.",
+    "param_init_fn": "Leave it out: reset_parameters() of the modules, or their constructor, initialises each shard.",
+    **dict.fromkeys(
+        ("mesh", "parallelism_config"),
+        "Write the sizes of its axes: data_parallel_replicate_size, data_parallel_size, context_parallel_size, "
+        "tensor_parallel_size.",
+    ),
     "save_distributed_checkpoint": "Write state_dict_type='sharded', which is the default, or 'full'.",
     "offload_policy": "Write cpu_offload=CPUOffloadPolicy(...), or True.",
     "ckpt_save_optimizer": "Write save_weights_only=True to ModelCheckpoint.",

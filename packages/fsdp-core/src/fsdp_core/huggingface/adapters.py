@@ -67,6 +67,15 @@ def save_adapter(
 
     def content(model: nn.Module, state: Mapping[str, ChunkedTensor]) -> FolderContent:
         config = _config_of(model, adapter_name)
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedCapabilityError(
+                f"save_adapter() can't write the adapter {adapter_name!r}, a {type(config).__name__}: PEFT runs its "
+                "prompt encoder to compute what it stores, and one rank can't do so alone over shards.\n"
+                "Write, on all ranks:\n"
+                "    with fsdp_core.gathered(self.model):\n"
+                "        if self.trainer.is_global_zero:\n"
+                "            self.model.save_pretrained(folder)"
+            )
         peft: Any = import_module("peft")
 
         def chosen(given: dict[str, Tensor]) -> Mapping[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.hooks.exporting import written_of
@@ -84,6 +85,7 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         known = {sharded.root, user, *part.modules()}
         gathered_modules.update(known)
         cleanup.callback(gathered_modules.difference_update, known)
+        cleanup.enter_context(_plain_buffers(part))
         buffers = {prefix + clean_name(name): buffer for name, buffer in part.named_buffers()}
         before |= {name: _digest(buffer) for name, buffer in buffers.items()}
         problems: list[str] = []
@@ -120,6 +122,25 @@ def _whole_parameters(sharded: Sharded, prefix: str, first: Mapping[str, str]) -
     wholes = each_whole({name: state[name] for name in names}, sharded.runtime)
     # a copy, for parameters that are not sharded are the module's own
     return {name: full.to(sharded.runtime.device, copy=True) for name, full in wholes}
+
+
+@contextmanager
+def _plain_buffers(part: nn.Module) -> Iterator[None]:
+    """Show buffers of which tensor-parallel ranks hold copies as what this rank holds, as the parameters are."""
+    held = [
+        (inner, name, buffer)
+        for inner in part.modules()
+        for name, buffer in inner._buffers.items()
+        if isinstance(buffer, DTensor)
+    ]
+    for inner, name, buffer in held:
+        is_copy = all(one.is_replicate() for one in buffer.placements)
+        inner._buffers[name] = buffer.to_local() if is_copy else buffer.full_tensor()
+    try:
+        yield
+    finally:
+        for inner, name, buffer in held:
+            inner._buffers[name] = buffer
 
 
 @dataclass(frozen=True)
