@@ -214,6 +214,7 @@ def adapters(tmp: str, strategy: str) -> Any:
     saved = save_adapter(same, f"{tmp}/ours")
     refused = refusal(UnsupportedCapabilityError, lambda: save_pretrained(same, f"{tmp}/whole"))
     refused += prompts_refused(fabric, f"{tmp}/prompts")
+    save_head_too(fabric, tmp)
     return differences(inner, base.state_dict()), changed, loaded, saved.tensors, refused
 
 
@@ -232,6 +233,19 @@ def prompts_refused(fabric: Any, folder: str) -> str:
     return said
 
 
+def save_head_too(fabric: Any, tmp: str) -> None:
+    """A module that is trained whole beside the adapters, and saved with them."""
+    import peft
+
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model: Any = peft.get_peft_model(new_model("llama"), config)
+    if fabric.is_global_zero:
+        model.save_pretrained(f"{tmp}/their head")
+    save_adapter(fabric.setup(model), f"{tmp}/our head")
+
+
 def reread(tmp: str) -> list[str]:
     see_transformers()
     from peft import PeftModel
@@ -247,6 +261,8 @@ def test_adapters(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
         assert tensors == 8
         assert_says(refused, "PEFT has put adapters", "save_adapter()")
         assert_says(refused, "a PromptTuningConfig", "with fsdp_core.gathered(self.model)")
+    ours, theirs = contents(tmp_path / "our head"), contents(tmp_path / "their head")
+    assert ours["adapter_model.safetensors"] == theirs["adapter_model.safetensors"]
     assert (tmp_path / "prompts" / "adapter_model.safetensors").exists()
     ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
     assert ours["adapter_model.safetensors"] == theirs["adapter_model.safetensors"]

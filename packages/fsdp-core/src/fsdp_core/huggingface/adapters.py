@@ -15,6 +15,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.huggingface.held_model import find_model, is_adapted
 from fsdp_core.huggingface.saving import FolderContent, SavedFolder, SavesItself, as_dtype, write_folder
 from fsdp_core.huggingface.views import views_of
+from fsdp_core.sharding.local_pieces import read_for_names
 from fsdp_core.state.chunks import ChunkedTensor
 
 __all__ = ["save_adapter"]
@@ -79,9 +80,10 @@ def save_adapter(
         peft: Any = import_module("peft")
 
         def chosen(given: dict[str, Tensor]) -> Mapping[str, Tensor]:
-            told: Mapping[str, Tensor] = peft.get_peft_model_state_dict(
-                model, state_dict=given, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
-            )
+            with read_for_names(model):  # as of modules_to_save, whose values it takes from what is given
+                told: Mapping[str, Tensor] = peft.get_peft_model_state_dict(
+                    model, state_dict=given, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
+                )
             return told
 
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}

@@ -8,8 +8,8 @@ that expose whole tensors are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
@@ -23,7 +23,13 @@ from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.state.layout import Layout
 
-__all__ = ["refuse_again", "refuse_files_of_optimizer", "refuse_files_of_shards", "refuse_state_dicts"]
+__all__ = [
+    "read_for_names",
+    "refuse_again",
+    "refuse_files_of_optimizer",
+    "refuse_files_of_shards",
+    "refuse_state_dicts",
+]
 
 _PIECE = "_fsdp_core_piece"
 #: The attribute on an optimizer or module whose shards must not be written to files; holds what its hook needs.
@@ -64,6 +70,17 @@ def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, 
             for module in modules.get(".".join(path[:depth]), ()):
                 module.__dict__.setdefault(_PIECE, (".".join((*path[depth:], attribute)), strategy))
                 module.__dict__.setdefault("state_dict", MethodType(state_dict, module))
+
+
+@contextmanager
+def read_for_names(module: nn.Module) -> Iterator[None]:
+    """Let ``state_dict()`` of the parts of a module be read, by code that takes the names in it and no values."""
+    parts = {one for one in module.modules() if _PIECE in one.__dict__ and one not in gathered_modules}
+    gathered_modules.update(parts)
+    try:
+        yield
+    finally:
+        gathered_modules.difference_update(parts)
 
 
 def refuse_again(module: nn.Module) -> None:

@@ -231,9 +231,10 @@ def explain_errors(root: nn.Module) -> None:
 
 def _explain(root: nn.Module, args: object, output: object) -> None:
     error = sys.exception()  # torch calls hooks of this kind while it handles what a forward pass has raised
-    is_of_others = isinstance(error, ShardingError | UnsupportedCapabilityError) or "onnection" in str(error)
-    is_torchs = isinstance(error, RuntimeError | ValueError) and not is_of_others
-    if output is not None or not is_torchs or hasattr(error, "__notes__"):
+    is_explained = isinstance(error, ShardingError | UnsupportedCapabilityError) or hasattr(error, "__notes__")
+    if output is not None or not isinstance(error, RuntimeError | ValueError) or is_explained:
+        return
+    if "onnection" in str(error):  # of a rank that is gone
         return
     error.add_note(
         f"tp_plan divides layers of {type(root).__name__.removeprefix('FSDP')}, and the code between them sees the "
