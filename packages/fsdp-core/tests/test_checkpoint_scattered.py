@@ -201,7 +201,10 @@ def test_a_place_alone_is_never_loaded_and_says_what_is_missing(tmp_path: Path) 
             reader(second)
         assert f"to {first}.\n" in str(caught.value)
         assert f"fsdp checkpoint gather {second} … OUT" in str(caught.value)
+    copy = shutil.copytree(second, tmp_path / "copy")
     with pytest.raises(CheckpointFormatError, match=r"none of .* holds the manifest"):
+        load([second, copy])
+    with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote of the scattered save"):
         load([second, second])
     with pytest.raises(CheckpointFormatError, match="rank 2-3 on"):
         gather([first], tmp_path / "out.ckpt")
