@@ -20,7 +20,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base_class import KINDS, Clauses, requires
+from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
@@ -328,6 +328,7 @@ class FabricCheckpointsSuite(Clauses):
                 assert_says(message, 'fabric.save(path, {"model": model')
                 assert "a rank's own shard of" in message or "state_dict() of Net can't be read" in message
 
+    @on_ranks("processes", "threads")  # one controller has one path
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_ranks_that_name_different_paths(self, ranks: Ranks, tmp_path: Path) -> None:
         """A checkpoint for which ranks name different paths must be whole at rank 0's, and warnings must say so."""
