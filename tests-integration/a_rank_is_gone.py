@@ -6,11 +6,11 @@ The ranks are started as by torchrun, one process each.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,6 +49,10 @@ RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def do(step: int) -> None:
+    if step == STEP and HOW == "cut-off":
+        print("is at the step", flush=True)
+        while not Path("cut").exists():
+            time.sleep(0.05)
     if step == STEP and RANK == WHO and HOW in WAYS:
         WAYS[HOW]()
 
@@ -82,7 +86,6 @@ def main() -> None:
     torch.set_num_threads(1)
     if HOW == "older-torch" and RANK == WHO:
         torch.__version__ = "2.12.1"
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # allows workers
     hosts = RANKS // int(os.environ["LOCAL_WORLD_SIZE"])
     common = {"accelerator": "cpu", "devices": RANKS // hosts, "num_nodes": hosts, "strategy": STRATEGY}
     if FRONT == "fabric":

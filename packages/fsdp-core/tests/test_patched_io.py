@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import errno
 import io
 import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -30,7 +29,6 @@ from torch import Tensor, nn
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, save
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedCapabilityError
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
-from fsdp_core.lightning.checkpoints.sharded_or_full import write_file
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.testing.refusals import assert_says, refusal
 
@@ -535,21 +533,3 @@ def test_a_place_of_a_scattered_save_is_refused_and_replaced(tmp_path: Path) -> 
             assert_says(refusal(CheckpointFormatError, lambda o=opener, p=path: o(p)), "scattered", "gather")  # type: ignore[misc]
         cloud_io._atomic_save({"mine": 1}, path)
         assert cloud_io._load(path, weights_only=True) == {"mine": 1}
-
-
-def test_a_file_that_can_not_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a full disk: Lightning copies onto the target, of which half is written then."""
-    path, alone = tmp_path / "a.ckpt", SimpleNamespace(rank=0, world_size=1, broadcast_object=lambda it: it)
-    strategy: Any = SimpleNamespace(checkpoint_io=TorchCheckpointIO(), runtime=alone)
-    write_file(strategy, str(path), {"step": 1}, {}, None, None)
-    saved = path.read_bytes()
-
-    def fill_the_disk(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        Path(path).write_bytes(saved[: len(saved) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", fill_the_disk)
-    with pytest.raises(OSError, match="No space left"):
-        write_file(strategy, str(path), {"step": 2}, {}, None, None)
-    assert [one.name for one in tmp_path.iterdir()] == ["a.ckpt"]
-    assert path.read_bytes() == saved

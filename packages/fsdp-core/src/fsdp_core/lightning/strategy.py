@@ -490,15 +490,21 @@ class RanksOfStrategy:
     def place_of(self, path: Any) -> SavePlace:
         """Where this rank saves a checkpoint: at rank 0's path, unless saves are scattered. All ranks must call it.
 
-        Under Ray Train, ranks that name different paths save apart: each reports its own folder, and Ray joins them.
+        Under Ray Train, ranks that name one checkpoint in different folders save apart: each reports its own folder,
+        and Ray joins them.
         """
         own = os.fspath(path)
         if self.scattered_save:
             return SavePlace(own, scattered=True)
-        if self._worker is not None and self.state_dict_type == "sharded":
-            apart = bool(self.runtime.total([own != self.broadcast(own)])[0])
-            return SavePlace(own, scattered=apart, is_reported=apart)
-        return SavePlace(self.broadcast(own) if self._worker is not None else self.first_of(own, "save to"))
+        if self._worker is not None:
+            folder, name = os.path.split(own)
+            folder_of_first, name_of_first = os.path.split(self.broadcast(own))
+            folders, names = self.runtime.total([folder != folder_of_first, name != name_of_first])
+            if folders and not names:
+                if self.state_dict_type == "sharded":
+                    return SavePlace(own, scattered=True, is_reported=True)
+                return SavePlace(os.path.join(folder_of_first, name))  # one file, which rank 0 reports
+        return SavePlace(self.first_of(own, "save to"))
 
     def first_of(self, paths: _Path, doing: str) -> _Path:
         """The path, or the paths, that rank 0 was given; a warning if this rank's differ. All ranks must call it."""

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["StartMethod", "end_process", "prepare", "start_process", "start_script"]
+__all__ = ["StartMethod", "allow_children", "end_process", "prepare", "start_process", "start_script"]
 
 #: How a rank's process is started; as in :mod:`multiprocessing`.
 StartMethod = Literal["forkserver", "spawn"]
@@ -82,6 +82,11 @@ def start_process(
     return _start(method, work, arguments, {**os.environ, **environment})
 
 
+def allow_children() -> None:
+    """Let this process, a daemon that ends with the tests, have children, such as the workers of a DataLoader."""
+    multiprocessing.current_process().daemon = False
+
+
 def start_script(
     path: Path, *arguments: str, folder: Path, output: Path, environment: Mapping[str, str], ranks: int = 1
 ) -> BaseProcess:
@@ -121,6 +126,7 @@ def _run_script(
     connection: Connection, path: str, arguments: tuple[str, ...], folder: str, output: str, ranks: int
 ) -> None:
     connection.close()
+    allow_children()
     os.setsid()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):

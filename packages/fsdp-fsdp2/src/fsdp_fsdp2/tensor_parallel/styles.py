@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -37,6 +38,9 @@ __all__ = [
 #: By pattern of FQNs, in which ``*`` matches within one name between dots, the style of the submodules that match; or
 #: ``"auto"`` for the plan that the model brings.
 TensorParallelPlan = Mapping[str, ParallelStyle] | Literal["auto"]
+
+#: What process groups say of a rank that is gone.
+_OF_A_LOST_RANK = re.compile("connection (reset|closed|refused)|broken pipe|socket timeout", re.IGNORECASE)
 
 #: What attention layers call the numbers of heads that tensor parallelism divides among ranks.
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "n_kv_heads")
@@ -234,7 +238,7 @@ def _explain(root: nn.Module, args: object, output: object) -> None:
     is_explained = isinstance(error, ShardingError | UnsupportedCapabilityError) or hasattr(error, "__notes__")
     if output is not None or not isinstance(error, RuntimeError | ValueError) or is_explained:
         return
-    if "onnection" in str(error):  # of a rank that is gone
+    if _OF_A_LOST_RANK.search(str(error)):
         return
     error.add_note(
         f"tp_plan divides layers of {type(root).__name__.removeprefix('FSDP')}, and the code between them sees the "

@@ -69,9 +69,9 @@ def shown_paths(paths: Paths) -> str:
 
 
 def paths_of(paths: Paths) -> str | list[str]:
-    """Return a path as text, or several as a list of texts."""
+    """Return a path, or the only one of several, as text, and several as a list of texts."""
     given = [os.fspath(path) for path in _each(paths)]
-    return given[0] if isinstance(paths, str | os.PathLike) else given
+    return given[0] if len(given) == 1 else given
 
 
 def open_places(paths: Paths) -> Folder:

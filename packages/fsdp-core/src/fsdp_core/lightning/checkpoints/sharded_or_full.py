@@ -107,14 +107,14 @@ def _write_beside(io: CheckpointIO, whole: dict[str, Any], path: str, storage_op
     if type(io) is not TorchCheckpointIO or "://" in path:  # an object store replaces at once
         io.save_checkpoint(whole, path, storage_options=storage_options)
         return
-    beside = f"{path.rstrip(os.sep)}.saving-{uuid.uuid4().hex[:8]}"
+    # a name that no search of Lightning's takes for a checkpoint, if a kill leaves it
+    beside = os.path.join(os.path.dirname(path), f".saving-{uuid.uuid4().hex[:8]}")
     try:
         io.save_checkpoint(whole, beside, storage_options=storage_options)
         os.replace(beside, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
+    finally:
+        with suppress(FileNotFoundError):  # which it is, unless something was raised
             os.remove(beside)
-        raise
 
 
 def write_folder(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
 from fsdp_core.testing import oracle
+from fsdp_core.testing.forking import allow_children
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import refusal
 from fsdp_core.testing.training import Lit, new_fabric, new_trainer
@@ -324,7 +324,7 @@ class SaveOnce(Callback):
 
 def fit(strategy: str, tmp: str, world_size: int, run: Run) -> Seen:
     """Run a fit on this rank."""
-    allow_workers()
+    allow_children()
     module = Watching(run)
     loop: dict[str, Any] = {"max_epochs": 3, "callbacks": [SaveOnce(run)], **(run.trainer or {})}
     trainer = new_trainer(tmp, strategy, world_size, run.options, **loop)
@@ -343,11 +343,6 @@ def fit(strategy: str, tmp: str, world_size: int, run: Run) -> Seen:
         batches=int(trainer.num_training_batches) if run.data != "stream" else 0,
         warnings=[str(one.message) for one in caught],
     )
-
-
-def allow_workers() -> None:
-    """Allow workers on this rank, which is a daemon process of a RankPool."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 def refused(strategy: str, tmp: str, world_size: int, run: Run) -> str:
@@ -406,7 +401,7 @@ def fabric_epochs(
     strategy: str, world_size: int, run: Run, epochs: list[int], stop: int | None = None
 ) -> list[list[list[int]]]:
     """Run epochs under Fabric, the last one up to ``stop`` batches; resumes or saves. This rank's batches by epoch."""
-    allow_workers()
+    allow_children()
     fabric = new_fabric(strategy, world_size, run.options)
     model = fabric.setup(oracle.new_net(blocks=1))
     with pytest.MonkeyPatch.context() as patch:
