@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.migration import migrate_checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -599,10 +601,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Paths, weights_only: bool | None = None) -> dict[str, Any]:
         self.wait_for_saves()
         path = self.first_of(paths_of(checkpoint_at(checkpoint_path)), "load")
-        if not isinstance(path, str):
+        saved = load_checkpoint(self, path, weights_only, self._training_loaders)
+        if not isinstance(checkpoint_path, str | os.PathLike):  # a list, of which Lightning can do neither
             assert self._trainer is not None
-            resume_from(self._trainer, path[0])
-        return load_checkpoint(self, path, weights_only, self._training_loaders)
+            resume_from(self._trainer, path if isinstance(path, str) else path[0])
+            saved, _ = migrate_checkpoint(saved)
+        return saved
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         path = str(filepath)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.migration import migrate_checkpoint
 from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
@@ -125,8 +124,6 @@ def load_checkpoint(
         optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
         saved = {"state_dict": saved["model"], **optimizers, **rest}
     assert strategy.lightning_module is not None
-    if not isinstance(path, str):  # Lightning does it with one path, which it tells
-        saved, _ = migrate_checkpoint(saved)
     return loaders.load(saved, strategy.lightning_module.trainer, strategy.runtime)
 
 
