@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import socket
@@ -101,6 +102,18 @@ def test_an_error_begins_with_what_has_become_of_a_rank_that_raised_nothing() ->
             ranks.run(1, time.sleep, 60, timeout=0.1)
         with pytest.raises(RankError, match=r"^(\w+\.)*(AttributeError|PicklingError): Can't pickle"):
             ranks.run(1, answer_with, 1)
+
+
+def crash(told: str) -> None:
+    os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
+    faulthandler._sigsegv()  # type: ignore[attr-defined]  # which has no other name
+
+
+def test_a_rank_that_crashes_says_where(tmp_path: Path) -> None:
+    told = tmp_path / "told.txt"
+    with RankPool() as ranks, pytest.raises(RankError, match=r"^the process died with exit code -11\n"):
+        ranks.run(1, crash, str(told))
+    assert re.search(r"Segmentation fault\n(.*\n)+.*, line \d+ in crash\n", told.read_text())
 
 
 #: What gloo says where a peer closes a connection while ranks connect; it can't be made to happen each time.

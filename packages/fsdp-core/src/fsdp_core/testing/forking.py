@@ -7,6 +7,7 @@ own process; it imports :mod:`fsdp_core.testing.preloaded`.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -251,6 +252,7 @@ def _work(
     work: Callable[..., None], connection: Connection, arguments: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
     _begin(environment)
+    faulthandler.enable()  # a rank that crashes in a library's code says where
     work(connection, *arguments)
 
 

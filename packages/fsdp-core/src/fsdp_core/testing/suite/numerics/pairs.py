@@ -29,6 +29,8 @@ COUNT, SEED, ONLY = "FSDP_PAIRS", "FSDP_PAIRS_SEED", "FSDP_PAIRS_ONLY"
 
 #: Configurations of one test, which share a start of the ranks.
 _TOGETHER = 10
+#: The time limit for the training of one configuration. On ranks that have the processors to themselves it takes 2 to 5.
+_SECONDS_PER_RUN = 60.0
 
 #: More than these are a slow run, which draws values that take seconds too.
 _MANY = 100
@@ -98,6 +100,7 @@ class PairsSuite(Clauses):
         """A configuration with the first value of every dimension that ``labels`` leaves out."""
         return {one.name: next(iter(one.values)) for one in cls.dimensions()} | dict(labels)
 
+    @pytest.mark.timeout(3 * _SECONDS_PER_RUN * _TOGETHER)
     def test_pairs_of_options(self, ranks: Ranks, tmp_path: Path, part_of_draw: tuple[int, int]) -> None:
         """Whatever is combined, gradients, weights and moments must be those of one unsharded process in fp64."""
         seed = int(os.environ.get(SEED, "17"))
@@ -187,7 +190,8 @@ def _run(ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], every: Sequence[
         ready = [(run, outcomes) for run, outcomes, of in resumed if run.ranks == size and of in saved and not outcomes]
         together += ready
         if together:
-            results = ranks.run(size, run_all, [run for run, _ in together], str(tmp_path))
+            limit = _SECONDS_PER_RUN * len(together)
+            results = ranks.run(size, run_all, [run for run, _ in together], str(tmp_path), timeout=limit)
             for (_, outcomes), of_ranks in zip(together, zip(*each_ranks(ranks, results), strict=True), strict=True):
                 outcomes.extend(of_ranks)
 
