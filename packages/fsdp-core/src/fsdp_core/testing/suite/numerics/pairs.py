@@ -29,7 +29,7 @@ COUNT, SEED, ONLY = "FSDP_PAIRS", "FSDP_PAIRS_SEED", "FSDP_PAIRS_ONLY"
 
 #: Configurations of one test, which share a start of the ranks.
 _TOGETHER = 10
-#: The time limit for the training of one configuration. On ranks that have the processors to themselves it takes 2 to 5.
+#: The time limit of one configuration. It takes 2 to 5 seconds if ranks have the processors to themselves.
 _SECONDS_PER_RUN = 60.0
 
 #: More than these are a slow run, which draws values that take seconds too.
