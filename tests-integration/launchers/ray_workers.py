@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback
 from torch.nn.functional import mse_loss
 
+import fsdp_core
 import ray_train
 
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
@@ -104,15 +105,14 @@ def wrongs(strategy: str) -> dict[str, Callable[[], Any]]:
         "devices": lambda: L.Trainer(devices=3, plugins=rays, **ours, **QUIET),
         "environment": lambda: L.Trainer(devices="auto", **ours, **QUIET),
         "num_nodes": lambda: L.Fabric(devices="auto", num_nodes=3, plugins=rays, **ours).launch(),
-        "in the background": lambda: reports_in_the_background(rays),
+        "in the background": lambda: reports_in_the_background(strategy, rays),
     }
 
 
-def reports_in_the_background(plugins: list[Any]) -> None:
+def reports_in_the_background(strategy: str, plugins: list[Any]) -> None:
     """Fit with saves in the background, which Ray's callback would upload before they are complete."""
-    from fsdp_fsdp2 import FSDP2Strategy
-
-    ours: dict[str, Any] = {"strategy": FSDP2Strategy(async_save=True), "accelerator": "cpu", "devices": "auto"}
+    made = fsdp_core.resolve(strategy, "trainer")(async_save=True)
+    ours: dict[str, Any] = {"strategy": made, "accelerator": "cpu", "devices": "auto"}
     trainer = L.Trainer(plugins=plugins, callbacks=[RayTrainReportCallback()], max_epochs=1, **ours, **QUIET)
     trainer.fit(ray_train.Model(), ray_train.data(batch_size=8))
 

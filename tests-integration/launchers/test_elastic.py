@@ -16,12 +16,13 @@ pytestmark = pytest.mark.timeout(280)
 QUICKLY = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
-def test_a_host_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
+def test_a_host_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Path, strategy: str) -> None:
     """Two hosts, then one, then two: in the end each row was trained on as one process does, once."""
     steady, other = hosts
     # torchrun keeps the first round's address of rank 0, which a host that comes back would wait for
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GATES": "2:5,1:8", "GATES_IN": str(tmp_path)}
-    script = (str(Path(__file__).parent / "gated.py"), "fsdp2", "--folder", str(tmp_path / "runs"), "--steps=12")
+    script = (str(Path(__file__).parent / "gated.py"), strategy, "--folder", str(tmp_path / "runs"), "--steps=12")
     # as pods do: torchrun's options are variables too
     variables |= {"PET_NNODES": "1:2", "PET_NPROC_PER_NODE": "1", "PET_MAX_RESTARTS": "3", "PET_RDZV_CONF": QUICKLY}
     variables |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"{steady.name}:29400", "PET_RDZV_ID": "run"}
@@ -40,7 +41,7 @@ def test_a_host_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Path)
     assert first.ended() == 0, first.told[-8000:]
     assert third.ended() == 0, third.told[-8000:]
 
-    last = load(tmp_path / "runs/fsdp2/trainer/last.ckpt")
+    last = load(tmp_path / "runs" / strategy / "trainer/last.ckpt")
     attempts = last["trainer"]["fsdp_core"]["attempts"]
     assert [(one["ranks"], one["samples"]) for one in attempts] == [
         (2, GLOBAL_BATCH),

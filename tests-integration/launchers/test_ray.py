@@ -61,7 +61,7 @@ def cluster() -> Iterator[None]:
             made.shutdown()
 
 
-@pytest.fixture(scope="module", params=["fsdp2"])
+@pytest.fixture(scope="module", params=["fsdp2", "fsdp_native"])
 def strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -134,4 +134,4 @@ def test_what_contradicts_ray_is_told(ended: tuple[Path, ray.train.Result]) -> N
         assert "plugins=[RayLightningEnvironment()]" in errors["environment"]
         assert errors["num_nodes"].startswith("UnsupportedCapabilityError: num_nodes=3 contradicts Ray Train, whose 2")
         assert "Leave num_nodes out" in errors["num_nodes"]
-        assert "RayTrainReportCallback can't be used with async_save=True of 'fsdp2'" in errors["in the background"]
+        assert "RayTrainReportCallback can't be used with async_save=True of 'fsdp" in errors["in the background"]

@@ -19,9 +19,10 @@ from fsdp_core.testing.processes import fresh_environment
 pytestmark = pytest.mark.timeout(200)
 
 
-def test_signals_at_random_moments(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
+def test_signals_at_random_moments(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     """Four of the 200 that ``slow_signals.py`` sends."""
-    outcome = runs_with_signals(ranks, "fsdp2", tmp_path / "runs", signals=4, seed=7)
+    outcome = runs_with_signals(ranks, strategy, tmp_path / "runs", signals=4, seed=7)
     assert outcome.signals == 4
     assert outcome.ended
 
@@ -65,12 +66,13 @@ class Job:
         return [task.exitcode for task in self.tasks]
 
 
-def test_a_job_is_queued_again_and_goes_on(tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
+def test_a_job_is_queued_again_and_goes_on(tmp_path: Path, free_port: int, strategy: str) -> None:
     """The example, as tasks of a job that gets SIGUSR1 on its second task, and as the job that follows it."""
     stub = tmp_path / "scontrol"
     stub.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued; ls {tmp_path} >> {tmp_path}/requeued\n')
     stub.chmod(0o755)
-    words = ("fsdp2", "--folder", str(tmp_path / "runs"))
+    words = (strategy, "--folder", str(tmp_path / "runs"))
     first = Job(tmp_path, 1, *words, "--steps=100000", port=free_port)  # it ends by the signal
     first.until("waits at 2:3")
     os.kill(first.tasks[1].pid or 0, signal.SIGUSR1)

@@ -115,9 +115,10 @@ class Job:
         return [(line["step"], line["loss"]) for line in lines]
 
 
-def launched(output: Path, pause: float = 0.0) -> Job:
+def launched(strategy: str, output: Path, pause: float = 0.0) -> Job:
     """Start the example with two ranks."""
     words = [sys.executable, "spot.py", f"s3://{BUCKET}/{RUN}", "--accelerator=cpu", "--devices=2", f"--pause={pause}"]
+    words.append(f"--strategy={strategy}")
     environment = {**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with output.open("wb") as stream:
         process = subprocess.Popen(
@@ -126,14 +127,15 @@ def launched(output: Path, pause: float = 0.0) -> Job:
     return Job(process, output)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_killed_in_training_and_in_a_save_it_goes_on_from_the_last_complete_checkpoint(
-    bucket: Bucket, tmp_path: Path
+    bucket: Bucket, tmp_path: Path, strategy: str
 ) -> None:
     manifest = "last.ckpt/manifest.json"
     want = losses_of_one_process(epochs=3)
     told: list[list[tuple[int, float]]] = []
 
-    first = launched(tmp_path / "first.txt", pause=0.2)
+    first = launched(strategy, tmp_path / "first.txt", pause=0.2)
     first.wait_for(lambda: len(first.losses()) == 4)  # after the save of step 3
     first.kill()
     first.end()
@@ -152,7 +154,7 @@ def test_killed_in_training_and_in_a_save_it_goes_on_from_the_last_complete_chec
 
     before = len(bucket.put)
     bucket.before_put = vanish
-    job.append(launched(tmp_path / "second.txt"))
+    job.append(launched(strategy, tmp_path / "second.txt"))
     job[0].end()
     bucket.before_put = lambda key: None
     assert reached.is_set(), job[0].output.read_text()
@@ -161,7 +163,7 @@ def test_killed_in_training_and_in_a_save_it_goes_on_from_the_last_complete_chec
     assert verify_at(bucket) == saved, "a save that was killed has replaced the last complete one"
     left = set(bucket.names())
 
-    third = launched(tmp_path / "third.txt")
+    third = launched(strategy, tmp_path / "third.txt")
     assert third.end() == 0, third.output.read_text()
     told.append(third.losses())
     assert told[2][0][0] == saved + 1

@@ -193,7 +193,7 @@ def test_a_place_alone_is_never_loaded_and_says_what_is_missing(tmp_path: Path) 
         load(first)
     told = str(caught.value)
     assert "is a place of the scattered save" in told
-    assert "4 of 10 files are not there" in told
+    assert "of 10 files, 4 are missing" in told
     assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in told
     assert f"fsdp checkpoint gather {first} … OUT" in told
     for reader in (load, verify, load_state_dict, read_manifest, describe):
@@ -290,7 +290,7 @@ def test_a_plain_checkpoint_in_the_way_of_a_part_goes_only_at_the_end(tmp_path: 
     check([paths(0), paths(2)], version=3.0)
     assert all(read_manifest(paths(2)).save_id in name or name == "manifest.json" for place in (paths(0), paths(2))
                for name in files_in(place))  # fmt: skip
-    with pytest.raises(CheckpointFormatError, match="4 of 10 files are not there"):
+    with pytest.raises(CheckpointFormatError, match="of 10 files, 4 are missing"):
         check(paths(2))
 
 
@@ -476,7 +476,7 @@ def test_the_command_joins_verifies_and_describes(tmp_path: Path) -> None:
     scatter(paths)
     first, second, out = paths(0), paths(2), tmp_path / "out.ckpt"
     told = run("verify", first, status=1).output
-    assert "4 of 10 files are not there" in told
+    assert "of 10 files, 4 are missing" in told
     assert "rank 2-3 on" in told
     assert "is damaged" not in told
     found = json.loads(run("verify", first, "--json", status=1).stdout)

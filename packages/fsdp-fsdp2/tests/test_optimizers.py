@@ -83,7 +83,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "Adagrad": ({"fused": True}, "Leave fused=True out"),
     "Rprop": (
         {},
-        "if its update is elementwise, a strategy that shows plain pieces, such as strategy='fsdp_native'",
+        "or strategy='fsdp_native', which shows plain pieces: over those its steps are right",
     ),
     "LBFGS": ({}, "a step of LBFGS fails over DTensors"),  # of parameters that the ranks don't divide, or keep whole
 }
@@ -103,3 +103,4 @@ def test_optimizers_that_fail_over_dtensors_are_refused_before_they_step(ranks: 
     for told in ranks.run(2, refused_optimizers):
         for name, (_, words) in FAILING.items():
             assert_says(told[name], name, words)
+        assert "fsdp_native" not in told["LBFGS"], "which refuses it too"

@@ -276,7 +276,8 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
             click.echo("Restore these files, or use an earlier checkpoint.", err=True)
     elif not quiet:
         count = len(files.manifest.tensors)
-        click.echo(f"{clean(files.folder)} is whole: {count} tensors, {shown_size(total)} in {len(entries)} files.")
+        verb = "is" if len(paths) == 1 else "together are"
+        click.echo(f"{clean(files.folder)} {verb} whole: {count} tensors, {shown_size(total)} in {len(entries)} files.")
     if faults:
         raise SystemExit(1)
 

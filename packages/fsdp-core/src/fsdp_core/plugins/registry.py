@@ -198,8 +198,20 @@ def likeness(name: str, candidates: Iterable[str]) -> tuple[float, str]:
     Example:
         >>> likeness("fsdp3", ["fsdp2", "ddp"])
         (0.8, 'fsdp2')
+        >>> likeness("native_fsdp", ["fsdp_native", "xla_fsdp"])
+        (1.0, 'fsdp_native')
     """
-    return max(((SequenceMatcher(None, one, name).ratio(), one) for one in candidates), default=(0.0, ""))
+    asked = _in_order(name)
+
+    def ratio(one: str) -> float:
+        return max(SequenceMatcher(None, one, name).ratio(), SequenceMatcher(None, _in_order(one), asked).ratio())
+
+    return max(((ratio(one), one) for one in candidates), default=(0.0, ""))
+
+
+def _in_order(name: str) -> str:
+    """The name with its words in alphabetical order, which may be all that a wrong one gets wrong."""
+    return "_".join(sorted(name.replace("-", "_").split("_")))
 
 
 def unknown_strategy(name: str, lightning_names: Iterable[str] = ()) -> UnknownStrategyError:

@@ -115,8 +115,8 @@ def described_rest(folder: Folder, manifest: Manifest, missing: Sequence[str]) -
     more = [f"  … and {len(missing)} files in all"] if len(found) > _SHOWN else []
     return "\n".join(
         [
-            f"{folder} is a place of the scattered save {manifest.save_id}, and not all of it: {len(missing)} of "
-            f"{len(manifest.files)} files are not there. They were written by",
+            f"{folder} is a place of the scattered save {manifest.save_id}, and not all of it: of "
+            f"{len(manifest.files)} files, {len(missing)} {'is' if len(missing) == 1 else 'are'} missing, written by",
             *(f"  {told}" for told in list(found)[:_SHOWN]),
             *more,
             gather_command([str(one) for one in getattr(folder, "places", (folder,))]),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from textwrap import shorten
 from typing import Any, NoReturn
 
 import torch
@@ -205,11 +207,19 @@ class _Trial:
         fused = [word for word in ("fused", "foreach") if any(g.get(word) for g in self.optimizer.param_groups)]
         instead = f"Leave {fused[0]}=True out, or use" if fused else "Use"
         what = "fails over" if failure is not None else "silently trains something else over"
+        other = "; or strategy='fsdp_native', which shows plain pieces: over those its steps are right"
         raise OptimizerMismatchError(
             f"a step of {name} {what} DTensors, which this strategy shows as parameters{_told(failure)}.\n"
-            f"{instead} another optimizer, such as AdamW; or, if its update is elementwise, a strategy that shows "
-            "plain pieces, such as strategy='fsdp_native'."
+            f"{instead} another optimizer, such as AdamW{other if self._is_right_over_pieces() else ''}."
         )
+
+    def _is_right_over_pieces(self) -> bool:
+        kinds = {p: kind.in_runs() for p, kind in self.kinds.items()}
+        try:
+            right, ran = is_right_in_runs(self.optimizer, kinds, by_closure=self.by_closure)
+        except Exception:  # then nothing is said of them
+            return False
+        return right and all(why_lost(one) is None for one in ran)
 
 
 def _draws(optimizer: torch.optim.Optimizer, kinds: _Kinds) -> bool:
@@ -254,5 +264,8 @@ def _settings(optimizer: torch.optim.Optimizer, kinds: _Kinds) -> object:
 def _told(failure: object) -> str:
     if failure is None:
         return ""
-    words = [f": {line[:200]}" for line in str(failure).strip().splitlines()[:1]]
-    return f" ({type(failure).__name__}{''.join(words)})"
+    said = next(iter(str(failure).strip().splitlines()), "")
+    if not said and isinstance(failure, AssertionError) and failure.__traceback__ is not None:
+        said = traceback.extract_tb(failure.__traceback__)[-1].line or ""
+    words = f": {shorten(said, 200, placeholder=' …')}" if said else ""
+    return f" ({type(failure).__name__}{words})"
