@@ -18,6 +18,7 @@ from typing import Any
 
 import boto3
 import pytest
+import s3fs
 import yaml
 from undisturbed import losses_of_one_process
 from werkzeug.serving import make_server
@@ -77,6 +78,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     made.client = boto3.client("s3")
     made.client.create_bucket(Bucket=BUCKET)
     yield made
+    for key in made.names():  # moto keeps them as long as this process lives
+        made.client.delete_object(Bucket=BUCKET, Key=f"{RUN}/{key}")
+    s3fs.S3FileSystem.clear_instance_cache()  # which knows this server
     server.shutdown()
     thread.join(timeout=10)
     server.server_close()
