@@ -482,7 +482,7 @@ def test_the_command_joins_verifies_and_describes(tmp_path: Path) -> None:
     found = json.loads(run("verify", first, "--json", status=1).stdout)
     assert len(found["elsewhere"]) == 4
     assert set(found["faults"]) == set(found["elsewhere"])
-    assert "is whole" in run("verify", second, first).output
+    assert "together are whole" in run("verify", second, first).output
     assert "it holds what rank 2-3 wrote" in run("verify", second, status=1).output
     assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in run("inspect", first).output
     places = json.loads(run("inspect", first, "--json").stdout)["places"]
