@@ -18,7 +18,7 @@ from fsdp_core.watch import hub as hubs
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import Location, StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
-from fsdp_core.watch.verdicts import Member, Report, hang, lost
+from fsdp_core.watch.verdicts import Member, Report, hang, lost, raised
 from fsdp_core.watch.watcher import Watcher, started
 
 pytestmark = pytest.mark.timeout(60)
@@ -28,6 +28,16 @@ REDUCES = Location(
     innermost="c10d.py:9 in all_reduce", users="train.py:3 in fit", waits=True, collective="gloo:all_reduce", sequence=7
 )
 LOADS = Location(innermost="queue.py:5 in get", users="train.py:8 in rows", waits=False, sequence=7)
+
+
+def test_an_error_that_says_what_to_do_is_not_answered_by_a_new_start() -> None:
+    again = "Start the same command again"
+    assert again in raised(MEMBERS[1], "ValueError: a bad batch", "at step 3").message
+    told = raised(
+        MEMBERS[1], "ShardingError: the epoch is over", "at step 3", "Give each rank as many batches."
+    ).message
+    assert "Give each rank as many batches." in told
+    assert again not in told
 
 
 def reports(*locations: Location | None) -> dict[int, Report]:

@@ -131,6 +131,10 @@ class Preemption:
                 trainer, lambda: self._end_together(trainer), lambda is_last: self._agree(trainer, is_last)
             )
 
+    def fail(self) -> None:
+        """Warn of no signal any more: an exception ends the stage."""
+        self._ended = True
+
     def finish(self) -> None:
         """Warn of a signal that came during the last batch of a fit, which has ended as it would have without it."""
         told = self._signals.told

@@ -517,6 +517,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         explain(exception)
+        self._preemption.fail()
         self._let_saves_finish(exception)
         sharded = self._sharded_or_none
         if sharded is not None:

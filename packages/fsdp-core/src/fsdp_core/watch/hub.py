@@ -125,7 +125,7 @@ class Hub:
         elif kind == "raised":
             self._ended.add(member.rank)
             if self._verdict is None and not self._gone:
-                self._tell(raised(member, str(message["error"]), str(message["progress"])))
+                self._tell(raised(member, str(message["error"]), str(message["progress"]), str(message["advice"])))
         elif kind in ("waits", "report"):
             report = dict(message["report"])
             self._reports[member.rank] = Report(

@@ -96,20 +96,21 @@ def lost(members: Collection[Member], progress: str, *, host_is_silent: bool = F
     )
 
 
-def raised(member: Member, error: str, progress: str) -> Verdict:
+def raised(member: Member, error: str, progress: str, advice: str = "") -> Verdict:
     """A rank that an exception has ended.
 
     Args:
         member: The rank.
         error: The exception, in one line.
         progress: How far the rank was, in words.
+        advice: What the exception itself says to do, without which it would come again.
     """
     return Verdict(
         kind="raised",
         message=(
             f"{member.described()} has ended {progress} with {error.rstrip('.')}. The others end too: they can't train "
             "without its shards.\n"
-            f"See the traceback that it wrote. {_GO_ON}"
+            f"{advice or f'Mend what the traceback that it wrote tells of. {_GO_ON}'}"
         ),
     )
 

@@ -134,7 +134,8 @@ def _complete(folder: Folder) -> Found:
 
 
 def _in_one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The sentences in one line. An entry of a list, which is indented, is set off from what follows."""
+    return " ".join(f"{line.strip()};" if line.startswith("  ") else line for line in text.splitlines())
 
 
 def _is_of_another(name: str, manifest: Manifest) -> bool:
