@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import select
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.setup_checks import hang_duration
 from fsdp_core.watch import hub as hubs
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import Location, StandStill, location_of, stacks
@@ -38,6 +42,20 @@ def test_an_error_that_says_what_to_do_is_not_answered_by_a_new_start() -> None:
     ).message
     assert "Give each rank as many batches." in told
     assert again not in told
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        *((wrong, "is not a duration") for wrong in (0, -1.0, "x", True, math.inf, math.nan, timedelta())),
+        (1e11, "is longer than ranks can wait"),  # torch's nanoseconds end there, and gloo waits at full speed
+        (timedelta(days=9999), "is longer than ranks can wait"),
+    ],
+    ids=str,
+)
+def test_a_hang_timeout_that_is_refused(given: Any, why: str) -> None:
+    with pytest.raises(UnsupportedCapabilityError, match=f"{why}.\nWrite a number of seconds"):
+        hang_duration(given)
 
 
 def reports(*locations: Location | None) -> dict[int, Report]:

@@ -77,7 +77,10 @@ def read_manifest(path: StrPath | Folder) -> Manifest:
     except CheckpointFormatError:
         raise
     except ValueError as error:
-        raise CheckpointFormatError(f"can't read {folder.path(MANIFEST)}: {error}") from error
+        raise CheckpointFormatError(
+            f"can't read {folder.path(MANIFEST)}: {error}.\nIt is damaged: restore it from a copy, or use an earlier "
+            "checkpoint."
+        ) from error
     except Exception as error:
         # Object store clients raise errors of their own, such as for missing credentials.
         if folder.local and not isinstance(error, OSError):

@@ -66,7 +66,8 @@ def check_all_resume(path: str | None, runtime: Runtime) -> None:
         has, lacks = (f"rank 0 on {first[1]}", f"rank {rank} on {host}")
         has, lacks = (has, lacks) if found is None else (lacks, has)
         told = (
-            f"{has} has found {first[0] or found} to go on from, and {lacks} finds no checkpoint there.\n"
+            f"{has} has found {first[0] or found} to go on from, and {lacks} finds none, or "
+            "has no ckpt_path.\n"
             "Give all ranks the same ckpt_path, and save to a folder that all hosts share. If they do, the second has "
             "not seen yet what is new in it: start again."
         )
