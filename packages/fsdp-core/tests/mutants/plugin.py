@@ -45,6 +45,7 @@ FAULTS = (
     "norm_nonfinite",
     "nonfinite_local",
     "signal_not_told",
+    "rates_not_compared",
     "clip_value_ignored",
     # accumulation
     "micro_batches_twice",

@@ -115,6 +115,16 @@ class KeepsItsModels(LoopbackFabricStrategy):
         return super().setup_module(module)
 
 
+class ComparesRatesOnce(LoopbackTrainerStrategy):
+    """Compares no learning rates after the first step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        signals: Any = self._preemption._signals
+        agree = signals.agree
+        signals.agree = lambda is_last, *_: [*agree(is_last), 0, 0]
+
+
 #: Where the fault is not the backend's.
 FABRICS: dict[str, type[LoopbackFabricStrategy]] = {
     "ranks_not_compared": ComparesNothing,
@@ -132,6 +142,7 @@ TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "checkpointing_claimed": TakesPolicy,
     "option_unclaimed": TakesPolicy,
     "pieces_shown": ShowsPieces,
+    "rates_not_compared": ComparesRatesOnce,
 }
 
 for _fault in FAULTS:

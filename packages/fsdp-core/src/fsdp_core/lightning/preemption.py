@@ -3,7 +3,8 @@
 Lightning saves inside its signal handler, at an arbitrary point of one rank, and broadcasts there. Here a handler sets
 a flag and nothing else. After each batch the ranks add up their flags, in place of the broadcast that Lightning makes
 before each, so it costs no further collective. With them they compare whether the epoch is over: a rank whose loader
-ends earlier than the others' is named at that batch, where they would wait for it otherwise.
+ends earlier than the others' is named at that batch, where they would wait for it otherwise. And they compare learning
+rates and the like, which a scheduler or a callback may have set differently.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from fsdp_core.lightning.private import (
     path_to_resume_from,
 )
 from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.sharding.optimizer_agreement import are_equal, check_same_rates, digest_of_rates
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.strategy import RanksOfStrategy
@@ -88,22 +90,22 @@ class Signals:
 
         return note
 
-    def agree(self, is_last: bool = False) -> int:
+    def agree(self, *others: int) -> list[int]:
         """Add up what the ranks were told; :attr:`agreed` holds it then. All ranks must call it.
 
         Args:
-            is_last: Something else to be added up.
+            *others: Something else to be added up.
 
         Returns:
-            The number of ranks that have passed ``is_last=True``.
+            The sums of the others over all ranks.
         """
         requeue, device = self.requeue_signal(), self._strategy.runtime.device
         was_told = self.told is not None
-        flags = torch.tensor([was_told, was_told and self.told == requeue, is_last], dtype=torch.int32, device=device)
-        told, that_requeue, last = map(int, self._strategy.runtime.all_reduce(flags, "sum").tolist())
+        flags = torch.tensor([was_told, was_told and self.told == requeue, *others], dtype=torch.int64, device=device)
+        told, that_requeue, *sums = map(int, self._strategy.runtime.all_reduce(flags, "sum").tolist())
         if told:
             self.agreed = requeue if that_requeue and requeue is not None else signal.SIGTERM
-        return last
+        return sums
 
 
 class Preemption:
@@ -152,13 +154,18 @@ class Preemption:
         raise SIGTERMException(128 + signum)
 
     def _agree(self, trainer: pl.Trainer, is_last: bool) -> None:
-        """Learn whether any rank was told to end, and check that the epoch is over on all ranks or on none.
+        """Learn whether any rank was told to end, and check what must be the same on all ranks after each batch.
 
         Raises:
-            ShardingError: On all ranks: it is over on some.
+            ShardingError: On all ranks: the epoch is over on some, or their optimizers' rates differ.
         """
         strategy, runtime = self._strategy, self._strategy.runtime
-        if 0 < self._signals.agree(is_last) < runtime.world_size:
+        rates = digest_of_rates(strategy.optimizers)
+        last, total, of_squares = self._signals.agree(is_last, rates, rates**2)
+        if not are_equal(total, of_squares, runtime.world_size):
+            batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
+            check_same_rates(runtime, strategy.optimizers, f"after batch {batch} of epoch {epoch}")
+        if 0 < last < runtime.world_size:
             ended = [rank for rank, has in enumerate(runtime.gather_objects(is_last)) if has]
             raise ShardingError(
                 f"{strategy.strategy_name}: the epoch is over on rank {', '.join(map(str, ended))} after batch "

@@ -1,9 +1,15 @@
-"""Checks that all ranks have set up the same optimizers: with other settings, each would train its shards apart."""
+"""Checks that all ranks have set up the same optimizers: with other settings, each would train its shards apart.
+
+All settings are compared once. Those that schedulers and callbacks change are compared after each batch as well: ranks
+add up a digest and its square, with what they sum anyway, and the digests are equal if these are as far apart as of
+equal ones (Cauchy-Schwarz). Only if they are not, the numbers are exchanged.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 
 from torch.optim import Optimizer
 
@@ -11,9 +17,15 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.rank_agreement import described
 
-__all__ = ["check_same_optimizers", "settings_of"]
+__all__ = ["are_equal", "check_same_optimizers", "check_same_rates", "digest_of_rates", "settings_of"]
 
 _NOTHING = "missing"
+
+#: What schedulers and callbacks change while a run goes on.
+_RATES = ("lr", "momentum", "betas", "weight_decay")
+
+#: Relative: hosts with other processors may round a scheduler's cosine differently, in the last bit of each step.
+_ROUNDING = 1e-6
 
 
 def check_same_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:
@@ -48,6 +60,74 @@ def check_same_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> 
         "Build the same optimizers on every rank, with groups in the same order. A setting that is drawn or measured "
         "must be one for all: lr = strategy.broadcast(lr) takes rank 0's (trainer.strategy, or fabric.broadcast(lr))."
     )
+
+
+def digest_of_rates(optimizers: Sequence[Optimizer]) -> int:
+    """24 bits that are the same on ranks whose optimizers have the same rates, but for rounding."""
+    return zlib.crc32(" ".join(f"{value:.6g}" for _, value in _rates_of(optimizers)).encode()) >> 8
+
+
+def are_equal(total: int, of_squares: int, count: int) -> bool:
+    """Whether numbers are all the same.
+
+    Args:
+        total: Their sum.
+        of_squares: The sum of their squares.
+        count: How many there are.
+
+    Example:
+        >>> are_equal(3 + 3 + 3, 9 + 9 + 9, 3), are_equal(2 + 3 + 4, 4 + 9 + 16, 3)
+        (True, False)
+    """
+    return total * total == count * of_squares
+
+
+def check_same_rates(runtime: Runtime, optimizers: Sequence[Optimizer], when: str) -> None:
+    """Raise on every rank if learning rates, momenta or weight decays of any two ranks differ. All ranks must call it.
+
+    Args:
+        runtime: The ranks.
+        optimizers: This rank's.
+        when: When that is so, for the message.
+
+    Raises:
+        ShardingError: Two ranks differ by more than rounding.
+    """
+    everyones = [dict(rates) for rates in runtime.gather_objects(list(_rates_of(optimizers)))]
+    for where in dict.fromkeys(where for rates in everyones for where in rates):
+        ranks: dict[float | None, list[int]] = {}
+        for rank, rates in enumerate(everyones):
+            ranks.setdefault(rates.get(where), []).append(rank)
+        values = [value for value in ranks if value is not None]
+        if len(values) == len(ranks) and max(values) - min(values) <= _ROUNDING * max(map(abs, values)):
+            continue
+        told = ", and ".join(
+            f"{_NOTHING if value is None else f'{value:g}'} on rank {', '.join(map(str, which[:8]))}"
+            f"{', …' if len(which) > 8 else ''}"
+            for value, which in ranks.items()
+        )
+        which, number, key, place = where
+        name = f"{key!r}[{place}]" if key == "betas" else repr(key)
+        raise ShardingError(
+            f"ranks have changed their optimizers differently: {when}, {name} in param group {number} of {which} is "
+            f"{told}. Each would train its shards "
+            "in its own way.\n"
+            "Build the same schedulers on every rank, log what ReduceLROnPlateau monitors with sync_dist=True, and set "
+            "rates on all ranks alike: lr = strategy.broadcast(lr) takes rank 0's."
+        )
+
+
+def _rates_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[tuple[str, int, str, int], float]]:
+    """Numbers, by where they are. One that is a tensor may be on a device, and to read it would wait for that."""
+    for index, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__qualname__
+        which = kind if len(optimizers) == 1 else f"optimizer {index} ({kind})"
+        for number, group in enumerate(optimizer.param_groups):
+            for key in _RATES:
+                value = group.get(key)
+                for place, one in enumerate(value if isinstance(value, tuple | list) else (value,)):
+                    if isinstance(one, int | float):
+                        yield (which, number, key, place), one
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> list[tuple[str, str]]:

@@ -135,6 +135,35 @@ def _end_apart(strategy: str, tmp: str) -> str:
     return refusal(ShardingError, lambda: run.fit(Lit(), DataLoader(_FewerOnOneRank(), batch_size=2)))
 
 
+class _OwnRate(Lit):
+    """Multiplies its learning rate by another number on rank 1, or in the last bits only."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("adamw_groups")
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        own = {"scheduler": 0.5, "rounding": 1.0 + 1e-15}.get(self.kind, 1.0) if here().rank == 1 else 1.0
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: own if step > 1 else 1.0)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_batch_end(self, *batch: Any) -> None:
+        super().on_train_batch_end(*batch)
+        if self.kind == "hook" and here().rank == 1 and self.trainer.global_step == 2:
+            self.trainer.optimizers[0].param_groups[-1]["weight_decay"] = 0.25
+
+
+def _change_apart(strategy: str, tmp: str, kind: str) -> tuple[int, str]:
+    run = new_trainer(tmp, strategy, 2, max_steps=4)
+    module = _OwnRate(kind)
+    if kind == "rounding":
+        run.fit(module, loader(4, 2))
+        return run.global_step, ""
+    told = refusal(ShardingError, lambda: run.fit(module, loader(4, 2)))
+    return run.global_step, told
+
+
 class PreemptionSuite(Clauses):
     """A signal to any rank ends a fit on all ranks at one step, and the next fit goes on from there."""
 
@@ -183,6 +212,21 @@ class PreemptionSuite(Clauses):
         for rest, want in zip(resumed, whole, strict=True):
             assert rest["step"] == STEPS, f"the run has gone on until step {rest['step']} only"
             torch.testing.assert_close(rest["state"], want["state"], rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+
+    @on_ranks("processes")
+    @pytest.mark.parametrize("kind", ["scheduler", "hook", "rounding"])
+    def test_a_rate_that_one_rank_changes(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """A learning rate or the like that differs between ranks must raise before the next step, and say where."""
+        which = {
+            "scheduler": ["'lr' in param group 0", "0.005 on"],
+            "hook": ["'weight_decay' in param group 1", "0.25 on"],
+        }
+        for step, told in ranks.run(2, _change_apart, self.strategy, str(tmp_path), kind):
+            if kind == "rounding":
+                assert (step, told) == (4, "")
+                continue
+            assert step == 2
+            assert_says(told, "after batch 1 of epoch 0", *which[kind], "on rank 0", "on rank 1", "sync_dist=True")
 
     @on_ranks("processes")
     def test_an_epoch_that_ends_on_one_rank(self, ranks: Ranks, tmp_path: Path) -> None:
