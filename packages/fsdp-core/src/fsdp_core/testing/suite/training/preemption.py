@@ -225,7 +225,7 @@ class PreemptionSuite(Clauses):
             if kind == "rounding":
                 assert (step, told) == (4, "")
                 continue
-            assert step == 2
+            assert step == 2, f"the fit has ended after step {step}"
             assert_says(told, "after batch 1 of epoch 0", *which[kind], "on rank 0", "on rank 1", "sync_dist=True")
 
     @on_ranks("processes")
