@@ -1,8 +1,8 @@
 """Checks that all ranks have set up the same optimizers: with other settings, each would train its shards apart.
 
 All settings are compared once. Those that schedulers and callbacks change are compared after each batch as well: ranks
-add up a digest and its square, with what they sum anyway, and the digests are equal if these are as far apart as of
-equal ones (Cauchy-Schwarz). Only if they are not, the numbers are exchanged.
+add up a digest and its square, with what they sum anyway. All digests are equal exactly if the square of their sum is
+their number times the sum of their squares (Cauchy-Schwarz). Only if it is not, the numbers are exchanged.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def check_same_rates(runtime: Runtime, optimizers: Sequence[Optimizer], when: st
         if len(values) == len(ranks) and max(values) - min(values) <= _ROUNDING * max(map(abs, values)):
             continue
         told = ", and ".join(
-            f"{_NOTHING if value is None else f'{value:g}'} on rank {', '.join(map(str, which[:8]))}"
+            f"{_NOTHING if value is None else f'{value:.9g}'} on rank {', '.join(map(str, which[:8]))}"
             f"{', …' if len(which) > 8 else ''}"
             for value, which in ranks.items()
         )
