@@ -6,6 +6,7 @@ Each message says what was requested, why it fails, and what to type next.
 from __future__ import annotations
 
 import sys
+import traceback
 
 __all__ = [
     "BrokenStrategyError",
@@ -37,6 +38,19 @@ def printable(text: str) -> str:
         a\x1b[31mb
     """
     return text if text.isprintable() else "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def first_line(error: BaseException) -> str:
+    r"""What an exception says, up to the end of its first line; of an assertion without words, the line of code.
+
+    Example:
+        >>> first_line(ValueError("lr is negative\nWrite a positive one"))
+        'lr is negative'
+    """
+    said = next(iter(str(error).strip().splitlines()), "")
+    if not said and isinstance(error, AssertionError) and error.__traceback__ is not None:
+        return traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return said
 
 
 class FSDPError(Exception):

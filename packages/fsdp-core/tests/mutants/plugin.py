@@ -46,6 +46,7 @@ FAULTS = (
     "nonfinite_local",
     "signal_not_told",
     "rates_not_compared",
+    "predictions_padded",
     "clip_value_ignored",
     # accumulation
     "micro_batches_twice",

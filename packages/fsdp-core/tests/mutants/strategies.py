@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_core.errors import NonFiniteGradientError
 from fsdp_core.lightning.checkpoints.sharded_or_full import SavePlace
@@ -125,6 +126,16 @@ class ComparesRatesOnce(LoopbackTrainerStrategy):
         signals.agree = lambda is_last, *_: [*agree(is_last), 0, 0]
 
 
+class PadsPredictions(LoopbackTrainerStrategy):
+    """Repeats samples until each rank has as many to predict, as for a training."""
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        sampler: Any = DistributedSampler(dataloader.dataset, self.world_size, self.global_rank, shuffle=False)
+        padded = DataLoader(dataloader.dataset, batch_size=dataloader.batch_size, sampler=sampler)
+        assert self.lightning_module is not None
+        return super().process_dataloader(padded if self.lightning_module.trainer.predicting else dataloader)
+
+
 #: Where the fault is not the backend's.
 FABRICS: dict[str, type[LoopbackFabricStrategy]] = {
     "ranks_not_compared": ComparesNothing,
@@ -143,6 +154,7 @@ TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "option_unclaimed": TakesPolicy,
     "pieces_shown": ShowsPieces,
     "rates_not_compared": ComparesRatesOnce,
+    "predictions_padded": PadsPredictions,
 }
 
 for _fault in FAULTS:

@@ -44,6 +44,7 @@ __all__ = [
     "FabricSubprocessLauncher",
     "TrainerForkLauncher",
     "TrainerSubprocessLauncher",
+    "after_each_prediction",
     "always_load_loader_states",
     "always_say_what_is_saved",
     "around_each_batch",
@@ -125,6 +126,25 @@ def around_each_batch(trainer: Any, before: Callable[[], None], after: Callable[
         type(loop).on_advance_end(loop, data_fetcher)
 
     loop.advance, loop.on_advance_end, loop._broadcast_sigterm_tensor = advance, on_advance_end, lambda: None
+
+
+def after_each_prediction(trainer: Any, after: Callable[[int, int], None] | None) -> None:
+    """Call a function after each batch of a prediction and its hooks, before the next is fetched.
+
+    Args:
+        trainer: The Trainer.
+        after: Called with the number of the batch and that of its loader; ``None`` to call nothing any more.
+    """
+    loop = trainer.predict_loop
+    vars(loop).pop("_predict_step", None)
+    if after is None:
+        return
+
+    def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        type(loop)._predict_step(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
+        after(batch_idx, dataloader_idx)
+
+    loop._predict_step = step
 
 
 def is_accumulating(trainer: Any) -> bool:

@@ -107,6 +107,9 @@ def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
 #: Collectives count nanoseconds, up to 292 years; beyond, gloo waits for ever, at full speed.
 _LONGEST = timedelta(days=3650)
 
+#: Ranks wait for each other in every step, and look ten times in this while whether they still do.
+_SHORTEST = timedelta(seconds=1)
+
 
 def hang_duration(given: object) -> timedelta | None:
     """A ``hang_timeout`` as a duration.
@@ -115,7 +118,7 @@ def hang_duration(given: object) -> timedelta | None:
         given: A duration, or a number of seconds; ``None`` to watch nothing.
 
     Raises:
-        UnsupportedCapabilityError: It is neither, or not positive, or longer than torch's collectives can wait.
+        UnsupportedCapabilityError: It is neither, or below one second, or longer than torch's collectives can wait.
 
     Example:
         >>> hang_duration(90)
@@ -128,10 +131,11 @@ def hang_duration(given: object) -> timedelta | None:
         duration = timedelta(seconds=given) if is_number else given  # type: ignore[arg-type]
     except (OverflowError, ValueError):  # infinite, or not a number
         duration = None
-    if isinstance(duration, timedelta) and timedelta() < duration <= _LONGEST:
-        return duration
-    is_long = isinstance(duration, timedelta) and duration > _LONGEST
-    what = "longer than ranks can wait" if is_long else "not a duration"
+    what = "not a duration"
+    if isinstance(duration, timedelta) and duration > timedelta():
+        if _SHORTEST <= duration <= _LONGEST:
+            return duration
+        what = "longer than ranks can wait" if duration > _LONGEST else "less than a second: ranks wait in every step"
     raise UnsupportedCapabilityError(
         f"hang_timeout={given!r} is {what}.\n"
         "Write a number of seconds, a datetime.timedelta such as timedelta(minutes=30), or None to let ranks wait."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -46,6 +46,7 @@ from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning,
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
 from fsdp_core.lightning.hooks.metrics import gather_metrics_over_data
 from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
+from fsdp_core.lightning.loaders.even_batches import RepeatedPredictions, check_same_batches
 from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.lightning.notebooks import TrainerForkedRanks
@@ -152,6 +153,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
         self._preemption = Preemption(self)
+        self._repeated_predictions = RepeatedPredictions(self)
         #: Saved state of param groups that the optimizers do not hold yet.
         self.late_param_groups = LateParamGroups()
         self._in_step = self._blocking = False
@@ -377,7 +379,22 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         return self._eval_step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._repeated_predictions.note(*args)
         return self._eval_step("predict_step", *args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        self._check_batches("val", lambda trainer: trainer.num_val_batches)
+
+    def on_test_start(self) -> None:
+        self._check_batches("test", lambda trainer: trainer.num_test_batches)
+
+    def on_predict_start(self) -> None:
+        assert self.lightning_module is not None
+        self._repeated_predictions.follow(self.lightning_module.trainer)
+
+    def _check_batches(self, stage: str, of: Callable[[pl.Trainer], Sequence[float]]) -> None:
+        assert self.lightning_module is not None
+        check_same_batches(self.strategy_name, self.runtime, stage, of(self.lightning_module.trainer))
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run one of the user's step methods inside the root's forward pass, where the root's shards are gathered."""

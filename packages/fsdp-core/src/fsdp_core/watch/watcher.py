@@ -24,7 +24,7 @@ from weakref import ref
 
 from torch import distributed as dist
 
-from fsdp_core.errors import FSDPError, warn
+from fsdp_core.errors import FSDPError, first_line, warn
 from fsdp_core.runtime import Runtime
 from fsdp_core.torch_private import is_default_group
 from fsdp_core.watch.hub import Hub
@@ -230,8 +230,8 @@ class Watcher:
             return
         if not (isinstance(error, (RuntimeError, OSError)) and _OF_OTHERS.search(text)):
             if uncaught:
-                line, *more = f"{type(error).__name__}: {text}".splitlines()
-                advice = "\n".join(more)[:1000] if isinstance(error, FSDPError) else ""
+                line = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+                advice = "\n".join(text.splitlines()[1:])[:1000] if isinstance(error, FSDPError) else ""
                 self._connection.send(kind="raised", error=line[:300], progress=self.progress(), advice=advice)
             return
         self._explaining = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from textwrap import shorten
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.errors import OptimizerMismatchError, first_line
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.observed_communication import ObservedCommunication
 from fsdp_core.sharding.optimizer_trial.copies import requires_closure
@@ -261,11 +260,9 @@ def _settings(optimizer: torch.optim.Optimizer, kinds: _Kinds) -> object:
     )
 
 
-def _told(failure: object) -> str:
+def _told(failure: BaseException | None) -> str:
     if failure is None:
         return ""
-    said = next(iter(str(failure).strip().splitlines()), "")
-    if not said and isinstance(failure, AssertionError) and failure.__traceback__ is not None:
-        said = traceback.extract_tb(failure.__traceback__)[-1].line or ""
+    said = first_line(failure)
     words = f": {shorten(said, 200, placeholder=' …')}" if said else ""
     return f" ({type(failure).__name__}{words})"

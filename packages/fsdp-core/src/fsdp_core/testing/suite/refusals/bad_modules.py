@@ -289,6 +289,14 @@ UNLIKE: dict[str, tuple[Callable[[int], nn.Module], list[str]]] = {
         lambda rank: nn.Sequential(*[nn.Linear(4, 4)] * 2) if rank else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
         ["'1.weight' is tied to '0.weight'"],
     ),
+    "activation": (
+        lambda rank: nn.Sequential(nn.Linear(4, 4), nn.ReLU() if rank else nn.GELU()),
+        ["its layer '1' is ReLU, and rank 0's is GELU"],
+    ),
+    "setting": (
+        lambda rank: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1 * rank)),
+        ["its layer '1' is Dropout(p=0.1", "and rank 0's is Dropout(p=0.0"],
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Parts of training loops: manual optimization, schedulers, step methods, targets, collectives."""
+"""Parts of loops: manual optimization, schedulers, step methods, targets, collectives, uneven evaluation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
-from fsdp_core.testing.refusals import assert_says
+from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base_class import Clauses, precisions, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "losses_of", "root_used_twice"]
@@ -324,6 +325,39 @@ def _collectives(strategy: str) -> dict[str, Any]:
     }
 
 
+#: Numbers of samples that two ranks take in two and three batches of two, and in one and two.
+_UNEVEN = (5, 7)
+
+
+class _OfTwoLoaders(Lit):
+    """Predicts for samples of two loaders."""
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().predict_step(batch, batch_idx)
+
+
+def _predict_unevenly(strategy: str, tmp: str) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """What is predicted of each loader's samples, and what one process predicts of those that this rank has."""
+    loaders: list[Any] = [DataLoader(oracle.dataset(size), batch_size=2) for size in _UNEVEN]  # type: ignore[arg-type]
+    predicted: Any = new_trainer(tmp, strategy, 2).predict(_OfTwoLoaders(), loaders)
+    net, shares = oracle.new_net().eval(), here().shares(2)
+    with torch.no_grad():
+        wanted = [[net(x) for x, _ in oracle.dataset(size)[here().rank % shares :: shares]] for size in _UNEVEN]
+    got = [[one.cpu() for batch in of_loader for one in batch] for of_loader in predicted]
+    return list(zip(got, wanted, strict=True))
+
+
+def _evaluate_apart(strategy: str, tmp: str) -> list[str]:
+    """The refusals of a validation, a test and a fit with a validation, with one batch more on rank 1."""
+    more: Any = oracle.dataset(2 * (2 + here().rank))
+    told = []
+    for stage in ("validate", "test", "fit"):
+        run = new_trainer(tmp, strategy, 2, use_distributed_sampler=False)
+        given = (loader(1, 2), DataLoader(more, batch_size=2)) if stage == "fit" else (DataLoader(more, batch_size=2),)
+        told.append(refusal(ShardingError, lambda run=run, given=given, to=stage: getattr(run, to)(Lit(), *given)))  # type: ignore[misc]
+    return told
+
+
 class LoopsSuite(Clauses):
     """Training loops that do more than a forward pass, a backward pass and a step."""
 
@@ -432,3 +466,18 @@ class LoopsSuite(Clauses):
             "object": {"from": count - 1, "path": Path("x")},
         }
         assert ranks.run(2, _collectives, self.strategy) == [want, want]
+
+    def test_predictions_of_uneven_numbers(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``predict`` must predict each sample once, also if ranks have different numbers of samples and batches."""
+        for of_loaders in ranks.run(2, _predict_unevenly, self.strategy, str(tmp_path)):
+            for got, wanted in of_loaders:
+                assert len(got) == len(wanted), f"a rank has {len(got)} predictions for {len(wanted)} samples"
+                torch.testing.assert_close(got, wanted, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
+
+    @on_ranks("processes", "threads")
+    def test_evaluations_of_uneven_numbers(self, ranks: Ranks, tmp_path: Path) -> None:
+        """If ranks have different numbers of batches to validate or test, each must raise: no rank may wait."""
+        for of_validate, of_test, of_fit in ranks.run(2, _evaluate_apart, self.strategy, str(tmp_path)):
+            for told in (of_validate, of_fit):
+                assert_says(told, "rank 0 validates 2 batches, and rank 1 validates 3", "limit_val_batches=N")
+            assert_says(of_test, "rank 0 tests 2 batches, and rank 1 tests 3", "limit_test_batches=N")

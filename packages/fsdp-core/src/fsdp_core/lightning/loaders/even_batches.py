@@ -1,0 +1,150 @@
+"""Stages without training whose loaders have more batches on some ranks than on others.
+
+Every forward pass needs the shards of all ranks, so all must take as many steps. In validation and tests, whose results
+are averaged, other numbers raise. In prediction Lightning divides the samples without repeating any, so that ranks
+differ by a batch wherever the number of samples is not a multiple: those with fewer run their last batch once more, and
+what it returns is dropped. In training, the ranks compare after each batch: see :mod:`fsdp_core.lightning.preemption`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.private import after_each_prediction
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.optimizer_agreement import are_equal
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+
+__all__ = ["RepeatedPredictions", "check_same_batches"]
+
+
+def check_same_batches(strategy_name: str, runtime: Runtime, stage: str, batches: Sequence[float]) -> None:
+    """Raise on every rank if the loaders of a validation or a test differ in their numbers of batches.
+
+    All ranks must call it.
+
+    Args:
+        strategy_name: The name of the strategy, for the error.
+        runtime: The ranks.
+        stage: ``"val"`` or ``"test"``, as in ``limit_val_batches``.
+        batches: How many batches this rank takes from each loader; infinite where a loader has no length.
+
+    Raises:
+        ShardingError: Two ranks differ. The message gives the numbers by rank.
+    """
+    everyones = _of_ranks(runtime, batches)
+    if everyones is None:
+        return
+    verb = "validates" if stage == "val" else "tests"
+    raise ShardingError(
+        f"{strategy_name}: {_told(everyones, verb)}. All ranks must take as many steps: each needs the shards of all, "
+        "and what is logged is averaged over them.\n"
+        "Give each rank as many batches: datasets of the same length, whose sampler is left to Lightning, or "
+        f"Trainer(limit_{stage}_batches=N) with what the shortest has."
+    )
+
+
+class RepeatedPredictions:
+    """Steps of a prediction that a rank takes for the sake of the others, with its last batch.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: ShardedTrainerStrategy) -> None:
+        self._strategy = strategy
+        self._lacking: list[int] = []
+        self._last: tuple[Any, ...] = ()
+
+    def follow(self, trainer: pl.Trainer) -> None:
+        """Compare the numbers of batches, and run those that this rank lacks. All ranks must call it.
+
+        Raises:
+            ShardingError: A rank lacks batches of a loader and can't run its last one again.
+        """
+        name, batches = self._strategy.strategy_name, trainer.num_predict_batches
+        everyones = _of_ranks(self._strategy.runtime, batches)
+        after_each_prediction(trainer, None)
+        self._lacking, self._last = [], ()
+        if everyones is None:
+            return
+        told = _told(everyones, "predicts")
+        if math.inf in (count for counts in everyones for count in counts) or len(set(map(len, everyones))) > 1:
+            raise ShardingError(
+                f"{name}: {told}. All ranks must take as many steps: each needs the shards of all.\n"
+                "Give each rank the same loaders, and each of them a length or none on all ranks."
+            )
+        most = [max(counts) for counts in zip(*everyones, strict=True)]
+        empty = [rank for rank, counts in enumerate(everyones) if 0 in counts and counts != most]
+        if empty:
+            raise ShardingError(
+                f"{name}: {told}. All ranks must take as many steps: each needs the shards of all, and rank "
+                f"{', '.join(map(str, empty))} has no batch that it could run again.\n"
+                "Give each rank one batch at least: use fewer ranks, or smaller batches."
+            )
+        module: Any = trainer.lightning_module
+        if "dataloader_iter" in inspect.signature(module.predict_step).parameters:
+            raise ShardingError(
+                f"{name}: {told}. All ranks must take as many steps: each needs the shards of all. "
+                "predict_step(dataloader_iter) takes batches from the loader itself, so that none can be run again.\n"
+                "Write predict_step(batch, batch_idx), or give each rank as many batches."
+            )
+        rank_zero_info(
+            f"{name}: {told}. Those with fewer call predict_step again with their last batch, without other hooks, and "
+            "drop what it returns: each step needs the shards of all ranks."
+        )
+        self._lacking = [int(m - n) for n, m in zip(batches, most, strict=True)]
+
+        def after(batch_idx: int, dataloader_idx: int) -> None:
+            if batch_idx + 1 == batches[dataloader_idx]:
+                for _ in range(self._lacking[dataloader_idx]):
+                    self._strategy.predict_step(*self._last)
+                self._last = ()
+
+        if any(self._lacking):
+            after_each_prediction(trainer, after)
+
+    def note(self, *args: Any) -> None:
+        """Note what ``predict_step`` is called with, where a call may have to be repeated."""
+        if any(self._lacking):
+            self._last = args
+
+
+def _of_ranks(runtime: Runtime, batches: Sequence[float]) -> list[list[float]] | None:
+    """The numbers of batches of all ranks; ``None`` if they are the same."""
+    digest = zlib.crc32(repr(list(map(float, batches))).encode()) >> 8
+    total, of_squares = runtime.total([digest, digest**2])
+    return None if are_equal(total, of_squares, runtime.world_size) else runtime.gather_objects(list(batches))
+
+
+def _told(everyones: Sequence[Sequence[float]], verb: str) -> str:
+    """Numbers of batches by rank, in words.
+
+    Example:
+        >>> _told([[4], [3], [4]], "predicts")
+        'rank 0, 2 predicts 4 batches, and rank 1 predicts 3'
+        >>> _told([[4, math.inf], [3, 2]], "tests")
+        'rank 0 tests 4 + unknown batches, and rank 1 tests 3 + 2'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, counts in enumerate(everyones):
+        number = " + ".join("unknown" if count == math.inf else str(int(count)) for count in counts) or "no"
+        ranks.setdefault(number, []).append(rank)
+    (first, its), *others = ranks.items()
+    return ", and ".join(
+        [f"{_named(its)} {verb} {first} batches", *(f"{_named(which)} {verb} {n}" for n, which in others)]
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"
