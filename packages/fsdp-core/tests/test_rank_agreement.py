@@ -77,6 +77,9 @@ def test_a_module_is_described_as_it_is_built() -> None:
     net.one.requires_grad_(False)
     facts = facts_of_module(net, lambda module: [net.one])
     assert facts == {
+        "class of the module": "Tiny",
+        "layer 'one'": "Linear(in_features=3, out_features=3, bias=True)",
+        "layer 'two'": "LazyLinear(in_features=0, out_features=2, bias=True)",
         "parameter 'one.weight'": "(3, 3) in torch.float32, frozen",
         "parameter 'one.bias'": "(3,) in torch.float32, frozen",
         "parameter 'two.weight'": "not known yet, trained",

@@ -48,7 +48,7 @@ def test_an_error_that_says_what_to_do_is_not_answered_by_a_new_start() -> None:
     ("given", "why"),
     [
         *((wrong, "is not a duration") for wrong in (0, -1.0, "x", True, math.inf, math.nan, timedelta())),
-        (1e-6, "is less than a second"),
+        (1e-6, "is less than a second: ranks wait in every step"),
         (1e11, "is longer than ranks can wait"),  # torch's nanoseconds end there, and gloo waits at full speed
         (timedelta(days=9999), "is longer than ranks can wait"),
     ],

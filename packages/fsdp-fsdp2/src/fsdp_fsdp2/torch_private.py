@@ -198,7 +198,13 @@ class UnusedParameters:
         self._waiting.update(self._root)
 
     def post_backward(self, group: Any, *args: Any) -> None:
-        """Reduce a unit's gradients unless the backward pass visits it again, and free its parameters."""
+        """Reduce a unit's gradients unless the backward pass visits it again, and free its parameters.
+
+        A unit that no forward pass has called yet has nothing to do, but torch would look for its gradients while
+        micro-batches accumulate in a reduce dtype of their own, and fail.
+        """
+        if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+            return
         if group._training_state.name == "PRE_BACKWARD":
             self._visits[group] = self._visits.get(group, 0) + 1
             self._waiting.add(group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +35,20 @@ class Repeating(Net):
         x = self.inp(x) * self.scale
         for block in self.blocks:
             x = block(block(x))
+        output: Tensor = self.out(self.frozen(x))
+        return output
+
+
+class Growing(Net):
+    """Leaves out a block in its first forward pass, as nets do that drop layers or add them while they train."""
+
+    called = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        left_out, self.called = None if self.called else self.blocks[1], True
+        x = self.inp(x) * self.scale
+        for block in self.blocks:
+            x = x if block is left_out else block(x)
         output: Tensor = self.out(self.frozen(x))
         return output
 
@@ -148,9 +162,11 @@ def _plain(order: str, net: nn.Module) -> Trained:
     return [], {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
-def _sharded(strategy: str, order: str, precision: Any = "32-true") -> Trained:
+def _sharded(
+    strategy: str, order: str, precision: Any = "32-true", new_net: Callable[[], nn.Module] = oracle.new_net
+) -> Trained:
     fabric = new_fabric(strategy, precision=precision)
-    net = oracle.new_net()
+    net = new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
     hands = Hands(
         model=model,
@@ -170,6 +186,19 @@ def _sharded(strategy: str, order: str, precision: Any = "32-true") -> Trained:
 def _repeating() -> Repeating:
     with oracle.seeded(1):
         return Repeating()
+
+
+def _growing() -> Growing:
+    with oracle.seeded(1):
+        return Growing()
+
+
+def _assert_same_updates(ranks: list[Trained], want: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
+    """Assert that parameters have changed as in plain torch, as far as half precision allows."""
+    for _, got in ranks:
+        for name, start in before.items():
+            expected, found = want[name] - start, got[name] - start
+            assert (found - expected).norm() <= _HALF * expected.norm(), f"{name}: the update is wrong"
 
 
 def _blocks_twice(strategy: str) -> Trained:
@@ -202,10 +231,15 @@ class PassesSuite(Clauses):
         """The same must hold in mixed precision, where each unshard creates a new low-precision tensor."""
         before = oracle.new_net().state_dict()
         _, want = _plain(order, oracle.new_net())
-        for _, got in ranks.run(2, _sharded, self.strategy, order, precision):
-            for name, start in before.items():
-                expected, found = want[name] - start, got[name] - start
-                assert (found - expected).norm() <= _HALF * expected.norm(), f"{name}: the update is wrong"
+        _assert_same_updates(ranks.run(2, _sharded, self.strategy, order, precision), want, before)
+
+    @requires(Capability.GRADIENT_ACCUMULATION)
+    @precisions("bf16-mixed")
+    def test_a_unit_that_the_first_micro_batch_leaves_out(self, ranks: Ranks, precision: str) -> None:
+        """A unit that was never called before an accumulation must be trained by its later micro-batches."""
+        order, before = "a forward pass within no_backward_sync", _growing().state_dict()
+        _, want = _plain(order, _growing())
+        _assert_same_updates(ranks.run(2, _sharded, self.strategy, order, precision, _growing), want, before)
 
     def test_a_unit_that_is_called_twice(self, ranks: Ranks) -> None:
         """A unit that is called twice in one forward pass must be trained as in plain torch."""
