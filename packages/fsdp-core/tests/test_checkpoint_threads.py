@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from fsdp_core.checkpoint import (
 )
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointMismatchError, CheckpointValueError
+from fsdp_core.lightning.checkpoints.full.file import write_full
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.state.layout import FlatRange, Part
 
@@ -346,3 +348,15 @@ def test_one_controller_that_holds_all_boxes(tmp_path: Path, devices: int) -> No
         else:
             boxes = zip(targets[name].chunks, expected.chunks, strict=True)
             assert all(bits(target.data) == bits(chunk.data) for target, chunk in boxes)
+
+
+def test_a_full_file_on_a_full_disk_is_told_on_every_rank(tmp_path: Path) -> None:
+    def no_room(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = str(tmp_path / "full.ckpt")
+    results = on_threads(2, lambda runtime: write_full(path, {}, {}, write=no_room, runtime=runtime, async_saves=None))
+    for error in results:
+        assert isinstance(error, CheckpointError), error
+        assert str(error).startswith(f"writing {path} failed: OSError: [Errno {errno.ENOSPC}]"), error
+        assert "There is no space left: free some, or use another path." in str(error), error

@@ -76,6 +76,23 @@ def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.Monkey
     assert any(line.split()[:3] == ["a.ckpt", "whole", "2"] for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("saved", "step"),
+    [
+        ({"trainer": {"global_step": 2}, "step": 9}, 2),
+        ({"global_step": 3, "step": 9}, 3),
+        ({"step": 4}, 4),
+        ({"step": True}, None),
+        ({"step": torch.tensor(4)}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_the_step_that_is_shown(tmp_path: Path, saved: dict[str, Any], step: int | None) -> None:
+    save_alone(tmp_path / "a.ckpt", {"model": {"w": torch.ones(3)}, **saved}, {"model": "model"})
+    assert listed(tmp_path)["a.ckpt"]["step"] == step
+
+
 def test_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp_core.checkpoint.tools.listing import find_checkpoints
 

@@ -22,6 +22,9 @@ from fsdp_core.errors import CheckpointError, CheckpointFormatError
 __all__ = ["Found", "State", "find_checkpoints"]
 
 State = Literal["whole", "damaged", "unfinished", "scattered"]
+
+#: Where a checkpoint says its step: Lightning's Trainer, and scripts with Fabric.
+_STEPS = (["trainer", "global_step"], ["global_step"], ["step"])
 """``unfinished``: an interrupted or running save or removal. ``scattered``: files of it are in other places."""
 
 
@@ -32,7 +35,8 @@ class Found:
     Attributes:
         path: Its path.
         state: Whether it is whole: all files of the manifest exist with the right sizes. Contents are not compared.
-        step: The Trainer's global step at which it was saved, if a Trainer saved it.
+        step: The Trainer's global step at which it was saved. Of one that a script has saved itself, the whole number
+            that it calls ``"global_step"`` or ``"step"``, if there is one.
         nbytes: The size of its files in bytes.
         time: When it was saved; for an unfinished one, when a file was last written.
         told: The fault, or the writer.
@@ -115,11 +119,12 @@ def _complete(folder: Folder) -> Found:
             fault = _in_one_line(described_rest(folder, manifest, wrong))
         others = {name: folder.size(name) or 0 for name in folder.files() if _is_of_another(name, manifest)}
         too = f"; {len(others)} files of other saves lie in it too" if others else ""
-        step = None if manifest.state_file in wrong else part_at(read_plain(files), ["trainer", "global_step"])
+        plain = None if manifest.state_file in wrong else read_plain(files)
+        steps = [] if plain is None else [part_at(plain, keys) for keys in _STEPS]
         return Found(
             path=str(folder),
             state="scattered" if elsewhere else "damaged" if wrong else "whole",
-            step=step if isinstance(step, int) else None,
+            step=next((step for step in steps if type(step) is int), None),
             nbytes=sum(size or 0 for size in [*sizes.values(), *others.values()]),
             time=_time(manifest.created),
             told=(fault if wrong else f"by {manifest.strategy}") + too,

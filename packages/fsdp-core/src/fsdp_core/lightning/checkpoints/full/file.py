@@ -19,7 +19,7 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.checkpoint.storage.folder import open_folder
 from fsdp_core.checkpoint.storage.recognition import is_place
-from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
+from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.state.block_quantised import is_saved_in_blocks, whole_again
@@ -110,19 +110,14 @@ def write_on_rank_zero(path: str | Path, write: Callable[[], None], runtime: Run
 
     Raises:
         CheckpointExistsError: The path is a folder that holds no checkpoint.
-        CheckpointError: Rank 0 failed; raised on the other ranks.
+        CheckpointError: Rank 0 failed.
     """
-    failure: Exception | None = None
-    if runtime.rank == 0:
-        try:
+
+    def step() -> None:
+        if runtime.rank == 0:
             replace_by(Path(path), write)
-        except Exception as error:
-            failure = error
-    problem = runtime.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    if problem is not None:
-        raise CheckpointError(f"rank 0 could not write the checkpoint {path}: {problem}")
+
+    together_each(runtime, f"writing {path}", step)
 
 
 def replace_by(path: Path, write: Callable[[], None]) -> None:
