@@ -53,7 +53,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "norm_nonfinite": ("test_error_if_nonfinite_is_honoured", "nothing was raised"),
     "signal_not_told": ("test_a_signal_to_one_rank_under_fabric", "were not told to end after the same step"),
     "rates_not_compared": ("test_a_rate_that_one_rank_changes[scheduler]", "assert step == 2"),
-    "predictions_padded": ("test_predictions_of_uneven_numbers", "predictions for"),
+    "predictions_padded": ("test_predictions_of_uneven_numbers[loaders with a length]", "predictions for"),
     "nonfinite_local": ("test_all_ranks_stop_before_a_step_that_is_not_finite[False]", "nothing was raised"),
     "clip_value_ignored": ("test_clipping_by_value_equals_plain[2]", LOSSES),
     "micro_batches_twice": ("test_accumulation_equals_plain[2]", LOSSES),

@@ -120,6 +120,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"device_mesh": 4}, ["device_mesh=4 is not a mesh", "device_mesh=(2, 4)"]),
     ({"device_mesh": "2x2"}, ["device_mesh='2x2' is not a mesh", "device_mesh=(2, 4)"]),
     # what FSDP1 can't do
+    ({"sync_each_batch": "no"}, ["sync_each_batch='no'", "neither True nor False"]),
     ({"sync_each_batch": True, "cpu_offload": True}, ["sync_each_batch=True", "cpu_offload", "strategy='fsdp2'"]),
 ]
 

@@ -325,6 +325,11 @@ SIZES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no size for a loss": ({"loss_parallel": True}, ["loss_parallel was given without tensor_parallel_size"]),
     "no dict": ({"tp_plan": ["blocks"]}, ["tp_plan=['blocks']", "dict from patterns"]),
     "no style": ({"tp_plan": {"blocks": "colwise"}}, ["'colwise' is no style"]),
+    "no name": ({"tp_plan": {1: ColwiseParallel()}}, ["1 is no name", "dict from patterns"]),
+    "no layer": (
+        {"tp_plan": {}, "tensor_parallel_size": 2},
+        ["tp_plan={}", "it divides no layer", "dict from patterns"],
+    ),
 }
 
 

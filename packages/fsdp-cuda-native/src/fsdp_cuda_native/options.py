@@ -149,7 +149,9 @@ def check_mixed_precision(mixed_precision: object) -> None:
         )
 
 
-def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_each_batch: bool, offload: bool) -> None:
+def check_options(
+    options: Mapping[str, Any], *, mixed_precision: object, sync_each_batch: object, offload: bool
+) -> None:
     """Refuse options that contradict each other, or that torch does not accept.
 
     Args:
@@ -175,6 +177,11 @@ def check_options(options: Mapping[str, Any], *, mixed_precision: object, sync_e
         raise UnsupportedCapabilityError(
             f"device_mesh={options['device_mesh']!r} is not a mesh.\n"
             "Write a DeviceMesh, or its shape: device_mesh=(2, 4) makes 2 replicas that shard over 4 ranks each."
+        )
+    if not isinstance(sync_each_batch, bool):
+        raise UnsupportedCapabilityError(
+            f"sync_each_batch={sync_each_batch!r} is neither True nor False.\n"
+            "Write False to reduce gradients once per optimizer step, or True to reduce them on every micro-batch."
         )
     if sync_each_batch and offload:
         raise UnsupportedCapabilityError(

@@ -5,6 +5,7 @@ Nothing else in this package imports an underscored name of Lightning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl as Backwar
 
 # Sets the epoch of a dataloader's samplers, wherever they are in it.
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.data import sized_len
 
 # Seeds a process started by Lightning's launcher as its parent was seeded.
 from lightning.fabric.utilities.seed import reset_seed
@@ -44,10 +46,10 @@ __all__ = [
     "FabricSubprocessLauncher",
     "TrainerForkLauncher",
     "TrainerSubprocessLauncher",
-    "after_each_prediction",
     "always_load_loader_states",
     "always_say_what_is_saved",
     "around_each_batch",
+    "around_predictions",
     "before_each_fetch",
     "begin_an_epoch",
     "combined_loader",
@@ -59,6 +61,7 @@ __all__ = [
     "has_states_to_load",
     "instead_of_signal_handlers",
     "is_accumulating",
+    "lengths_of_predictions",
     "load_loader_states",
     "logs_graph",
     "note_sigterm",
@@ -128,23 +131,49 @@ def around_each_batch(trainer: Any, before: Callable[[], None], after: Callable[
     loop.advance, loop.on_advance_end, loop._broadcast_sigterm_tensor = advance, on_advance_end, lambda: None
 
 
-def after_each_prediction(trainer: Any, after: Callable[[int, int], None] | None) -> None:
-    """Call a function after each batch of a prediction and its hooks, before the next is fetched.
+def around_predictions(
+    trainer: Any,
+    *,
+    before: Callable[[int], None] | None = None,
+    after: Callable[[int, int], None] | None = None,
+    end: Callable[[], None] | None = None,
+) -> None:
+    """Call functions while a prediction runs, in place of those of an earlier call.
 
     Args:
         trainer: The Trainer.
-        after: Called with the number of the batch and that of its loader; ``None`` to call nothing any more.
+        before: Called before each batch and its hooks, with the number of its loader.
+        after: Called after each batch and its hooks, before the next is fetched, with its number and its loader's.
+        end: Called after the last batch, before the hooks of the end of the prediction.
     """
     loop = trainer.predict_loop
-    vars(loop).pop("_predict_step", None)
-    if after is None:
-        return
+    for name in ("_predict_step", "on_run_end"):
+        vars(loop).pop(name, None)
 
     def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        if before is not None:
+            before(dataloader_idx)
         type(loop)._predict_step(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
-        after(batch_idx, dataloader_idx)
+        if after is not None:
+            after(batch_idx, dataloader_idx)
 
-    loop._predict_step = step
+    def on_run_end() -> Any:
+        if end is not None:
+            end()
+        return type(loop).on_run_end(loop)
+
+    if before is not None or after is not None:
+        loop._predict_step = step
+    if end is not None:
+        loop.on_run_end = on_run_end
+
+
+def lengths_of_predictions(trainer: Any) -> list[float]:
+    """How many batches this rank predicts of each loader; infinite where a loader has no length, limited or not."""
+    loop = trainer.predict_loop
+    loaders = loop._combined_loader.flattened
+    counts = zip(loop.max_batches, loaders, strict=True)
+    return [math.inf if sized_len(loader) is None else count for count, loader in counts]
 
 
 def is_accumulating(trainer: Any) -> bool:

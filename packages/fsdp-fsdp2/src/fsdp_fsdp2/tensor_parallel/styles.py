@@ -61,15 +61,16 @@ def check_plan(plan: object) -> None:
     """Refuse what is no plan.
 
     Raises:
-        UnsupportedCapabilityError: It is neither a dict of styles, nor ``"auto"``, nor ``None``.
+        UnsupportedCapabilityError: It is neither a dict of names and styles, nor ``"auto"``, nor ``None``.
     """
     if plan is None or plan == "auto":
         return
-    values = plan.values() if isinstance(plan, Mapping) else [plan]
-    wrong = [value for value in values if not isinstance(value, ParallelStyle)]
-    if wrong:
+    entries = plan.items() if isinstance(plan, Mapping) else [("", plan)]
+    wrong = [f"{name!r} is no name" for name, _ in entries if not isinstance(name, str)]
+    wrong += [f"{style!r} is no style" for _, style in entries if not isinstance(style, ParallelStyle)]
+    if wrong or not entries:
         raise UnsupportedCapabilityError(
-            f"tp_plan={plan!r} is not a plan: {wrong[0]!r} is no style.\n"
+            f"tp_plan={plan!r} is not a plan: {wrong[0] if wrong else 'it divides no layer'}.\n"
             "Write a dict from patterns of submodule names to styles of torch.distributed.tensor.parallel, such as "
             "{'layers.*.up': ColwiseParallel()}, or 'auto'."
         )

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.private import after_each_prediction
+from fsdp_core.lightning.private import around_predictions, lengths_of_predictions
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizer_agreement import are_equal
 
@@ -57,33 +57,48 @@ def check_same_batches(strategy_name: str, runtime: Runtime, stage: str, batches
 class RepeatedPredictions:
     """Steps of a prediction that a rank takes for the sake of the others, with its last batch.
 
+    How many it has to take is known before the first step if all loaders have a length. Otherwise ranks compare before
+    each batch whose next one is of which loader.
+
     Args:
         strategy: The strategy.
     """
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
-        self._lacking: list[int] = []
+        self._keeps = self._has_told = False
+        self._of: int | None = None
         self._last: tuple[Any, ...] = ()
 
     def follow(self, trainer: pl.Trainer) -> None:
-        """Compare the numbers of batches, and run those that this rank lacks. All ranks must call it.
+        """Compare the numbers of batches, and let this rank run those that it lacks. All ranks must call it.
 
         Raises:
             ShardingError: A rank lacks batches of a loader and can't run its last one again.
         """
-        name, batches = self._strategy.strategy_name, trainer.num_predict_batches
+        name, batches = self._strategy.strategy_name, lengths_of_predictions(trainer)
         everyones = _of_ranks(self._strategy.runtime, batches)
-        after_each_prediction(trainer, None)
-        self._lacking, self._last = [], ()
-        if everyones is None:
-            return
-        told = _told(everyones, "predicts")
-        if math.inf in (count for counts in everyones for count in counts) or len(set(map(len, everyones))) > 1:
+        around_predictions(trainer)
+        self._keeps = self._has_told = False
+        self._of, self._last = None, ()
+        told = "" if everyones is None else _told(everyones, "predicts")
+        if everyones is not None and len(set(map(len, everyones))) > 1:
             raise ShardingError(
                 f"{name}: {told}. All ranks must take as many steps: each needs the shards of all.\n"
-                "Give each rank the same loaders, and each of them a length or none on all ranks."
+                "Give each rank the same loaders."
             )
+        module: Any = trainer.lightning_module
+        takes_itself = "dataloader_iter" in inspect.signature(module.predict_step).parameters
+        if math.inf in (count for counts in everyones or [batches] for count in counts):
+            if self._strategy.runtime.world_size > 1 and not takes_itself:
+                self._keeps = True
+                loaders = len(batches)
+                around_predictions(
+                    trainer, before=lambda of: self._catch_up(loaders, of), end=lambda: self._catch_up(loaders, None)
+                )
+            return
+        if everyones is None:
+            return
         most = [max(counts) for counts in zip(*everyones, strict=True)]
         empty = [rank for rank, counts in enumerate(everyones) if 0 in counts and counts != most]
         if empty:
@@ -92,32 +107,65 @@ class RepeatedPredictions:
                 f"{', '.join(map(str, empty))} has no batch that it could run again.\n"
                 "Give each rank one batch at least: use fewer ranks, or smaller batches."
             )
-        module: Any = trainer.lightning_module
-        if "dataloader_iter" in inspect.signature(module.predict_step).parameters:
+        if takes_itself:
             raise ShardingError(
                 f"{name}: {told}. All ranks must take as many steps: each needs the shards of all. "
                 "predict_step(dataloader_iter) takes batches from the loader itself, so that none can be run again.\n"
                 "Write predict_step(batch, batch_idx), or give each rank as many batches."
             )
-        rank_zero_info(
-            f"{name}: {told}. Those with fewer call predict_step again with their last batch, without other hooks, and "
-            "drop what it returns: each step needs the shards of all ranks."
-        )
-        self._lacking = [int(m - n) for n, m in zip(batches, most, strict=True)]
+        rank_zero_info(f"{name}: {told}. {_REPEATED}")
+        lacking = [int(m - n) for n, m in zip(batches, most, strict=True)]
+        self._keeps = any(lacking)
 
         def after(batch_idx: int, dataloader_idx: int) -> None:
             if batch_idx + 1 == batches[dataloader_idx]:
-                for _ in range(self._lacking[dataloader_idx]):
+                for _ in range(lacking[dataloader_idx]):
                     self._strategy.predict_step(*self._last)
                 self._last = ()
 
-        if any(self._lacking):
-            after_each_prediction(trainer, after)
+        if any(lacking):
+            around_predictions(trainer, after=after)
 
     def note(self, *args: Any) -> None:
         """Note what ``predict_step`` is called with, where a call may have to be repeated."""
-        if any(self._lacking):
+        if self._keeps:
             self._last = args
+
+    def _catch_up(self, loaders: int, of: int | None) -> None:
+        """Run the last batch again until no rank has a further one of an earlier loader than this rank's next one.
+
+        Args:
+            loaders: How many loaders there are.
+            of: The loader of this rank's next batch; ``None`` if it has none.
+
+        Raises:
+            ShardingError: This rank has had no batch of a loader of which another rank has one.
+        """
+        name, runtime = self._strategy.strategy_name, self._strategy.runtime
+        while True:
+            counts = runtime.total([int(of == loader) for loader in range(loaders)])
+            now = next((loader for loader, count in enumerate(counts) if count), None)
+            if now is not None and counts[now] < runtime.world_size and not self._has_told:
+                self._has_told = True
+                rank_zero_info(f"{name}: some ranks predict fewer batches of loader {now} than others. {_REPEATED}")
+            if now is None or now == of:
+                break
+            if self._of != now:
+                raise ShardingError(
+                    f"{name}: rank {runtime.rank} has no batch of loader {now}, and another rank has one. All ranks "
+                    "must take as many steps: each needs the shards of all, and this rank has none to run again.\n"
+                    "Give each rank one batch of each loader at least: use fewer ranks, or smaller batches."
+                )
+            self._strategy.predict_step(*self._last)
+        self._of = now
+        if now is None:
+            self._last = ()
+
+
+_REPEATED = (
+    "Those with fewer call predict_step again with their last batch, without other hooks, and drop what it returns: "
+    "each step needs the shards of all ranks."
+)
 
 
 def _of_ranks(runtime: Runtime, batches: Sequence[float]) -> list[list[float]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import Capability
@@ -336,13 +337,26 @@ class _OfTwoLoaders(Lit):
         return super().predict_step(batch, batch_idx)
 
 
-def _predict_unevenly(strategy: str, tmp: str) -> list[tuple[list[Tensor], list[Tensor]]]:
+class _Streamed(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+def _predict_unevenly(strategy: str, tmp: str, streamed: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
     """What is predicted of each loader's samples, and what one process predicts of those that this rank has."""
-    loaders: list[Any] = [DataLoader(oracle.dataset(size), batch_size=2) for size in _UNEVEN]  # type: ignore[arg-type]
+    shares = here().shares(2)
+    own: Any = [oracle.dataset(size)[here().rank % shares :: shares] for size in _UNEVEN]
+    datasets: Any = map(_Streamed, own) if streamed else map(oracle.dataset, _UNEVEN)
+    loaders = [DataLoader(dataset, batch_size=2) for dataset in datasets]
     predicted: Any = new_trainer(tmp, strategy, 2).predict(_OfTwoLoaders(), loaders)
-    net, shares = oracle.new_net().eval(), here().shares(2)
+    net = oracle.new_net().eval()
     with torch.no_grad():
-        wanted = [[net(x) for x, _ in oracle.dataset(size)[here().rank % shares :: shares]] for size in _UNEVEN]
+        wanted = [[net(x) for x, _ in samples] for samples in own]
     got = [[one.cpu() for batch in of_loader for one in batch] for of_loader in predicted]
     return list(zip(got, wanted, strict=True))
 
@@ -467,9 +481,10 @@ class LoopsSuite(Clauses):
         }
         assert ranks.run(2, _collectives, self.strategy) == [want, want]
 
-    def test_predictions_of_uneven_numbers(self, ranks: Ranks, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("streamed", [False, True], ids=["loaders with a length", "loaders without"])
+    def test_predictions_of_uneven_numbers(self, ranks: Ranks, tmp_path: Path, streamed: bool) -> None:
         """``predict`` must predict each sample once, also if ranks have different numbers of samples and batches."""
-        for of_loaders in ranks.run(2, _predict_unevenly, self.strategy, str(tmp_path)):
+        for of_loaders in ranks.run(2, _predict_unevenly, self.strategy, str(tmp_path), streamed):
             for got, wanted in of_loaders:
                 assert len(got) == len(wanted), f"a rank has {len(got)} predictions for {len(wanted)} samples"
                 torch.testing.assert_close(got, wanted, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
