@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from torch import nn
 
+from fsdp_core.errors import CheckpointError
 from fsdp_fsdp2.fabric import FSDP2Strategy
 
 #: The exit status where no disk can be made.
@@ -37,7 +38,7 @@ def main() -> None:
     fabric.save(path, {"model": model, "step": 1, "rows": torch.ones(250_000)})
     try:
         fabric.save(path, {"model": model, "step": 2, "rows": torch.ones(1_500_000)})
-    except OSError as error:
+    except CheckpointError as error:
         print("refused:", error)
     found = fabric.load(path)
     print("step", found["step"], sorted(os.listdir(disk)))

@@ -29,5 +29,6 @@ def test_a_file_that_has_no_room_leaves_the_one_before(tmp_path: Path) -> None:
     if process.exitcode == NO_DISK:
         pytest.skip("only root can mount a file system, here of four megabytes")
     assert process.exitcode == 0, told
-    assert "refused: [Errno 28] No space left on device" in told
+    assert f"refused: writing {disk / 'full.ckpt'} failed: OSError: [Errno 28] No space left on device" in told
+    assert "There is no space left: free some, or use another path." in told
     assert "step 1 ['full.ckpt']" in told

@@ -153,7 +153,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
         self._preemption = Preemption(self)
-        self._repeated_predictions = RepeatedPredictions(self)
+        self._repeated_predictions = RepeatedPredictions(strategy_name, self.runtime, self.predict_step)
         #: Saved state of param groups that the optimizers do not hold yet.
         self.late_param_groups = LateParamGroups()
         self._in_step = self._blocking = False
