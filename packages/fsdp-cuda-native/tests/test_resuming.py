@@ -16,6 +16,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Block, train_plain
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.checkpoints.resuming import assert_goes_on_between_micro_batches
+from fsdp_core.testing.suite.numerics.forward_backward_order import LeavingOut
 from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
 from fsdp_core.testing.training import new_fabric
 
@@ -67,6 +68,47 @@ def test_gradients_of_which_some_are_reduced(ranks: RankPool, tmp_path: Path) ->
                 for name, tensor in want.items():
                     close = torch.allclose(state[name], tensor, rtol=0, atol=FP32_TOLERANCE)
                     assert close, f"{name} differs, {how} with {HANDED_ON[number]}"
+
+
+def left_out_last(path: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The weights after a step whose last micro-batch leaves out a block; of the run that saves, and of the resumed."""
+    found = []
+    for resumed in (False, True):
+        fabric = new_fabric("fsdp_native", 2, options)
+        net = LeavingOut(1 - resumed, of=2)
+        net.load_state_dict(oracle.new_net().state_dict())
+        model, optimizer = fabric.setup(net, oracle.momentum(net))
+        state = {"model": model, "optimizer": optimizer, "gradients": fsdp_core.AccumulatedGradients(model)}
+        (x, y), (x2, y2) = (
+            (x[fabric.global_rank :: 2], y[fabric.global_rank :: 2]) for x, y in oracle.global_batches(2)
+        )
+        if resumed:
+            fabric.load(path, state)
+        else:
+            with fabric.no_backward_sync(model):
+                fabric.backward(mse_loss(model(x), y) / 2)
+            fabric.save(path, state)
+        fabric.backward(mse_loss(model(x2), y2) / 2)
+        optimizer.step()
+        found.append(full_state(fabric.strategy))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, FLAT, WHOLE], ids=["sharded", "flat", "whole"])
+def test_gradients_of_a_unit_that_the_last_micro_batch_leaves_out(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """They were lost, or failed an assertion of FSDP1's, since only a unit that is visited reduces."""
+    net = LeavingOut(1, of=2)
+    net.load_state_dict(oracle.new_net().state_dict())
+    optimizer = oracle.momentum(net)
+    for x, y in oracle.global_batches(2):
+        (mse_loss(net(x), y) / 2).backward()
+    optimizer.step()
+    for went_on, resumed in ranks.run(2, left_out_last, str(tmp_path / "c"), options):
+        for name, tensor in net.state_dict().items():
+            for state in (went_on, resumed):
+                assert torch.allclose(state[name], tensor, rtol=0, atol=FP32_TOLERANCE), name
 
 
 def test_gradients_of_whole_parameters_are_resumed_in_full_precision(ranks: RankPool, tmp_path: Path) -> None:

@@ -48,16 +48,19 @@ def restore_to_units(
     root: FullyShardedDataParallel,
     own: Mapping[str, Callable[[], Tensor]],
     reduced: Mapping[str, Tensor | SavedTensor],
+    runtime: Runtime,
 ) -> None:
-    """Restore gradients that were returned by :func:`held_by_units`, or by another backend.
+    """Restore gradients that were returned by :func:`held_by_units`, or by another backend. All ranks must call it.
 
     Args:
         root: The root, sharded.
         own: Functions that read this rank's unreduced gradients, by the user's names.
         reduced: Reduced gradients by the user's names. Here and in ``own``, names that no unit has flattened are
             ignored.
+        runtime: The ranks.
     """
     members = dict(named_members(root))
+    unreduced_somewhere = set[str]().union(*runtime.gather_objects([name for name in members if name in own]))
     for unit in units_of(root):
         drop_gradients(unit)
         of_unit = {name: member for name, member in members.items() if member.unit is unit}
@@ -70,5 +73,5 @@ def restore_to_units(
         unreduced: dict[tuple[nn.Module, str], Callable[[], Tensor]] = {
             (member.owner, member.attribute): own[name] for name, member in of_unit.items() if name in own
         }
-        if unreduced:
+        if not unreduced_somewhere.isdisjoint(of_unit):
             set_unreduced_gradients(unit, unreduced)

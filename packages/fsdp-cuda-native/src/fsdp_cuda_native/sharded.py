@@ -66,6 +66,7 @@ class NativeSharded(Sharded):
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
             torch_private.watch_calls(unit)
+        torch_private.reduce_left_out(root)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
         self._replicated = ReplicatedParameters(in_order, root, runtime) if in_order else None
@@ -222,7 +223,7 @@ class NativeSharded(Sharded):
         flattened = {name for name, _ in named_members(self.root)}
         whole = {name: read for name, read in own.items() if name not in flattened}
         super().restore_gradients(whole, {n: grad for n, grad in reduced.items() if n not in flattened})
-        restore_to_units(self.root, own, reduced)
+        restore_to_units(self.root, own, reduced, self.runtime)
 
     # -- called by hooks -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ FSDP1 exposes neither its flat parameters nor the state of a forward pass throug
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,7 @@ __all__ = [
     "is_interrupted",
     "leave_gradients",
     "no_reduction",
+    "reduce_left_out",
     "reduce_unused",
     "reset",
     "reshard",
@@ -445,14 +446,69 @@ def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, 
 
 def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None:
     # the backward pass has reached the unit's output, but none of its parameters
-    if handle._training_state != HandleTrainingState.BACKWARD_PRE or not unit._sync_gradients:
+    if handle._training_state != HandleTrainingState.BACKWARD_PRE:
         return
+    if unit._sync_gradients:
+        _reduce(unit, handle)
+    else:
+        handle.flat_param._post_backward_called = True  # as on ranks that have used its parameters
+
+
+def _reduce(unit: FullyShardedDataParallel, handle: Any) -> None:
+    """Reduce what a unit has accumulated; zeros if that is nothing."""
     flat = handle.flat_param
     with torch.no_grad():
         if flat.grad is None:  # otherwise it is that of earlier micro-batches
             dtype = handle._fwd_bwd_param_dtype
             flat.grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
         _post_backward_hook(unit, handle, flat)
+
+
+def reduce_left_out(root: FullyShardedDataParallel) -> None:
+    """Let a backward pass that reduces gradients also reduce those of units that it does not visit.
+
+    An earlier micro-batch of an accumulation has used them, and this one has not. FSDP1 fails an assertion then; or, if
+    such a unit also has reduced gradients, or is not sharded, each rank goes on with other gradients without a word.
+    """
+    root.module.register_forward_hook(partial(_queue_left_out, weakref.ref(root)))
+
+
+def _queue_left_out(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any, output: Any) -> None:
+    root = of()
+    if root is not None and torch.is_grad_enabled():
+        _before_end_of_backward(root, output)
+
+
+def _before_end_of_backward(root: FullyShardedDataParallel, output: Any) -> None:
+    """Queue the reduction ahead of FSDP1's own end of the backward pass, whose hooks these tensors get next."""
+    state: Any = root
+
+    def queue(_: Tensor) -> None:
+        if not state._sync_gradients or is_interrupted(root):
+            return
+        waiting = [unit for unit in units_of(root) if handle_of(unit).flat_param.requires_grad and _has_waiting(unit)]
+        if waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_reduce_unvisited, waiting))
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(queue)
+
+
+def _has_waiting(unit: FullyShardedDataParallel) -> bool:
+    """Whether a backward pass has visited a unit without reducing its gradients, the same on all ranks."""
+    return bool(getattr(handle_of(unit).flat_param, "_post_backward_called", False))
+
+
+def _reduce_unvisited(units: Sequence[FullyShardedDataParallel]) -> None:
+    for unit in units:
+        handle: Any = handle_of(unit)
+        if handle._training_state == HandleTrainingState.BACKWARD_POST:
+            continue
+        unit.training_state = TrainingState.FORWARD_BACKWARD
+        handle._training_state = HandleTrainingState.BACKWARD_PRE
+        handle.prepare_gradient_for_backward()
+        _reduce(unit, handle)
 
 
 def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending: list[Pending]) -> None:
@@ -474,6 +530,7 @@ def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending
             pending.append(Pending(unit=unit, node=node))
     if root.training_state == TrainingState.FORWARD_BACKWARD:
         leave_gradients(root)
+        _before_end_of_backward(root, loss)
         _post_forward(root, handle_of(root), _post_forward_reshard, root, None, loss)
 
 

@@ -42,10 +42,14 @@ def set_unreduced_gradients(
 
     Args:
         unit: The unit. The next reduction adds to the gradient set by :func:`set_reduced_gradient`.
-        gradients: Functions that read a gradient, by module and parameter name. Missing ones are zero.
+        gradients: Functions that read a gradient, by module and parameter name. Missing ones are zero. If there are
+            none, other ranks have some, and this one takes part in their reduction.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
+    flat._post_backward_called = True
+    if not gradients:
+        return
     found = {place: read() for place, read in gradients.items()}
     # without sharding they are reduced ones, in the dtype of the parameters
     dtype = handle._fwd_bwd_param_dtype if handle.uses_sharded_strategy else next(iter(found.values())).dtype
@@ -108,6 +112,7 @@ def drop_gradients(unit: FullyShardedDataParallel) -> None:
     """Drop every gradient of a unit."""
     flat = handle_of(unit).flat_param
     flat.grad = None
+    flat._post_backward_called = False  # nothing waits for its reduction
     if hasattr(flat, "_saved_grad_shard"):
         del flat._saved_grad_shard
     for parameter in flat._params or ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,13 +40,21 @@ class Repeating(Net):
         return output
 
 
-class Growing(Net):
-    """Leaves out a block in its first forward pass, as nets do that drop layers or add them while they train."""
+class LeavingOut(Net):
+    """Leaves out a block in some of its forward passes, as nets do that drop layers or add them while they train.
 
-    called = False
+    Args:
+        call: The number of such a forward pass.
+        of: After how many it is left out again.
+    """
+
+    def __init__(self, call: int, of: int) -> None:
+        super().__init__()
+        self.call, self.of, self.calls = call, of, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        left_out, self.called = None if self.called else self.blocks[1], True
+        left_out = self.blocks[1] if self.calls % self.of == self.call else None
+        self.calls += 1
         x = self.inp(x) * self.scale
         for block in self.blocks:
             x = x if block is left_out else block(x)
@@ -115,6 +124,13 @@ def _backward_within(step: Hands) -> None:
     step.backward(step.loss(1))
 
 
+def _reduced_before(step: Hands) -> None:
+    step.backward(step.loss(0))
+    with step.unreduced():
+        step.backward(step.loss(1))
+    step.backward(step.loss(2))
+
+
 def _given_up(step: Hands) -> None:
     with step.unreduced():
         step.backward(step.loss(0))
@@ -137,6 +153,7 @@ ORDERS: dict[str, Callable[[Hands], None]] = {
     "two backward passes from one output": _from_one_output,
     "a forward pass within no_backward_sync": _forward_within,
     "a backward pass within no_backward_sync": _backward_within,
+    "no_backward_sync after a reduction": _reduced_before,
     "zero_grad within an accumulation": _given_up,
     "the model's zero_grad within an accumulation": _all_given_up,
 }
@@ -188,9 +205,9 @@ def _repeating() -> Repeating:
         return Repeating()
 
 
-def _growing() -> Growing:
+def _leaving_out(call: int, of: int) -> LeavingOut:
     with oracle.seeded(1):
-        return Growing()
+        return LeavingOut(call, of)
 
 
 def _assert_same_updates(ranks: list[Trained], want: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
@@ -237,9 +254,19 @@ class PassesSuite(Clauses):
     @precisions("bf16-mixed")
     def test_a_unit_that_the_first_micro_batch_leaves_out(self, ranks: Ranks, precision: str) -> None:
         """A unit that was never called before an accumulation must be trained by its later micro-batches."""
-        order, before = "a forward pass within no_backward_sync", _growing().state_dict()
-        _, want = _plain(order, _growing())
-        _assert_same_updates(ranks.run(2, _sharded, self.strategy, order, precision, _growing), want, before)
+        order, new_net = "a forward pass within no_backward_sync", partial(_leaving_out, 0, of=2 * STEPS)
+        _, want = _plain(order, new_net())
+        got = ranks.run(2, _sharded, self.strategy, order, precision, new_net)
+        _assert_same_updates(got, want, new_net().state_dict())
+
+    @requires(Capability.GRADIENT_ACCUMULATION)
+    @pytest.mark.parametrize(
+        ("order", "batches"), [("a forward pass within no_backward_sync", 2), ("no_backward_sync after a reduction", 3)]
+    )
+    def test_a_unit_that_the_last_micro_batch_leaves_out(self, ranks: Ranks, order: str, batches: int) -> None:
+        """Gradients that wait for their reduction must not be lost if the pass that reduces does not visit their unit."""
+        new_net = partial(_leaving_out, batches - 1, of=batches)
+        assert_same(ranks.run(2, _sharded, self.strategy, order, "32-true", new_net), _plain(order, new_net()))
 
     def test_a_unit_that_is_called_twice(self, ranks: Ranks) -> None:
         """A unit that is called twice in one forward pass must be trained as in plain torch."""
