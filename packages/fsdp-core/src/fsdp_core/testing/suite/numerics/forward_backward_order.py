@@ -264,7 +264,7 @@ class PassesSuite(Clauses):
         ("order", "batches"), [("a forward pass within no_backward_sync", 2), ("no_backward_sync after a reduction", 3)]
     )
     def test_a_unit_that_the_last_micro_batch_leaves_out(self, ranks: Ranks, order: str, batches: int) -> None:
-        """Gradients that wait for their reduction must not be lost if the pass that reduces does not visit their unit."""
+        """Gradients must not be lost if the backward pass that reduces them does not visit their unit."""
         new_net = partial(_leaving_out, batches - 1, of=batches)
         assert_same(ranks.run(2, _sharded, self.strategy, order, "32-true", new_net), _plain(order, new_net()))
 
