@@ -109,7 +109,7 @@ def is_variant(name: str) -> bool:
 OF_PYTORCH_OPTIMIZER = ("AdaFactor", "CAME", "Conda", "Kron", "NorMuon", "ScalableShampoo", "Shampoo", "SOAP")
 
 #: Those that take matrices apart from other parameters.
-BY_USE_MUON = ("AdaGO", "AdaMuon", "Muon", "NorMuon")
+BY_USE_MUON = ("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon")
 
 
 def by_name_of_pytorch_optimizer(name: str) -> Make:
