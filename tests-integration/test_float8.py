@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from fsdp_core.errors import FSDPError
 from fsdp_core.testing import RankPool, oracle
@@ -140,7 +141,7 @@ def on_rank(folder: str) -> Any:
         named_twice(),
         told_of({"float8": with_gathers()}, Stack()),
         told_of({"float8": "rowwise"}, Stack()),
-        told_of({"float8": True, "tensor_parallel_size": 2, "tp_plan": {}}, Stack()),
+        told_of({"float8": True, "tensor_parallel_size": 2, "tp_plan": {"blocks.*.up": ColwiseParallel()}}, Stack()),
     ]
 
 

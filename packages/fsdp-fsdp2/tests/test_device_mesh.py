@@ -53,7 +53,7 @@ def test_axis_of_one_rank(ranks: RankPool) -> None:
 
 
 def looked_at_on() -> int:
-    fabric = new_fabric("fsdp2", 2, {"tensor_parallel_size": 2, "tp_plan": {}})
+    fabric = new_fabric("fsdp2", 2, {"tensor_parallel_size": 2, "tp_plan": {"*.up": ColwiseParallel()}})
     strategy: Any = fabric.strategy
     size = strategy.device_mesh.size() if fabric.global_rank == 0 else 2
     fabric.barrier()
