@@ -32,6 +32,7 @@ from fsdp_fsdp2.torch_private import (
     gathered_shards,
     has_run,
     is_interrupted,
+    refuse_copies,
     set_unreduced_gradients,
     take_unfrozen,
     unreduced_gradients,
@@ -92,6 +93,7 @@ class FSDP2Sharded(Sharded):
         self.context: ContextParallel | None = None
         for unit in self.units:
             watch_calls(unit)
+            refuse_copies(unit)
         module.register_forward_pre_hook(_check_assigned, prepend=True)
         if casts:
             module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)

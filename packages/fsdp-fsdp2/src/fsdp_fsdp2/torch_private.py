@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
-from fsdp_core.sharding import GRADIENT_AXES, GatheredShard, UnitCalls
+from fsdp_core.sharding import GRADIENT_AXES, GatheredShard, UnitCalls, copy_refusal, sharded_around
 
 __all__ = [
     "AssignedData",
@@ -42,6 +42,7 @@ __all__ = [
     "parameters_of",
     "recomputes",
     "reduces_gradients",
+    "refuse_copies",
     "set_unreduced_gradients",
     "side_by_side",
     "take_filled",
@@ -623,6 +624,21 @@ def watch_calls(unit: FSDPModule) -> None:
     _put_around(after, None, leave.id)
 
 
+def refuse_copies(unit: FSDPModule) -> None:
+    """Let a copy of a unit raise what to write instead. torch's own refusal says to save its state dict."""
+
+    def refuse(module: FSDPModule, memo: dict[int, Any]) -> NoReturn:
+        around = sharded_around(cast("nn.Module", module))
+        raise copy_refusal(_users_class(module).__name__, "fully_shard" if around is None else around[0].strategy_name)
+
+    type(unit).__deepcopy__ = refuse  # type: ignore[attr-defined]
+
+
+def _users_class(module: FSDPModule) -> type:
+    """The class that ``fully_shard`` has put its own in front of."""
+    return type(module).__bases__[1]
+
+
 def _put_around(hooks: dict[int, Any], first: int | None, second: int) -> None:
     """Put hooks before and after those of ``fully_shard``, and leave the others in their order."""
     order = [key for key in hooks if key not in (first, second)]
@@ -654,8 +670,8 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
         states += [(module, key, module.__dict__.pop(key)) for key in (STATE_KEY, REGISTRY_KEY) if key in vars(module)]
     for hooks, key, _ in taken:
         hooks[key] = _nothing
-    for module, kind in classes:
-        module.__class__ = kind.__bases__[1]  # the user's class; FSDP's refuses copies
+    for module, _ in classes:
+        module.__class__ = _users_class(cast(FSDPModule, module))  # FSDP's refuses copies
     try:
         yield
     finally:

@@ -14,10 +14,11 @@ from fsdp_core.torch_private import without_torch_function
 __all__ = ["StepGradients", "guard", "plain", "unguard"]
 
 _INSTEAD = (
-    "Write self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm') to clip, and "
-    "optimizer.zero_grad() to forget. For the norm of the whole gradient, "
-    "self.trainer.strategy.sharded.clip_norm(parameters, float('inf')) takes the optimizer's parameters. Under a "
-    "strategy whose sharded parameters are DTensors, torch's own functions are right on self.parameters()."
+    "Write self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm') to clip, or under "
+    "Fabric fabric.clip_gradients(model, optimizer, max_norm=...), and optimizer.zero_grad() to forget. For the norm "
+    "of the whole gradient, self.trainer.strategy.sharded.clip_norm(parameters, float('inf')) takes the optimizer's "
+    "parameters; under Fabric it is a method of fabric.strategy.sharded_of(model). Under a strategy whose sharded "
+    "parameters are DTensors, torch's own functions are right on the model's parameters()."
 )
 
 

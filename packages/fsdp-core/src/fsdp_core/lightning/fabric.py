@@ -31,6 +31,7 @@ from fsdp_core.lightning.checkpoints.fabric_checkpoints import (
     save_checkpoint,
 )
 from fsdp_core.lightning.finite_gradients import refuse_nonfinite
+from fsdp_core.lightning.guarded_gradients import GuardedGradients
 from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.first_forwards import FirstForwards
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
@@ -122,6 +123,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._first_forwards: list[FirstForwards] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._gradients = GuardedGradients(lambda: self.optimizers, lambda: self.roots)
         self._signals: Signals | None = None
         self._num_nodes = 1
         super().__init__(
@@ -268,14 +270,17 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._check_loss()
         for forwards in self._first_forwards:
             forwards.check()
+        self._gradients.off()
         super().backward(tensor, module, *args, **kwargs)
         self._backward_sync_control.after_backward(self.roots)
+        self._gradients.on()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.async_saves is not None:
             self.async_saves.step()
         self._follow_added_parameters(optimizer, self.roots)
         closure = kwargs.pop("closure", None)
+        self._gradients.off()
         if closure is None:
             self._check_gradients(optimizer)
         else:
@@ -287,10 +292,12 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._unreduced.clear()
         for root in self.roots:
             root.reshard()
+        self._gradients.on()
         return output
 
     def _evaluate(self, closure: Callable[[], Any], optimizer: Any) -> Any:
         result = closure()
+        self._gradients.off()
         self._check_gradients(optimizer)
         return result
 
@@ -353,16 +360,20 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         self.require(Capability.CLIP_BY_NORM, f"clip_gradients(max_norm={max_norm})")
-        self.precision.unscale_gradients(optimizer)
-        self._check_gradients(optimizer)  # clipping would spread what is not finite to all of them
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return self._root_around(module).clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+        root = self._root_around(module)
+        with self._gradients.while_off():
+            self.precision.unscale_gradients(optimizer)
+            self._check_gradients(optimizer)  # clipping would spread what is not finite to all of them
+            return root.clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         self.require(Capability.CLIP_BY_VALUE, f"clip_gradients(clip_val={clip_val})")
-        self.precision.unscale_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._root_around(module).clip_value(parameters, float(clip_val))
+        root = self._root_around(module)
+        with self._gradients.while_off():
+            self.precision.unscale_gradients(optimizer)
+            root.clip_value(parameters, float(clip_val))
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self._reduced(tensor, group, reduce_op)
@@ -395,7 +406,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     ) -> None:
         self._check_saving(self.roots)
         place = self.place_of(path)
-        save_checkpoint(self, place, state, storage_options, filter or {})
+        with self._gradients.while_off():
+            save_checkpoint(self, place, state, storage_options, filter or {})
         if place.is_reported:
             self.wait_for_saves()
 
@@ -411,6 +423,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         return load_checkpoint(self, self.first_of(paths_of(path), "load"), state, strict, weights_only)
 
     def teardown(self) -> None:
+        self._gradients.off()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision.teardown()

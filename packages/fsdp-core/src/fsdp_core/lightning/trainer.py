@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -21,7 +21,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration import migrate_checkpoint
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
@@ -30,7 +29,6 @@ from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of
 from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import ShardingError
-from fsdp_core.gradients.step_gradients import guard, unguard
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
 from fsdp_core.lightning.checkpoints.deferred_copies import copied_after
@@ -42,6 +40,7 @@ from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume, check_folders_of
 from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
 from fsdp_core.lightning.finite_gradients import refuse_nonfinite
+from fsdp_core.lightning.guarded_gradients import GuardedGradients
 from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
 from fsdp_core.lightning.hooks.metrics import gather_metrics_over_data
@@ -160,8 +159,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
-        self._last_guarded: list[int] = []
-        self._held_in_pieces: list[Tensor] = []
+        self._gradients = GuardedGradients(lambda: self.optimizers, lambda: [self.sharded])
         self._trainer: pl.Trainer | None = None
         self._fitting = False
         #: The checkpoint that this rank has chosen to go on from.
@@ -196,7 +194,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         asked = ShardPrecision.named(name)
         check_precision(self.strategy_name, asked)
         precision = self.backend.effective_precision(asked)
-        self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler, self._guarded_pieces)
+        self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler, self._gradients.while_on)
 
     @property
     def shard_precision(self) -> ShardPrecision:
@@ -366,7 +364,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             if self._writes is not None:
                 self._writes.stop()
                 self._writes = None
-            self._unguard()
+            self._gradients.off()
 
     def _check_writes(self, ranks: Runtime | None = None) -> None:
         if self._writes is not None:
@@ -429,7 +427,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._check_loss()
         if self.is_stepping_by_hand:
-            self._unguard()
+            self._gradients.off()
             self._check_writes()
             self.sharded.suspend_forward(closure_loss)
 
@@ -439,33 +437,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._unreduced.add(self.sharded)
         if self.is_stepping_by_hand:
             self.sharded.resume_forward()
-            self._guard()
-
-    def _pieces(self) -> Iterator[Tensor | None]:
-        """This rank's pieces of gradients that are plain tensors, which, unlike DTensors, compute on one rank."""
-        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if list(map(id, held)) != self._last_guarded:  # called several times a step, in which it rarely changes
-            self._last_guarded = list(map(id, held))
-            self._held_in_pieces = [p for p in held if not isinstance(p, DTensor) and self.sharded.holds_part(p)]
-        return (p.grad for p in self._held_in_pieces)
-
-    def _guard(self) -> None:
-        """Refuse computations on gradients that would only see this rank's pieces."""
-        guard(self._pieces())
-        refuse_values_of_parts(True)
-
-    def _unguard(self) -> None:
-        unguard(self._pieces())
-        refuse_values_of_parts(False)
-
-    @contextmanager
-    def _guarded_pieces(self) -> Iterator[None]:
-        """Refuse such computations in the user's hooks."""
-        self._guard()
-        try:
-            yield
-        finally:
-            self._unguard()
+            self._gradients.on()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         sharded = self.sharded
@@ -483,7 +455,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         def closure_inside_forward() -> Any:
             sharded.resume_forward()
             result = closure()
-            self._unguard()
+            self._gradients.off()
             self._check_writes()
             sharded.suspend_forward()
             return result
@@ -497,7 +469,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             sharded.resume_forward()
             if self._writes is not None:
                 self._writes.renew()
-            self._guard()
+            self._gradients.on()
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raise if ``error_if_nonfinite`` was given and a gradient is not finite, unless a gradient scaler decides."""

@@ -23,7 +23,7 @@ from fsdp_core.sharding.flat import (
 )
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
-from fsdp_core.sharding.sharded import Sharded, StateTensor, sharded_around, sharded_of
+from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
 from fsdp_core.sharding.unit_calls import UnitCalls
 from fsdp_core.sharding.wrap_policy import (
     ActivationCheckpointingPolicy,
@@ -65,6 +65,7 @@ __all__ = [
     "checkpoint_activations",
     "clip_grads_by_norm",
     "clip_grads_by_value",
+    "copy_refusal",
     "current_split",
     "describe_policy",
     "is_flattened",

@@ -31,7 +31,7 @@ from fsdp_core.state.saved_tensor import SavedTensor
 if TYPE_CHECKING:
     from fsdp_core.sharding.backend import Backend
 
-__all__ = ["Sharded", "StateTensor", "sharded_around", "sharded_of"]
+__all__ = ["Sharded", "StateTensor", "copy_refusal", "sharded_around", "sharded_of"]
 
 #: The value of a parameter in a checkpoint: a DTensor, a tensor that is the same on every rank, this rank's chunks, or,
 #: on loading, a handle to the saved tensor.
@@ -93,12 +93,7 @@ class Sharded(ABC):
         """
         is_with_module = any(id(module) in memo for module in self._modules())
         if self.root not in gathered_modules and (self._is_in_pieces() or not is_with_module):
-            raise ShardingError(
-                f"a copy of {self.class_name} was asked for while {self.strategy_name!r} has it sharded: it would hold "
-                "what this rank has of it, as if it were a model.\n"
-                "Copy the model before it is sharded, in __init__() or configure_model(), or before fabric.setup(); or "
-                "copy the user's module within fsdp_core.gathered(module), on all ranks, where its values are whole."
-            )
+            raise copy_refusal(self.class_name, self.strategy_name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.root not in gathered_modules and self._is_in_pieces():
@@ -382,6 +377,21 @@ class Sharded(ABC):
             CheckpointMismatchError: A gradient belongs to no parameter that can take it, or has another shape.
         """
         restore_at_parameters(self.layout(), type(self.root).__name__, own, reduced)
+
+
+def copy_refusal(class_name: str, strategy_name: str) -> ShardingError:
+    """The error to raise for a copy of a sharded module.
+
+    Args:
+        class_name: The user's class.
+        strategy_name: The name of the strategy that has it sharded.
+    """
+    return ShardingError(
+        f"a copy of {class_name} was asked for while {strategy_name!r} has it sharded: it would hold what this rank "
+        "has of it, as if it were a model.\n"
+        "Copy the model before it is sharded, in __init__() or configure_model(), or before fabric.setup(); or copy "
+        "the user's module within fsdp_core.gathered(module), on all ranks, where its values are whole."
+    )
 
 
 def sharded_of(module: nn.Module) -> Sharded | None:

@@ -288,7 +288,7 @@ def _hand_on(strategy: str, tmp: str) -> list[str]:
 
 
 def _copied(strategy: str) -> list[str]:
-    """The copies of a sharded module that succeeded but don't hold whole parameters."""
+    """What is wrong of copies of a sharded module: they don't hold whole parameters, or were refused without help."""
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     shapes = {name: tuple(p.shape) for name, p in net.named_parameters()}
@@ -301,7 +301,11 @@ def _copied(strategy: str) -> list[str]:
     for way, copied in ways.items():
         try:
             made = copied()
-        except Exception:  # refused, by torch or by the backend
+        except ShardingError as refused:
+            if not all(
+                part in str(refused) for part in (repr(strategy), "in __init__()", "fsdp_core.gathered(module)")
+            ):
+                wrong.append(f"{way} is refused without saying what to write: {refused}")
             continue
         user: nn.Module = getattr(made, "_original_module", made)
         if {name: tuple(p.shape) for name, p in user.named_parameters()} != shapes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires
+from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "losses_of", "root_used_twice"]
@@ -194,6 +195,76 @@ def _hooks_look(
     except (ShardingError, UnsupportedCapabilityError) as refused:
         return str(refused)
     return means(module.losses), module.seen
+
+
+def norm_of(gradients: list[Tensor]) -> float:
+    """What torch says of gradients, as one writes it for plain tensors and for DTensors."""
+    norm: Any = torch.nn.utils.get_total_norm(gradients)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def clipped(held: list[nn.Parameter]) -> float:
+    """What torch's clipping says the norm was."""
+    norm: Any = torch.nn.utils.clip_grad_norm_(held, 0.1)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def clipped_by_value(held: list[nn.Parameter]) -> float:
+    """Nothing that is computed of several elements, which is right on pieces too."""
+    torch.nn.utils.clip_grad_value_(held, 0.05)
+    return 0.0
+
+
+#: What scripts under Fabric do with gradients between ``fabric.backward()`` and the step, or after it.
+FABRIC_LOOKS: dict[str, Callable[[list[nn.Parameter]], float]] = {
+    "clipped": clipped,
+    "clipped by value": clipped_by_value,
+    "all at once": lambda held: norm_of([p.grad for p in held if p.grad is not None]),
+    "one by one": lambda held: sum(float(p.grad.norm()) for p in held if p.grad is not None),
+}
+
+
+def _looks_under_fabric(strategy: str, what: str, is_stepped: bool) -> tuple[list[float], list[float], Any] | str:
+    """Losses, what was seen of gradients before or after steps, and the parameters at the end; or the error message."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    held = list(model.parameters())
+    losses, seen = [], []
+    try:
+        for x, y in whole_batches(fabric, 3):
+            loss = mse_loss(model(x), y)
+            fabric.backward(loss)
+            losses.append(loss.detach())
+            if not is_stepped:
+                seen.append(FABRIC_LOOKS[what](held))
+            fabric.clip_gradients(model, optimizer, max_norm=0.05)
+            optimizer.step()
+            if is_stepped:
+                seen.append(FABRIC_LOOKS[what](held))
+            optimizer.zero_grad()
+    except (ShardingError, UnsupportedCapabilityError) as refused:
+        return str(refused)
+    return means(losses), seen, full_state(fabric.strategy)
+
+
+def _plain_looks(what: str, is_stepped: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The same in one process, without Lightning."""
+    net = oracle.new_net()
+    optimizer, held = oracle.momentum(net), list(net.parameters())
+    losses, seen = [], []
+    for x, y in oracle.global_batches(3):
+        loss = mse_loss(net(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        if not is_stepped:
+            seen.append(FABRIC_LOOKS[what](held))
+        nn.utils.clip_grad_norm_(held, 0.05)
+        optimizer.step()
+        if is_stepped:
+            seen.append(FABRIC_LOOKS[what](held))
+        optimizer.zero_grad()
+    return losses, seen, net.state_dict()
 
 
 class UsesRootTwice(Lit):
@@ -423,6 +494,22 @@ class LoopsSuite(Clauses):
             else:
                 assert outcome[0] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
                 assert outcome[1] == pytest.approx(plain.seen, abs=FP32_TOLERANCE)
+
+    @requires(Capability.CLIP_BY_NORM)
+    @pytest.mark.parametrize("is_stepped", [False, True], ids=["before the step", "after it"])
+    @pytest.mark.parametrize("what", FABRIC_LOOKS)
+    def test_torchs_functions_on_gradients_under_fabric(self, ranks: Ranks, what: str, is_stepped: bool) -> None:
+        """What torch computes of gradients between two steps must be of whole ones, or be refused on every rank."""
+        losses, seen, state = _plain_looks(what, is_stepped)
+        for outcome in ranks.run(2, _looks_under_fabric, self.strategy, what, is_stepped):
+            if isinstance(outcome, str) and "read from a DTensor" in outcome:
+                assert_says(outcome, "this rank computed from its shards alone", "Write float(value.full_tensor())")
+            elif isinstance(outcome, str):
+                assert what != "clipped by value", outcome
+                assert_says(outcome, "piece", "fabric.clip_gradients(model, optimizer, max_norm=...)")
+            else:
+                assert outcome[1] == pytest.approx(seen, abs=FP32_TOLERANCE)
+                assert_same([(outcome[0], outcome[2])], (losses, state))
 
     @requires(
         Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM, Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING

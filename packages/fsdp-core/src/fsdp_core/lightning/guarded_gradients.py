@@ -1,0 +1,73 @@
+"""What users compute of gradients between a backward pass and a step: right, or refused, and never of a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import ref
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_core.gradients.step_gradients import guard, unguard
+from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts
+from fsdp_core.sharding.sharded import Sharded
+
+__all__ = ["GuardedGradients"]
+
+
+class GuardedGradients:
+    """Refuses computations on gradients that would only see this rank's pieces, while it is on.
+
+    ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` would otherwise clip each rank's pieces by a norm of
+    its own, without a word, where the pieces are plain tensors. DTensors compute over all ranks; of them, the value of
+    a result that is not reduced yet can't be read.
+
+    Args:
+        optimizers: Returns the optimizers whose parameters' gradients are guarded.
+        roots: Returns the modules that they train.
+    """
+
+    def __init__(self, optimizers: Callable[[], Iterable[Optimizer]], roots: Callable[[], Sequence[Sharded]]) -> None:
+        self._optimizers, self._roots = optimizers, roots
+        self._held: list[ref[Tensor]] = []  # what was held when the next was computed, which is rarely changed
+        self._in_pieces: list[ref[Tensor]] = []
+
+    def on(self) -> None:
+        """Refuse them from now on: a backward pass or a step has ended."""
+        guard(self._gradients())
+        refuse_values_of_parts(True)
+
+    def off(self) -> None:
+        """Allow them: the library is about to compute with gradients."""
+        unguard(self._gradients())
+        refuse_values_of_parts(False)
+
+    @contextmanager
+    def while_on(self) -> Iterator[None]:
+        """Context of the user's code between such calls, such as a hook."""
+        self.on()
+        try:
+            yield
+        finally:
+            self.off()
+
+    @contextmanager
+    def while_off(self) -> Iterator[None]:
+        """Context of the library's code between the user's."""
+        self.off()
+        try:
+            yield
+        finally:
+            self.on()
+
+    def _gradients(self) -> Iterator[Tensor | None]:
+        """This rank's pieces of gradients that are plain tensors."""
+        held = [p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]]
+        if len(held) != len(self._held) or any(p is not known() for p, known in zip(held, self._held, strict=True)):
+            self._held = [ref(p) for p in held]
+            roots = self._roots()
+            pieces = (p for p in held if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots))
+            self._in_pieces = [ref(p) for p in pieces]
+        return (p.grad for piece in self._in_pieces if (p := piece()) is not None)
