@@ -98,6 +98,17 @@ def of_timm() -> dict[str, tuple[Make, tuple[bool, bool]]]:
     return found
 
 
+def right_without_scalars() -> list[str]:
+    """Those that docs/optimizers.md says to be refused under fsdp2 only where a parameter is 0-dim."""
+    return [
+        f"{package} {name}"
+        for package in ("timm", "pytorch_optimizer")
+        for first, *cells in rows(package)
+        if cells[0].startswith("refused if a parameter is 0-dim") and cells[0].endswith("otherwise right")
+        for name in names_of_timm(first)
+    ]
+
+
 def is_variant(name: str) -> bool:
     """Whether a name of timm's is that of a corrected or a cautious variant, which slow_optimizers.py runs."""
     names = {one.partition(" ")[2] for one in of_timm()}
@@ -173,23 +184,23 @@ OPTIMIZERS: dict[str, tuple[Make, tuple[bool, bool]]] = {
 
 
 class Small(nn.Module):
-    """Matrices and vectors that two ranks divide evenly or not, and a 0-dim parameter."""
+    """Matrices and vectors that two ranks divide evenly or not, and on request a 0-dim parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_scalar: bool) -> None:
         super().__init__()
         self.up = nn.Linear(FEATURES, 8)
         self.middle = nn.Linear(8, 5)
         self.down = nn.Linear(5, FEATURES)
-        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.gain = nn.Parameter(torch.tensor(0.7)) if has_scalar else 0.7
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.gain * self.down(torch.tanh(self.middle(torch.tanh(self.up(x)))))
         return output
 
 
-def new_small() -> Small:
+def new_small(has_scalar: bool = True) -> Small:
     with oracle.seeded(7):
-        return Small()
+        return Small(has_scalar)
 
 
 def steps(model: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]], backward: Callable[[Tensor], Any]) -> None:

@@ -57,6 +57,7 @@ FAULTS = (
     "evaluation_forgets_micro_batches",
     "zero_grad_forgets_shards_alone",
     "steps_without_reduction",
+    "pieces_unguarded",
     # loops
     "stale_in_forward",
     "requires_grad_not_followed",

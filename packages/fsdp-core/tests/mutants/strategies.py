@@ -101,6 +101,15 @@ class StepsWithoutReduction(LoopbackFabricStrategy):
         control.check_reduced = lambda *_: None
 
 
+class GuardsNothing(LoopbackFabricStrategy):
+    """Lets torch compute norms of a rank's pieces of gradients."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        gradients: Any = self._gradients
+        gradients.on = lambda: None
+
+
 class SavesApart(LoopbackFabricStrategy):
     """Saves at the path that each rank names, as if all of them were one."""
 
@@ -143,6 +152,7 @@ FABRICS: dict[str, type[LoopbackFabricStrategy]] = {
     "nonfinite_local": LooksAtOwnGradients,
     "signal_not_told": GoesOn,
     "steps_without_reduction": StepsWithoutReduction,
+    "pieces_unguarded": GuardsNothing,
     "saved_apart": SavesApart,
     "models_kept": KeepsItsModels,
 }
