@@ -175,7 +175,13 @@ def uv_install(session: nox.Session, python: str, *what: str, pins: Path | None 
 
 
 def kept_environment(
-    session: nox.Session, name: str, sources: list[Path], fill: Callable[[str], None], *, with_pip: bool = True
+    session: nox.Session,
+    name: str,
+    sources: list[Path],
+    fill: Callable[[str], None],
+    *,
+    with_pip: bool = True,
+    interpreter: str = sys.executable,
 ) -> str:
     """The interpreter of ``.nox/NAME``, which is made again when one of the sources, or this file, has changed.
 
@@ -187,6 +193,7 @@ def kept_environment(
         sources: The files that say what is in it.
         fill: Installs, given the interpreter.
         with_pip: Whether it needs a pip of its own: not if it sees another's, nor for uv.
+        interpreter: The Python that it is made with.
     """
     place = ROOT / ".nox" / name
     python = place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -198,7 +205,7 @@ def kept_environment(
             return str(python)
         stamp.unlink(missing_ok=True)
         words = ("--clear", *([] if with_pip else ["--without-pip"]))
-        session.run_install(sys.executable, "-m", "venv", *words, str(place), external=True)
+        session.run_install(interpreter, "-m", "venv", *words, str(place), external=True)
         fill(str(python))
         stamp.write_text(state)
     return str(python)
@@ -517,38 +524,98 @@ def example(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def hardware(session: nox.Session) -> None:
-    """Tests on real devices: `-- xla` on a TPU VM, `-- cuda` on a machine with four GPUs. CI has neither."""
+    """Tests on real devices: `-- xla` on a TPU VM, `-- cuda` on a machine with a GPU or more. CI has neither."""
     kinds = [word for word in session.posargs if word in ("xla", "cuda")]
     if len(kinds) != 1:
-        session.error("type `python -m nox -s hardware -- xla` on a TPU VM, or `-- cuda` on a machine with four GPUs")
+        session.error(
+            "type `python -m nox -s hardware -- xla` on a TPU VM, or `-- cuda` on a machine with a GPU or more"
+        )
     words = [word for word in session.posargs if word not in kinds]
     if kinds == ["xla"]:
-        package = PACKAGES["fsdp-xla"]
-        if not tpu_chips():
-            session.error(
-                "no TPU is attached to this machine (no PCI device of Google's). On a TPU VM, type\n"
-                "    python -m nox -s hardware -- xla\n"
-                "and here, where XLA's CPU devices stand in for chips,\n"
-                '    python -m nox -s "tests(fsdp-xla)"'
-            )
-        python = own_python(session, package, "torch_xla[tpu]", name="fsdp-xla-tpu")
-        tests = str(package.path / "tests/test_everywhere.py")
-        environment: dict[str, str | None] = {"PJRT_DEVICE": "TPU", "FSDP_XLA_TESTS_ON": "TPU", "CPU_NUM_DEVICES": None}
-        session.run(python, "-m", "pytest", tests, *words, env=environment, external=True)
-        return
-    found = gpus()
-    if found < 4:
+        hardware_xla(session, words)
+    else:
+        hardware_cuda(session, words)
+
+
+def hardware_xla(session: nox.Session, words: list[str]) -> None:
+    """The tests of fsdp-xla that hold on any device, on TPUs. The words go to pytest."""
+    package = PACKAGES["fsdp-xla"]
+    if not tpu_chips():
         session.error(
-            f"{found or 'no'} CUDA device{'s' * (found != 1)} here (by nvidia-smi), and the suites start up to four "
-            "ranks, each on its own. On a machine with four GPUs, type\n"
+            "no TPU is attached to this machine (no PCI device of Google's). On a TPU VM, type\n"
+            "    python -m nox -s hardware -- xla\n"
+            "and here, where XLA's CPU devices stand in for chips,\n"
+            '    python -m nox -s "tests(fsdp-xla)"'
+        )
+    python = own_python(session, package, "torch_xla[tpu]", name="fsdp-xla-tpu")
+    tests = str(package.path / "tests/test_everywhere.py")
+    environment: dict[str, str | None] = {"PJRT_DEVICE": "TPU", "FSDP_XLA_TESTS_ON": "TPU", "CPU_NUM_DEVICES": None}
+    session.run(python, "-m", "pytest", tests, *words, env=environment, external=True)
+
+
+#: The suites start up to so many ranks, each on a GPU of its own.
+GPUS_OF_SUITES = 4
+
+
+def hardware_cuda(session: nox.Session, words: list[str]) -> None:
+    """The prepared run on GPUs, `tests-integration/gpu/`, and the whole suites where each rank can have one.
+
+    The words go to the run; `--minutes 8` and `--out build/gpu-run` are its defaults.
+    """
+    count = gpus()
+    if not count:
+        session.error(
+            "no CUDA device here (by nvidia-smi). On a machine with a GPU or more, type\n"
             "    python -m nox -s hardware -- cuda\n"
             "and here, where ranks are processes on the CPU,\n"
-            '    python -m nox -s "tests(fsdp-fsdp2)" "tests(fsdp-cuda-native)"'
+            '    python -m nox -s "tests(fsdp-fsdp2)" "tests(fsdp-cuda-native)"\n'
+            "    python -m nox -s card    # a rehearsal of that run"
         )
-    python = shared_python(session)
+    out = [] if "--out" in words else ["--out", fresh_folder("gpu-run")]
+    python = layered(session, "hardware", SHARING, "torchao", *TRANSFORMERS)
+    session.run(python, "tests-integration/gpu/run.py", "--installed", *out, *words, external=True)
+    if count < GPUS_OF_SUITES:
+        session.log(f"The whole suites need {GPUS_OF_SUITES} GPUs, and {count} are here: ranks have shared them")
+        return
     for name in ("fsdp-fsdp2", "fsdp-cuda-native"):  # one after the other, for the files have one name
         suite = f"packages/{name}/tests/test_conformance.py"
-        session.run(python, "-m", "pytest", suite, *words, env={"FSDP_TESTS_ACCELERATOR": "cuda"}, external=True)
+        session.run(python, "-m", "pytest", suite, env={"FSDP_TESTS_ACCELERATOR": "cuda"}, external=True)
+
+
+def fresh_folder(name: str) -> str:
+    """A folder in ``build/`` that is not there yet."""
+    path = ROOT / "build" / name
+    shutil.rmtree(path, ignore_errors=True)
+    return str(path)
+
+
+#: What a machine with a card is expected to have, and its releases.
+CARD_PINS = ROOT / "tests-integration/gpu/constraints.txt"
+
+
+@nox.session(python=False)
+def card(session: nox.Session) -> None:
+    """Rehearse the run on a GPU, on the CPU: packed, Python 3.12, torch 2.11. Words after `--` go to the run."""
+
+    def fill(python: str) -> None:
+        names = [line.split("==")[0] for line in CARD_PINS.read_text(encoding="utf-8").splitlines() if "==" in line]
+        uv_install(session, python, *names, pins=CARD_PINS)
+
+    python = kept_environment(session, "card", [CARD_PINS], fill, interpreter=other_python(session, "3.12"))
+    session.run(third_party(session), "tests-integration/gpu/pack.py", external=True)
+    words = ("--minutes", "8", "--out", fresh_folder("gpu-rehearsal"), *session.posargs)
+    without_index = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": None, "HF_HUB_OFFLINE": "1"}
+    session.run(python, "tests-integration/gpu/run.py", *words, env=without_index, external=True)
+
+
+def other_python(session: nox.Session, version: str) -> str:
+    """An interpreter of another release of Python: the one on the path, or one of pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    on_path = [path for path in [shutil.which(f"python{version}")] if path]
+    for candidate in (*on_path, *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))):
+        if subprocess.run([candidate, "-c", "import ssl, venv"], capture_output=True, check=False).returncode == 0:
+            return candidate  # pyenv's own commands fail for a release that is not chosen
+    session.error(f"Python {version} is not here. Install it, and put python{version} on the path")
 
 
 def tpu_chips() -> int:

@@ -29,6 +29,7 @@ __all__ = [
     "import_function",
     "leave_out_of_collections",
     "raise_failures",
+    "ranks_are_nodes",
 ]
 
 #: What ranks are: connected processes, threads of one process, or one process that drives all devices.
@@ -315,22 +316,13 @@ def _call(
 
     environment = dict(os.environ)
     sys.path[:] = path
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="fsdp-core-ranks",
-    )
+    os.environ.update(_rank_environment(rank, world_size, port))
     try:
         args = receive()
         function = import_function(module, name)
         leave_out_of_collections()
         torch.manual_seed(0)
-        return function(*args)
+        return _in_host_memory(function(*args))
     finally:
         if dist.is_initialized():
             from fsdp_core.torch_private import note_meshes
@@ -341,6 +333,38 @@ def _call(
             del os.environ[variable]
         os.environ.update(environment)
         gc.collect()
+
+
+def _in_host_memory(result: Any) -> Any:
+    """A result with copies of the tensors of a device: no process can read that memory when its owner has ended."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda tensor: tensor.cpu() if tensor.is_cuda else tensor, result)
+
+
+def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables of a rank, as ``torchrun`` sets them: of one host with all ranks, or of a host for each rank."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "fsdp-core-ranks",
+    }
+    if not ranks_are_nodes():
+        return variables | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
+    variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+    # NCCL refuses two ranks of one host on one device. Ranks of several hosts talk through sockets, here of this host.
+    return variables | {"NCCL_HOSTID": f"fsdp-core-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def ranks_are_nodes() -> bool:
+    """Whether each rank is a node with one device, so that several ranks can share it.
+
+    The environment variable ``FSDP_TESTS_RANKS_ARE_NODES=1`` asks for it, where there are fewer devices than ranks.
+    """
+    return os.environ.get("FSDP_TESTS_RANKS_ARE_NODES", "0") == "1"
 
 
 _modules_left_out = 0

@@ -37,7 +37,7 @@ def sharded_by(strategy: Any) -> Sharded:
 
 
 def full_state(strategy: Any, sharded: Sharded | None = None) -> dict[str, Any]:
-    """The full state of a root by name, copied, on every rank. All ranks must call it.
+    """The full state of a root by name, copied to host memory, on every rank. All ranks must call it.
 
     Args:
         strategy: The strategy of a Trainer or Fabric.
@@ -45,11 +45,11 @@ def full_state(strategy: Any, sharded: Sharded | None = None) -> dict[str, Any]:
     """
     state = (sharded_by(strategy) if sharded is None else sharded).model_state()
     gathered = each_whole(state, strategy.runtime)
-    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in gathered}
+    return {name: _host_copy(value) for name, value in gathered}
 
 
 def full_optimizer_state(strategy: Any, optimizer: Any, sharded: Sharded | None = None) -> dict[str, dict[str, Any]]:
-    """The full state of an optimizer by parameter name, on every rank. All ranks must call it.
+    """The full state of an optimizer by parameter name, in host memory, on every rank. All ranks must call it.
 
     Args:
         strategy: The strategy of a Trainer or Fabric.
@@ -61,8 +61,13 @@ def full_optimizer_state(strategy: Any, optimizer: Any, sharded: Sharded | None 
     flat = {(name, key): state[name][key] for name in sorted(state) for key in sorted(state[name])}
     found: dict[str, dict[str, Any]] = {name: {} for name in sorted(state)}
     for (name, key), value in each_whole(flat, strategy.runtime):
-        found[name][key] = value
+        found[name][key] = _host_copy(value)
     return found
+
+
+def _host_copy(value: Any) -> Any:
+    """A copy of a tensor, as a rank returns it: a process can't open another's device memory after that has ended."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 def copied_state(module: nn.Module) -> dict[str, Tensor]:

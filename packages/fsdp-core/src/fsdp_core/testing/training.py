@@ -19,6 +19,7 @@ from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
 from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
 from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.ranks import ranks_are_nodes
 from fsdp_core.testing.state import full_state
 
 __all__ = [
@@ -98,10 +99,15 @@ def _accelerator() -> str:
     return os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu")
 
 
+def _devices(world_size: int) -> dict[str, int]:
+    """The arguments of Trainer and Fabric for so many ranks."""
+    return {"devices": 1, "num_nodes": world_size} if ranks_are_nodes() else {"devices": world_size}
+
+
 def new_trainer(
     tmp: str | Path, strategy: str, world_size: int = 1, options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> pl.Trainer:
-    """A Trainer for one epoch on the CPU, without progress bar, logger and checkpoints.
+    """A Trainer for one epoch, without progress bar, logger and checkpoints: on the CPU unless ``hardware`` says else.
 
     Args:
         tmp: The folder that it may write to.
@@ -112,7 +118,7 @@ def new_trainer(
     """
     quiet: dict[str, Any] = {
         "accelerator": _accelerator(),
-        "devices": world_size,
+        **_devices(world_size),
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -126,9 +132,9 @@ def new_trainer(
 def new_fabric(
     strategy: str, world_size: int = 2, options: Mapping[str, Any] | None = None, precision: Any = None
 ) -> Fabric:
-    """A Fabric on the CPU, launched. Its arguments are those of :func:`new_trainer`."""
+    """A Fabric, launched. Its device and its arguments are those of :func:`new_trainer`."""
     chosen = strategy_argument(strategy, "fabric", options)
-    fabric = Fabric(accelerator=_accelerator(), devices=world_size, strategy=chosen, precision=precision)
+    fabric = Fabric(accelerator=_accelerator(), strategy=chosen, precision=precision, **_devices(world_size))
     fabric.launch()
     return fabric
 

@@ -1,0 +1,43 @@
+"""The device that the run is on: a CUDA card, or the CPU on which it is rehearsed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from records import RECORDS, Records
+
+__all__ = ["ACCELERATOR", "DEVICE", "HAS_CARD", "arguments", "synchronize"]
+
+HAS_CARD = torch.cuda.is_available()
+#: The first card, or the CPU: what one rank uses.
+DEVICE = torch.device("cuda", 0) if HAS_CARD else torch.device("cpu")
+#: Lightning's name of the accelerator.
+ACCELERATOR = DEVICE.type
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that it was given."""
+    if HAS_CARD:
+        torch.cuda.synchronize()
+
+
+def arguments(part: str, description: str | None) -> tuple[argparse.Namespace, Records]:
+    """Read the command line of a part: ``--out``, ``--tiny`` and ``--seconds``.
+
+    Args:
+        part: The part's name.
+        description: The text of ``--help``.
+
+    Returns:
+        The arguments, and the records in the folder ``--out``.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, required=True, help="the folder for records and logs")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal on a CPU")
+    parser.add_argument("--seconds", type=float, default=120.0, help="what is not begun by then is left out, and said")
+    words = parser.parse_args()
+    if not HAS_CARD:
+        torch.set_num_threads(1)
+    return words, Records(words.out / RECORDS, part, judges=not words.tiny)

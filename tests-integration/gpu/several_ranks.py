@@ -1,0 +1,227 @@
+"""Part 3: ranks that share one card over NCCL, or have one each: clauses of the suite, meshes, and which backend talks.
+
+NCCL refuses two ranks of one host on one device. With a host's name for each rank (``NCCL_HOSTID``) it takes them for
+hosts that talk through sockets, so each rank is a node with one device: ``num_nodes=2, devices=1``. Where there are
+as many cards as ranks, each rank has one of its own.
+
+The groups of tests run side by side, each in a pytest session of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from card import ACCELERATOR, HAS_CARD, arguments
+from clause_records import AT_MOST, FILE, GROUP, TESTS
+from records import RECORDS, Records
+
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.training import new_fabric
+
+ROOT = Path(__file__).parents[2]
+RANKS = 4
+STRATEGIES = ("fsdp2", "fsdp_native")
+
+#: Clauses of the conformance suite, most valuable first. All models of the suite have 0-dim and tied parameters.
+CLAUSES = (
+    "test_trainer_equals_plain[2-adamw_groups]",
+    "test_fabric_equals_plain[2-sgd]",
+    "test_clipping_by_norm_equals_plain[2]",
+    "test_accumulation_equals_plain[2]",
+    "test_saved_on_n_loaded_on_m[2-sharded-momentum]",
+    "test_dtypes_under_trainer[bf16-mixed]",
+    "test_dtypes_under_trainer[16-mixed]",
+    "test_overflow_in_one_shard_skips_the_step_everywhere",
+    "test_resume_is_exact[between two steps]",
+    "test_what_is_changed_after_the_call_is_not_saved[sharded]",
+    "test_manual_optimization[2]",
+    "test_optimizer_of_whole_matrices_and_its_resume",
+    "test_options_leave_numbers_alone[cpu_offload=True]",
+    "test_an_exception_leaves_reduction_on[trainer]",
+    "test_a_new_trainer_goes_on_after_an_exception",
+    "test_trainer_equals_plain[4-momentum]",
+    "test_whole_parameters_stay_equal[unfrozen later]",
+    "test_clipping_by_value_equals_plain[2]",
+    "test_each_optimizer_is_clipped_by_itself[2.0]",
+    "test_resume_is_exact_under_fabric[sharded]",
+    "test_resume_is_exact[between the micro-batches of a step]",
+    "test_callbacks_keep_what_they_keep_in_a_synchronous_run[True]",
+    "test_what_is_changed_after_the_call_is_not_saved[full]",
+    "test_saved_on_n_loaded_on_m[2-full-sgd]",
+    "test_same_layout_goes_on_bit_for_bit",
+    "test_full_state_dict",
+    "test_gathered",
+    "test_calls_outside_of_steps[without gradients]",
+    "test_dtypes_under_fabric[bf16-true]",
+    "test_dtypes_under_fabric[16-mixed]",
+    "test_scaler_state_is_restored",
+    "test_infinite_norm_sees_nan_of_another_rank",
+    "test_activation_checkpointing_repeats_dropout",
+    "test_batch_norm[bf16-mixed]",
+    "test_meta_init[bf16-true]",
+    "test_tied_parameters_are_trained_as_one",
+    "test_predictions_of_uneven_numbers[loaders with a length]",
+    "test_a_rate_that_one_rank_changes[hook]",
+    "test_fabric_equals_plain[3-adamw_groups]",
+    "test_on_another_number_of_ranks[2 to 1]",
+    "test_stages_in_any_order[blocks]",
+    "test_nothing_is_left_behind[trainer]",
+)
+
+#: Tests of meshes: tensor parallelism, replicas, context parallelism.
+MESHES = (
+    "test_parallel_axes.py::test_trainer_equals_plain[tensor 2]",
+    "test_context_parallel.py::test_trainer_in_every_stage[context 2]",
+    "test_parallel_axes.py::test_trainer_equals_plain[replicate 2 x shard 2]",
+    "test_parallel_axes.py::test_trainer_equals_plain[shard 2 x tensor 2]",
+    "test_context_parallel.py::test_bf16_mixed",
+    "test_parallel_axes.py::test_checkpoints_move_between_meshes[replicate 2 x shard 2-tensor 2]",
+    "test_parallel_axes.py::test_accumulation_under_fabric_equals_plain[replicate 2 x shard 2]",
+)
+
+#: How many tests of each group a rehearsal on the CPU runs: the nightly suite has run all of them there.
+REHEARSED = 4
+
+
+def test_groups() -> dict[str, list[str]]:
+    """The tests as pytest's node ids, by group."""
+    packages = {"fsdp2": "fsdp-fsdp2::TestFSDP2", "fsdp_native": "fsdp-cuda-native::TestNative"}
+    groups = {"meshes": [f"packages/fsdp-fsdp2/tests/{test}" for test in MESHES]}
+    for strategy, home in packages.items():
+        package, suite = home.split("::")
+        groups[strategy] = [f"packages/{package}/tests/test_conformance.py::{suite}::{clause}" for clause in CLAUSES]
+    return groups
+
+
+def rank_variables() -> dict[str, str]:
+    """The environment variables that tell the suite's ranks which devices they have."""
+    cards = torch.cuda.device_count() if HAS_CARD else 0
+    shared = "1" if cards < RANKS else "0"
+    return {"FSDP_TESTS_ACCELERATOR": ACCELERATOR, "FSDP_TESTS_RANKS_ARE_NODES": shared, "OMP_NUM_THREADS": "1"}
+
+
+def start_session(group: str, tests: list[str], at_most: int, out: Path) -> subprocess.Popen[bytes]:
+    """Start a pytest session over a group of tests, which records each as it ends.
+
+    Args:
+        group: The group's name.
+        tests: Node ids, in order.
+        at_most: How many of them run.
+        out: The folder of the run.
+    """
+    variables = {
+        FILE: str(out.resolve() / RECORDS),
+        GROUP: group,
+        TESTS: json.dumps(tests),
+        AT_MOST: str(at_most),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    files = dict.fromkeys(test.split("::")[0] for test in tests)
+    command = [sys.executable, "-m", "pytest", "-p", "clause_records", "-p", "no:cacheprovider", "--tb=short", "-q"]
+    return subprocess.Popen([*command, "--timeout=100", *files], cwd=ROOT, env={**os.environ, **variables})
+
+
+def end_session(session: subprocess.Popen[bytes]) -> None:
+    """End a session and the ranks that it has started."""
+    children = psutil.Process(session.pid).children(recursive=True)
+    for process in [psutil.Process(session.pid), *children]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    session.wait()
+
+
+def run_groups(groups: dict[str, list[str]], at_most: int, out: Path, records: Records, deadline: float) -> None:
+    """Run groups of tests side by side until all have ended or the time is up.
+
+    Args:
+        groups: The tests by group.
+        at_most: How many of each group run.
+        out: The folder of the run.
+        records: Where it is said which session did not end, or did not run all.
+        deadline: When they must have ended, on the clock of :func:`time.monotonic`.
+    """
+    sessions = {group: start_session(group, tests, at_most, out) for group, tests in groups.items()}
+    for group, session in sessions.items():
+        with records.check(f"{group}: the session ends") as details:
+            try:
+                details["status"] = session.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                end_session(session)
+                raise TimeoutError("the time was up; the tests that ended by then are recorded") from None
+            # 1: a test has failed, which is recorded by itself
+            assert details["status"] in (0, 1), f"pytest ended with status {details['status']} and ran nothing"
+
+
+def exchanging_backends(strategy: str) -> dict[str, Any]:
+    """Train a step with shards in host memory, clip, save in the background; which backends exchanged what.
+
+    Args:
+        strategy: The strategy's name.
+
+    Returns:
+        The names of the collectives by what they were called for, such as ``nccl:_reduce_scatter_base``.
+    """
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    fabric = new_fabric(strategy, 2, {"cpu_offload": True, "async_save": True})
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    (x, y), *_ = oracle.global_batches(1)
+    collectives = {}
+    with profile(activities=[ProfilerActivity.CPU]) as step:
+        fabric.backward(torch.nn.functional.mse_loss(model(fabric.to_device(x)), fabric.to_device(y)))
+    with profile(activities=[ProfilerActivity.CPU]) as clip:
+        fabric.clip_gradients(model, optimizer, max_norm=0.1)
+    for purpose, profiled in (("step", step), ("clip", clip)):
+        names = {event.key for event in profiled.key_averages()}
+        collectives[purpose] = sorted(name for name in names if name.startswith(("nccl:", "gloo:")))
+    optimizer.step()
+    side = fabric.strategy.runtime.side_channel()  # type: ignore[attr-defined]
+    collectives["side channel"] = [dist.get_backend(side.process_group)]
+    collectives["main group"] = [dist.get_backend_config()]
+    collectives["shards"] = sorted({parameter.device.type for parameter in net.parameters()})
+    side.stop()
+    return collectives
+
+
+def check_backends(records: Records) -> None:
+    """Check that NCCL moves what is on the card, and gloo what is in host memory, and that neither does the other's."""
+    for strategy in STRATEGIES:
+        with records.check(f"{strategy}: NCCL for the card, gloo for the host") as details:
+            with RankPool() as pool:
+                first, *_ = pool.run(2, exchanging_backends, strategy)
+            details |= first
+            device_backend = "nccl" if HAS_CARD else "gloo"
+            assert first["shards"] == ["cpu"], "with cpu_offload=True, shards are in host memory"
+            assert any(name.startswith(f"{device_backend}:") for name in first["step"]), "no collective in the step"
+            assert any(name.startswith("gloo:") for name in first["clip"]), "the norm of offloaded gradients is gloo's"
+            assert not any(name.startswith("nccl:") for name in first["clip"]), "offloaded gradients went to the card"
+            assert first["side channel"] == ["gloo"], "saves in the background talk over gloo"
+
+
+def main() -> None:
+    """Run the part."""
+    words, records = arguments("several_ranks", __doc__)
+    deadline = time.monotonic() + words.seconds
+    os.environ.update(rank_variables())
+    records.outcome("devices", "passed", cards=torch.cuda.device_count(), **rank_variables())
+    at_most = REHEARSED if words.tiny else len(CLAUSES)
+    run_groups(test_groups(), at_most, words.out, records, deadline - words.seconds / 6)
+    if time.monotonic() < deadline:
+        check_backends(records)
+    else:
+        records.outcome("NCCL for the card, gloo for the host", "left out", reason="the time was up")
+
+
+if __name__ == "__main__":
+    main()
