@@ -15,7 +15,7 @@ RANKS = {"cuda": torch.cuda.device_count(), "cpu": 2}[ACCELERATOR]
 
 def own_device() -> torch.device:
     """This rank's."""
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ACCELERATOR == "cuda" else torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ACCELERATOR == "cuda" else torch.device("cpu")
 
 
 def prepare_thread() -> None:

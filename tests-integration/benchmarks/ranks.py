@@ -21,7 +21,7 @@ def run_on_ranks(script: str, *arguments: object, time_limit: float, ranks: int 
     """Start ``script`` under ``torchrun`` and read what its rank 0 writes to ``--out``.
 
     Args:
-        script: The name of a file beside this one.
+        script: A file, relative to this folder.
         arguments: Further words of the command line.
         time_limit: Seconds after which all of them are ended.
         ranks: How many; by default one for each GPU of this machine, and two on a machine without. On the CPU each
@@ -33,7 +33,7 @@ def run_on_ranks(script: str, *arguments: object, time_limit: float, ranks: int 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        words = [*launcher, Path(__file__).with_name(script), *arguments, "--out", out]
+        words = [*launcher, (Path(__file__).parent / script).resolve(), *arguments, "--out", out]
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
         if ACCELERATOR == "cpu":
             environment["OMP_NUM_THREADS"] = "1"
