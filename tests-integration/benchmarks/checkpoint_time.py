@@ -10,6 +10,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,10 +32,16 @@ from transformer import Size, batch, optimizer, transformer
 import fsdp_core
 from fsdp_core.checkpoint.format.safetensors_file import STAGING_BYTES
 
-__all__ = ["LARGE", "SMALL"]
+__all__ = ["DCP_STALL", "FOUR_GIGABYTES", "LARGE", "SMALL"]
+
+#: Width and layers of 341 million parameters: with AdamW's moments 4.1 GB.
+FOUR_GIGABYTES = Size(width=1024, layers=27, windows=1, context=16)
 
 LARGE = Size(width=768, layers=12, windows=1, context=16)  # 85 million parameters: with AdamW's moments 1.02 GB
 SMALL = Size(width=128, layers=4, windows=1, context=16)
+
+#: How long torch's own asynchronous save holds its caller, which is measured if asked for.
+DCP_STALL = "stall of an async save by torch DCP"
 
 Step = Callable[[], Any]
 
@@ -66,13 +74,16 @@ def memory() -> tuple[int, int]:
     status = Path("/proc/self/status").read_text()
     now, peak = (re.search(rf"{name}:\s+(\d+) kB", status) for name in ("VmRSS", "VmHWM"))
     assert now is not None
-    assert peak is not None
-    return 1024 * int(now[1]), 1024 * int(peak[1])
+    return 1024 * int(now[1]), 1024 * int((peak or now)[1])
 
 
-def forget_peak() -> None:
-    """Let the peak begin anew."""
-    Path("/proc/self/clear_refs").write_text("5")
+def forget_peak() -> bool:
+    """Let the peak begin anew; returns whether this system can do that, without which memory is not measured."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 class Measured:
@@ -89,7 +100,7 @@ class Measured:
             os.sync()
         dist.barrier()
         before, _ = memory()
-        forget_peak()
+        has_peak = forget_peak()
         finish()
         began = time.perf_counter()
         step()
@@ -99,7 +110,8 @@ class Measured:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (took, peak - before))
         self.seconds.setdefault(name, []).append(max(each for each, _ in found))
-        self.extra[name] = max(self.extra.get(name, 0), *(each for _, each in found))
+        if has_peak:
+            self.extra[name] = max(self.extra.get(name, 0), *(each for _, each in found))
 
 
 def fresh(path: Path) -> str:
@@ -125,8 +137,20 @@ def shard_bytes(state: dict[str, Any]) -> int:
     return total
 
 
-def save_and_load(strategy: str, size: Size, folder: Path, turns: int) -> dict[str, Any]:
-    """Save and load in turn with torch's own, and save in the background."""
+def save_and_load(
+    strategy: str, size: Size, folder: Path, turns: int, *, dcp_stall: bool = False, deadline: float = inf
+) -> dict[str, Any]:
+    """Save and load in turn with torch's own, and save in the background.
+
+    Args:
+        strategy: The strategy's name.
+        size: The model's size.
+        folder: Where checkpoints are saved.
+        turns: How many times each is timed, after a first time that is not.
+        dcp_stall: Whether torch's own asynchronous save is timed, too.
+        deadline: When there is time for nothing more, on the clock of :func:`time.monotonic`; for one rank only, since
+            clocks of several would not agree. What was timed by then counts, even if that is the first time alone.
+    """
     mine, behind = Trained(strategy, size), Trained(strategy, size, async_save=True)
     theirs = mine.for_dcp()
     places = {
@@ -140,34 +164,47 @@ def save_and_load(strategy: str, size: Size, folder: Path, turns: int) -> dict[s
         "save by torch DCP": lambda: dcp.save(theirs, checkpoint_id=dcp_at),
         "stall of an async save": lambda: behind.fabric.save(behind_at, behind.state),
     }
+    background: list[Any] = []  # torch's own saves that are not complete
+    if dcp_stall:
+        places[DCP_STALL] = folder / "dcp-behind"
+        saves[DCP_STALL] = lambda: background.append(dcp.async_save(theirs, checkpoint_id=str(places[DCP_STALL])))
     loads: dict[str, Step] = {
         "load": lambda: mine.fabric.load(ours_at, mine.state),
         "load by torch DCP": lambda: dcp.load(theirs, checkpoint_id=dcp_at),
     }
     measured, dice = Measured(), random.Random(0)
+    first_time: dict[str, list[float]] = {}
     for turn in range(turns + 1):
-        for name in dice.sample(list(saves), len(saves)):
-            fresh(places[name])
-            measured(name, saves[name])
+        order = [*dice.sample(list(saves), len(saves)), *dice.sample(list(loads), len(loads))]
+        if turn == 0 and deadline < inf:  # what is left out then is what counts least
+            order = sorted(order, key=lambda name: "stall" in name)
+        for name in order:
+            if time.monotonic() > deadline:
+                break
+            if name in saves:
+                fresh(places[name])
+            measured(name, saves.get(name) or loads[name])
             behind.fabric.strategy.wait_for_saves()  # type: ignore[attr-defined]
+            while background:
+                background.pop().result()
             dist.barrier()
-        for name in dice.sample(list(loads), len(loads)):
-            measured(name, loads[name])
         if turn == 0:  # what is allocated once, and counts as memory, takes time only now
-            measured.seconds.clear()
+            first_time, measured.seconds = measured.seconds, {}
     shard = shard_bytes(theirs)
-    seconds = measured.seconds
+    counted = min((len(measured.seconds.get(name, ())) for name in first_time), default=0)
+    seconds = {name: times[:counted] for name, times in measured.seconds.items()} if counted else first_time
     pairs = [
         ("save", "save by torch DCP"),
         ("load", "load by torch DCP"),
         ("stall of an async save", "save"),
+        *([("stall of an async save", DCP_STALL)] if dcp_stall else []),
     ]
     return {
-        "turns": turns,
+        "turns": counted,
         "shard": shard,
         "seconds": seconds,
         "medians": {name: median(each) for name, each in seconds.items()},
-        "ratios": {f"{a} ÷ {b}": compare(seconds, a, b) for a, b in pairs},
+        "ratios": {f"{a} ÷ {b}": compare(seconds, a, b) for a, b in pairs if a in seconds and b in seconds},
         "extra memory": measured.extra,
         "extra memory ÷ (shard + staging)": {k: v / (shard + STAGING_BYTES) for k, v in measured.extra.items()},
     }
@@ -256,16 +293,17 @@ def main() -> None:
     parser.add_argument("--strategy", choices=STRATEGIES, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--turns", type=int, required=True)
-    parser.add_argument("--small", action="store_true")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--small", dest="size", action="store_const", const=SMALL, default=LARGE)
+    sizes.add_argument("--four-gigabytes", dest="size", action="store_const", const=FOUR_GIGABYTES)
+    parser.add_argument("--dcp-stall", action="store_true", help="time torch's own asynchronous save, too")
     parser.add_argument("--reshard", action="store_true")
     parser.add_argument("--held", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    measure = held if args.held else reshard if args.reshard else save_and_load
-    be_a_rank(
-        lambda: measure(args.strategy, SMALL if args.small else LARGE, args.folder, args.turns),
-        args.out,
-    )
+    saved_and_loaded = partial(save_and_load, dcp_stall=args.dcp_stall)
+    measure = held if args.held else reshard if args.reshard else saved_and_loaded
+    be_a_rank(lambda: measure(args.strategy, args.size, args.folder, args.turns), args.out)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 __all__ = ["Turn", "take_turns"]
+
+LEAST_TURNS = 3  # of which there is a median
 
 
 class Turn:
@@ -78,11 +81,17 @@ class Turn:
             os._exit(1)  # the other ranks wait in a collective; their launcher ends them
 
 
-def take_turns(loops: list[Turn], *, turns: int) -> None:
+def take_turns(loops: list[Turn], *, turns: int, deadline: float = math.inf) -> None:
     """Have every loop take ``turns`` timed steps, one step at a time, in an order shuffled for each turn.
 
     A spell in which the machine is slower then meets all loops alike. What the shuffling can't level out is the order
     in which they warm up, which is that of the list: it decides where in memory each lies.
+
+    Args:
+        loops: Who takes turns.
+        turns: How many there are.
+        deadline: After three turns none begins later than this, on the clock of :func:`time.monotonic`. For one rank
+            alone: several would not agree.
     """
     for loop in loops:
         loop.warm_up()
@@ -92,7 +101,9 @@ def take_turns(loops: list[Turn], *, turns: int) -> None:
         loop.cpu_seconds.clear()
         loop.losses.clear()
     dice = random.Random(0)
-    for _ in range(turns):
+    for turn in range(turns):
+        if turn >= LEAST_TURNS and time.monotonic() > deadline:
+            break
         for loop in dice.sample(loops, len(loops)):
             loop.step()
     for loop in loops:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,9 @@ class LlamaSize:
         return self.sequence * self.sequences
 
 
-#: 1.10 billion parameters: fp32 weights, gradients and AdamW's moments take 17.6 GB, so that three contenders and the
-#: activations of one step, about 13 GB, fit a card of 80 GB side by side, without activation checkpointing.
+#: 1.10 billion parameters: fp32 weights, gradients and AdamW's moments take 17.6 GB, so that three contenders and one
+#: step's activations (10 GB), logits (2 GB) and gathered units (2 GB) fit a card of 80 GB, without activation
+#: checkpointing. Compiled, a sequence keeps half of that, so that two contenders have room for four sequences.
 ONE_B = LlamaSize(hidden=2048, layers=16, intermediate=8192, heads=32, key_heads=8, vocabulary=32_000, sequence=4096)
 #: Llama 3 8B.
 EIGHT_B = LlamaSize(
@@ -116,8 +117,17 @@ def new_llama(size: LlamaSize, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a Llama, which are its units."""
+    """The decoder layers of a Llama, which are units of FSDP."""
     return [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+
+
+def units_of(strategy: str, model: nn.Module) -> list[nn.Module]:
+    """The units besides the root that ``auto_wrap_policy="auto"`` chooses in a Llama.
+
+    Under ``fsdp2`` the embedding is among them, since the model's own plan asks for that.
+    """
+    own = [model.get_input_embeddings()] if strategy == "fsdp2" else []  # type: ignore[operator]
+    return [*own, *decoder_layers(model)]
 
 
 def flops_per_token(model: nn.Module, size: LlamaSize) -> dict[str, float]:
@@ -138,15 +148,18 @@ def flops_per_token(model: nn.Module, size: LlamaSize) -> dict[str, float]:
 
 
 def batches(size: LlamaSize) -> Iterator[Tensor]:
-    """Random tokens of shape (sequences, sequence), int64, on the device: the same for every contender."""
+    """Random tokens of shape (sequences, sequence), int64, on the device: the same for every contender and step.
+
+    Nothing could be learned from new random tokens at each step, and losses would agree whoever does not train.
+    """
     dice = torch.Generator(own_device()).manual_seed(1)
     shape = (size.sequences, size.sequence)
-    return (torch.randint(size.vocabulary, shape, generator=dice, device=own_device()) for _ in count())
+    return repeat(torch.randint(size.vocabulary, shape, generator=dice, device=own_device()))
 
 
 def new_optimizer(parameters: Any) -> torch.optim.AdamW:
-    """AdamW, fused on a card, with the large ``eps`` under which rounding is not amplified."""
-    return torch.optim.AdamW(parameters, lr=1e-4, eps=1e-3, fused=ACCELERATOR == "cuda")
+    """AdamW, fused, with the large ``eps`` under which rounding is not amplified."""
+    return torch.optim.AdamW(parameters, lr=1e-4, eps=1e-3, fused=True)
 
 
 class LlamaModule(pl.LightningModule):
@@ -174,23 +187,24 @@ class LlamaModule(pl.LightningModule):
         return new_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
 
 
-def compile_layers(model: nn.Module, compiler: str | None) -> nn.Module:
-    """Compile the forward of each decoder layer, as ``compile=True`` does: hooks of FSDP stay outside.
+def compile_units(strategy: str, compiler: str | None, model: nn.Module) -> nn.Module:
+    """Compile the forward of each unit, as ``compile=True`` does: hooks of FSDP stay outside.
 
     Args:
-        model: The model, not sharded yet.
+        strategy: The strategy whose units they are.
         compiler: The backend of ``torch.compile``; ``None`` to compile nothing.
+        model: The model, not sharded yet.
     """
-    for layer in decoder_layers(model) if compiler else ():
-        layer.forward = torch.compile(layer.forward, backend=compiler)  # type: ignore[method-assign]
+    for unit in units_of(strategy, model) if compiler else ():
+        unit.forward = torch.compile(unit.forward, backend=compiler)  # type: ignore[method-assign]
     return model
 
 
 def shard_fsdp2(model: nn.Module) -> nn.Module:
-    """FSDP2 by hand: each decoder layer, then what remains, in the dtypes of ``precision="bf16-mixed"``."""
+    """FSDP2 by hand: each unit, then what remains, in the dtypes of ``precision="bf16-mixed"``."""
     mesh = init_device_mesh(ACCELERATOR, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in (*decoder_layers(model), model):
+    for unit in (*units_of("fsdp2", model), model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model
 
@@ -215,10 +229,10 @@ def wrap_fsdp1(model: nn.Module) -> nn.Module:
 
 
 def train_by_hand(
-    shard: Callable[[nn.Module], nn.Module], compiler: str | None, size: LlamaSize, after_step: Step
+    shard: Callable[[nn.Module], nn.Module], strategy: str, compiler: str | None, size: LlamaSize, after_step: Step
 ) -> None:
     """Train in the shortest loop that torch allows, under the autocast of ``precision="bf16-mixed"``."""
-    model = shard(compile_layers(new_llama(size), compiler))
+    model = shard(compile_units(strategy, compiler, new_llama(size)))
     optimizer = new_optimizer(model.parameters())
     for step, tokens in enumerate(batches(size)):
         with torch.autocast(ACCELERATOR, torch.bfloat16):
@@ -253,20 +267,20 @@ def train_by_name(name: str, compiler: str | None, size: LlamaSize, after_step: 
     has_option = name == "fsdp2"
     options = {"compile": {"backend": compiler}} if compiler and has_option else {}
     strategy = fsdp_core.resolve(name, "trainer")(**options)
-    module = LlamaModule(model if has_option else compile_layers(model, compiler))
+    module = LlamaModule(model if has_option else compile_units(name, compiler, model))
     train_by_trainer(strategy, module, size, after_step, "bf16-mixed")
 
 
 def train_by_model_parallel(compiler: str | None, size: LlamaSize, after_step: Step) -> None:
     """Train with Lightning's ModelParallelStrategy, whose user shards as the loop by hand does."""
     strategy = ModelParallelStrategy(data_parallel_size=torch.distributed.get_world_size(), tensor_parallel_size=1)
-    module = LlamaModule(compile_layers(new_llama(size), compiler), shard_fsdp2)
+    module = LlamaModule(compile_units("fsdp2", compiler, new_llama(size)), shard_fsdp2)
     train_by_trainer(strategy, module, size, after_step, "bf16-mixed")
 
 
 def train_by_lightnings_fsdp1(compiler: str | None, size: LlamaSize, after_step: Step) -> None:
     """Train with Lightning's FSDPStrategy, which gathers fp32 unless it is given the dtypes."""
-    model = compile_layers(new_llama(size), compiler)
+    model = compile_units("fsdp_native", compiler, new_llama(size))
     strategy = FSDPStrategy if ACCELERATOR == "cuda" else FSDPStrategyOnCPU
     chosen = strategy(auto_wrap_policy=layer_policy(model), mixed_precision=FSDP1_DTYPES)
     train_by_trainer(chosen, LlamaModule(model), size, after_step, "bf16-mixed")
@@ -277,7 +291,7 @@ def contenders(strategy: str, compiler: str | None) -> dict[str, Callable[[Llama
 
     Args:
         strategy: ``"fsdp2"`` or ``"fsdp_native"``.
-        compiler: The backend of ``torch.compile`` for decoder layers; ``None`` to compile nothing.
+        compiler: The backend of ``torch.compile`` for units; ``None`` to compile nothing.
     """
     shard = {"fsdp2": shard_fsdp2, "fsdp_native": wrap_fsdp1}[strategy]
     lightnings = {
@@ -286,8 +300,8 @@ def contenders(strategy: str, compiler: str | None) -> dict[str, Callable[[Llama
     }[strategy]
     return {
         strategy: partial(train_by_name, strategy, compiler),
-        "by hand": partial(train_by_hand, shard, compiler),
+        "by hand": partial(train_by_hand, shard, strategy, compiler),
         lightnings[0]: partial(lightnings[1], compiler),
-        "by hand, again": partial(train_by_hand, shard, compiler),
-        "plain torch": partial(train_by_hand, lambda model: model, compiler),
+        "by hand, again": partial(train_by_hand, shard, strategy, compiler),
+        "plain torch": partial(train_by_hand, lambda model: model, strategy, compiler),
     }

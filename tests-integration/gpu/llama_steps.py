@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,16 +39,17 @@ def bf16_peak() -> float | None:
 
 def measured_peak(tiny: bool) -> float:
     """The rate of a large product of random bf16 matrices, in FLOP/s: what can be had of the rate on paper."""
-    size = 256 if tiny else 8192
+    size, products = (256, 3) if tiny else (8192, 50)
     a, b = torch.randn(2, size, size, device=ACCELERATOR, dtype=torch.bfloat16)
-    for _ in range(3):
-        a @ b
+    out = torch.empty_like(a)
+    for _ in range(products // 3):
+        torch.mm(a, b, out=out)
     finish()
     began = time.perf_counter()
-    for _ in range(10):
-        a @ b
+    for _ in range(products):
+        torch.mm(a, b, out=out)
     finish()
-    return 10 * 2 * size**3 / (time.perf_counter() - began)
+    return products * 2 * size**3 / (time.perf_counter() - began)
 
 
 def rates(seconds: float, size: LlamaSize, flops: dict[str, float]) -> dict[str, float | None]:
@@ -68,23 +70,24 @@ def rates(seconds: float, size: LlamaSize, flops: dict[str, float]) -> dict[str,
 
 
 def compare_contenders(
-    strategy: str, compiler: str | None, names: list[str], size: LlamaSize, turns: int
+    strategy: str, compiler: str | None, names: list[str], size: LlamaSize, turns: int, deadline: float
 ) -> dict[str, Any]:
     """Let contenders take turns, in one process, and compare the first with each of the others.
 
     Args:
         strategy: The strategy on whose shards they train.
-        compiler: The backend of ``torch.compile`` for decoder layers; ``None`` to compile nothing.
+        compiler: The backend of ``torch.compile`` for units; ``None`` to compile nothing.
         names: Who takes part.
         size: What they train.
         turns: How many steps of each are timed.
+        deadline: When no turn begins any more, on the clock of :func:`time.monotonic`.
 
     Raises:
         RuntimeError: Their losses differ.
     """
     trains = contenders(strategy, compiler)
     loops = [Turn(name, partial(trains[name], size)) for name in names]
-    take_turns(loops, turns=turns)
+    take_turns(loops, turns=turns, deadline=deadline)
     losses = torch.stack([torch.stack(loop.losses).float() for loop in loops])
     difference = float((losses.amax(0) - losses.amin(0)).max())
     if not difference <= HALF_TOLERANCE:  # also if one is not a number
@@ -95,6 +98,9 @@ def compare_contenders(
     first, *others = names
     return {
         "losses differ by": difference,
+        "losses": {loop.name: [float(loss) for loss in (loop.losses[0], loop.losses[-1])] for loop in loops},
+        "turns": len(loops[0].seconds),
+        "sequences": size.sequences,
         "rates": {name: rates(median(times), size, flops) for name, times in seconds.items()},
         "ratios": {f"{first} ÷ {name}": compare(seconds, first, name) for name in others},
         "peak memory in GiB": torch.cuda.max_memory_allocated() / 2**30 if ACCELERATOR == "cuda" else None,
@@ -118,14 +124,15 @@ def meta_llama(size: LlamaSize) -> nn.Module:
     return model
 
 
-def train_lora(size: LlamaSize, compiler: str | None, recompute: bool, steps: int) -> dict[str, Any]:
+def train_lora(size: LlamaSize, compiler: str | None, recompute: bool, steps: int, deadline: float) -> dict[str, Any]:
     """Train adapters of a frozen Llama under ``fsdp2`` in bf16, and time its steps.
 
     Args:
         size: The base model, with random weights.
-        compiler: The backend of ``torch.compile`` for decoder layers; ``None`` to compile nothing.
+        compiler: The backend of ``torch.compile`` for units; ``None`` to compile nothing.
         recompute: Whether decoder layers recompute their activations.
         steps: How many steps are timed, after three that are not.
+        deadline: When no step begins any more if there is one, on the clock of :func:`time.monotonic`.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -145,7 +152,7 @@ def train_lora(size: LlamaSize, compiler: str | None, recompute: bool, steps: in
         if step >= 3:
             seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
-        return len(seconds) < steps
+        return len(seconds) < steps and not (seconds and time.monotonic() > deadline)
 
     strategy = fsdp_core.resolve("fsdp2", "trainer")(**options)
     train_by_trainer(strategy, LlamaModule(model), size, after_step, "bf16-true")
@@ -153,6 +160,7 @@ def train_lora(size: LlamaSize, compiler: str | None, recompute: bool, steps: in
     operations = {"NeMo's": 4.0 * parameters}
     return {
         "rates": rates(median(seconds), size, operations),
+        "steps": len(seconds),
         "activation checkpointing": recompute,
         "peak memory in GiB": torch.cuda.max_memory_allocated() / 2**30 if ACCELERATOR == "cuda" else None,
     }
@@ -168,17 +176,23 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing, for LoRA")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--peak", action="store_true", help="measure the rate of a matrix product")
+    parser.add_argument("--peak", action="store_true", help="measure the rate of a matrix product, too")
+    parser.add_argument("--sequences", type=int, default=1, help="sequences per step")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no turn begins after that, but for three")
     parser.add_argument("--out", type=Path, required=True)
     words = parser.parse_args()
+    deadline = time.monotonic() + words.seconds
 
     def measure() -> dict[str, Any]:
-        if words.peak:
-            return {"paper": bf16_peak(), "measured": measured_peak(words.tiny)}
+        rates = {"paper": bf16_peak(), "matrix product": measured_peak(words.tiny)} if words.peak else None
+        product: dict[str, Any] = {"bf16 peak": rates} if rates else {}
         if words.lora:
-            return train_lora(TINY if words.tiny else EIGHT_B, words.compiler, words.recompute, words.turns)
-        size = TINY if words.tiny else ONE_B
-        return compare_contenders(words.strategy, words.compiler, words.contenders, size, words.turns)
+            size = TINY if words.tiny else EIGHT_B
+            return product | train_lora(size, words.compiler, words.recompute, words.turns, deadline)
+        size = replace(TINY if words.tiny else ONE_B, sequences=words.sequences)
+        return product | compare_contenders(
+            words.strategy, words.compiler, words.contenders, size, words.turns, deadline
+        )
 
     be_a_rank(measure, words.out)
 

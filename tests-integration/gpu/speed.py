@@ -1,12 +1,17 @@
 """Part 5: time per step beside loops by hand, Lightning's strategies and plain torch, and LoRA of a large model.
 
-Each comparison runs in a process of its own, the most valuable first; what fails or finds no time does not stop the
-others.
+Each measurement runs in a process of its own, within a time limit of its own, the most valuable first; what fails or
+finds no time does not stop the others. What a process prints is in ``speed-*.log``.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,15 +22,103 @@ from typing import Any
 from card import HAS_CARD, arguments
 from records import Records
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-from ranks import run_on_ranks
+GPU = Path(__file__).parent
+BENCHMARKS = GPU.parent / "benchmarks"
 
 #: NeMo Automodel's figures for LoRA of Llama 3 8B at sequence 4,096 on one H100: the peer to stand beside.
 NEMO = {"tokens/s": 12_473, "TFLOP/s": 402, "share of peak": 0.41}
 
-#: Lightning's own strategy on the same shards.
-LIGHTNINGS = {"fsdp2": "ModelParallelStrategy", "fsdp_native": "FSDPStrategy"}
+#: Seconds before a process's limit after which it begins no more turns, so that it ends with what it has measured.
+RESERVE = 6.0
+#: Seconds for a process to end by itself once it is told to.
+GRACE = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all measurements share.
+
+    Attributes:
+        records: Where figures go.
+        folder: Where logs and tables go.
+        tiny: Whether this is a rehearsal.
+    """
+
+    records: Records
+    folder: Path
+    tiny: bool
+
+    @property
+    def compiler(self) -> str:
+        """The backend of ``torch.compile``: a rehearsal generates no code."""
+        return "inductor" if HAS_CARD else "aot_eager"
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def rank_variables() -> dict[str, str]:
+    """The environment of the only rank of a job, as torchrun sets it.
+
+    torchrun itself would import torch in one more process, and leave a rank that hangs half a minute to end.
+    """
+    own = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "card"}
+    quiet = {"PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
+    return {**own, **meeting, **quiet} | ({} if HAS_CARD else {"OMP_NUM_THREADS": "1"})
+
+
+def run_alone(name: str, script: Path, words: Sequence[object], limit: float, folder: Path) -> dict[str, Any]:
+    """Run a script as the only rank, and read what it writes to ``--out``.
+
+    Args:
+        name: What its log is called.
+        script: The file.
+        words: Its command line.
+        limit: Seconds after which it is ended.
+        folder: The folder for its log.
+
+    Raises:
+        RuntimeError: It failed, or the time was up; with the end of its log.
+    """
+    stem = folder / f"speed-{re.sub('[^A-Za-z0-9]+', '-', name)}"
+    out, log = stem.with_suffix(".json"), stem.with_suffix(".log")
+    out.unlink(missing_ok=True)
+    command = [sys.executable, script, *words, "--out", out.resolve()]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            list(map(str, command)),
+            env={**os.environ, **rank_variables()},
+            cwd=folder,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            status = process.wait(timeout=limit)
+            problem = f"{script.name} ended with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            problem = f"{script.name} had not ended after {limit:.0f} s, and was ended"
+        finally:
+            end(process)
+    if problem or not out.exists():
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:]
+        raise RuntimeError("\n".join([*lines, problem or f"{script.name} wrote no result"]))
+    return dict(json.loads(out.read_text()))
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that has not ended by itself. Its helpers, such as inductor's, end with it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,152 +127,168 @@ class Comparison:
 
     Attributes:
         strategy: The strategy of this project.
-        others: Whom it is compared with.
-        is_compiled: Whether decoder layers are compiled.
+        beside: Whom it is compared with.
+        is_compiled: Whether units are compiled.
+        sequences: Sequences per step. As many as fit beside the contenders' weights and optimizer states.
+        options: Further words of :mod:`llama_steps`.
     """
 
     strategy: str
-    others: Sequence[str]
+    beside: Sequence[str]
     is_compiled: bool = False
+    sequences: int = 1
+    options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """What figures call it."""
         return f"1 B, {self.strategy}{', compiled' * self.is_compiled}"
 
+    @property
+    def title(self) -> str:
+        """What checks call it."""
+        return f"{self.name}, beside {', '.join(self.beside)}"
 
-def compare(comparison: Comparison, compiler: str, tiny: bool, limit: float, records: Records) -> None:
-    """Run a comparison, and record a ratio for each contender and the strategy's rates.
+
+COMPARISONS = {
+    "eager": Comparison(strategy="fsdp2", beside=("by hand", "ModelParallelStrategy"), options=("--peak",)),
+    "compiled": Comparison(strategy="fsdp2", beside=("by hand",), is_compiled=True, sequences=4),
+    "native": Comparison(strategy="fsdp_native", beside=("by hand", "FSDPStrategy")),
+    "resolution": Comparison(strategy="fsdp2", beside=("by hand", "by hand, again")),
+    "native, compiled": Comparison(strategy="fsdp_native", beside=("by hand",), is_compiled=True, sequences=4),
+    "plain": Comparison(strategy="fsdp2", beside=("plain torch",)),
+    "compiled, Lightning's": Comparison(
+        strategy="fsdp2", beside=("ModelParallelStrategy",), is_compiled=True, sequences=4
+    ),
+}
+#: The bars of ratios, by whom a strategy is compared with.
+BARS = {"by hand": 1.01, "ModelParallelStrategy": 1.0, "FSDPStrategy": 1.0}
+
+
+def compare(comparison: Comparison, setting: Setting, limit: float) -> None:
+    """Run a comparison, with fewer sequences if so many don't fit, and record ratios and rates.
 
     Args:
         comparison: Who takes part.
-        compiler: The backend of ``torch.compile``.
-        tiny: Whether it is a rehearsal.
+        setting: Where and how.
         limit: Seconds.
-        records: Where figures go.
     """
-    words = ["--strategy", comparison.strategy, "--contenders", comparison.strategy, *comparison.others]
-    words += ["--compiler", compiler] if comparison.is_compiled else []
-    words += ["--tiny", "--turns", "3"] if tiny else []
-    with records.check(f"{comparison.name}, beside {', '.join(comparison.others)}") as details:
-        details |= run_on_ranks("../gpu/llama_steps.py", *words, time_limit=limit, ranks=1)
-        if "by hand, again" in comparison.others:
-            record_resolution(comparison, details["rates"], records)
-        elif "plain torch" in comparison.others:
-            ratio = details["ratios"][f"{comparison.strategy} ÷ plain torch"]
-            records.figure(f"step time ÷ plain torch, {comparison.name}", ratio["ratio"], **ratio, **details["rates"])
-        else:
-            record_ratios(comparison, details, records)
+    deadline = time.monotonic() + limit
+    words = ["--strategy", comparison.strategy, "--contenders", comparison.strategy, *comparison.beside]
+    words += [*comparison.options, *(["--compiler", setting.compiler] if comparison.is_compiled else [])]
+    words += ["--tiny", "--turns", "3"] if setting.tiny else ["--turns", "24"]
+    sequences = comparison.sequences
+    with setting.records.check(comparison.title) as details:
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                own = ["--sequences", sequences, "--seconds", f"{left - RESERVE:.1f}"]
+                result = run_alone(comparison.title, GPU / "llama_steps.py", [*words, *own], left, setting.folder)
+                break
+            except RuntimeError as error:
+                is_full = "OutOfMemoryError" in str(error)
+                if not is_full or sequences == 1 or deadline - time.monotonic() < left / 2:
+                    raise
+                details[f"{sequences} sequences"] = "do not fit"
+                sequences //= 2
+        details |= result
+        record_comparison(comparison, result, setting.records)
 
 
-def record_ratios(comparison: Comparison, result: dict[str, Any], records: Records) -> None:
-    """Record a strategy's time beside the loop by hand and Lightning's, and what it amounts to.
+def record_comparison(comparison: Comparison, result: dict[str, Any], records: Records) -> None:
+    """Record a strategy's time beside others', and what it amounts to.
 
     Args:
         comparison: Who took part.
         result: What :mod:`llama_steps` has measured.
         records: Where figures go.
     """
-    for other in comparison.others:
-        ratio = result["ratios"][f"{comparison.strategy} ÷ {other}"]
-        label, bar = ("loop by hand", 1.01) if other == "by hand" else (other, 1.0)
-        records.figure(f"step time ÷ {label}, {comparison.name}", ratio["ratio"], at_most=bar, **ratio)
-    rates = result["rates"][comparison.strategy]
-    records.figure(f"tokens/s, {comparison.name}", rates["tokens/s"], **result["rates"])
-    share = rates["share of peak, torchtitan's count"]
+    rates = result["rates"]
+    if "by hand, again" in comparison.beside:
+        ratio = result["ratios"]["by hand, again ÷ by hand"]
+        records.figure(f"loop by hand ÷ itself, {comparison.name}", ratio["ratio"], **ratio)
+        return
+    if "bf16 peak" in result:
+        peak = result["bf16 peak"]
+        records.figure("product of bf16 matrices of 8192 × 8192 (TFLOP/s)", peak["matrix product"] / 1e12, **peak)
+    for contender in comparison.beside:
+        ratio = result["ratios"][f"{comparison.strategy} ÷ {contender}"]
+        label = "loop by hand" if contender == "by hand" else contender
+        name = f"step time ÷ {label}, {comparison.name}"
+        records.figure(name, ratio["ratio"], at_most=BARS.get(contender), **ratio, sequences=result["sequences"])
+    if not {"by hand"} & set(comparison.beside):
+        return
+    own = rates[comparison.strategy]
+    records.figure(f"tokens/s, {comparison.name}", own["tokens/s"], **rates, sequences=result["sequences"])
+    share = own["share of peak, torchtitan's count"]
     bar = 0.45 if comparison == COMPARISONS["compiled"] else None
-    records.figure(f"share of bf16 peak, {comparison.name}", share, at_least=bar, **rates)
+    reason = {} if share is not None else {"reason": "the peak of this device is not listed"}
+    records.figure(f"share of bf16 peak, {comparison.name}", share, at_least=bar, **reason, **own)
 
 
-def record_resolution(comparison: Comparison, rates: dict[str, dict[str, float]], records: Records) -> None:
-    """Record the loop by hand beside itself, which shows what a ratio can tell apart."""
-    ratio = rates["by hand, again"]["ms"] / rates["by hand"]["ms"]
-    records.figure(f"loop by hand ÷ itself, {comparison.name}", ratio)
-
-
-#: How many measurements a rehearsal makes: one of each sort, of which the others are variants.
-REHEARSED = 6
-
-COMPARISONS = {
-    "eager": Comparison(strategy="fsdp2", others=("by hand", "ModelParallelStrategy")),
-    "compiled": Comparison(strategy="fsdp2", others=("by hand", "ModelParallelStrategy"), is_compiled=True),
-    "native": Comparison(strategy="fsdp_native", others=("by hand", "FSDPStrategy")),
-    "resolution": Comparison(strategy="fsdp2", others=("by hand", "by hand, again")),
-    "native, compiled": Comparison(strategy="fsdp_native", others=("by hand", "FSDPStrategy"), is_compiled=True),
-    "plain": Comparison(strategy="fsdp2", others=("plain torch",), is_compiled=True),
-}
-
-
-def measure_launches(strategy: str, tiny: bool, limit: float, records: Records) -> None:
+def measure_launches(strategy: str, setting: Setting, limit: float) -> None:
     """Measure what a step costs besides computation: a model of many small kernels, beside the loop by hand.
 
     Args:
         strategy: The strategy's name.
-        tiny: Whether it is a rehearsal.
+        setting: Where and how.
         limit: Seconds.
-        records: Where figures go.
     """
-    with records.check(f"launch-bound model, {strategy}") as details:
-        words = ("--strategy", strategy, "--turns", 3 if tiny else 40, "--seed", 0, "--small")
-        measured = run_on_ranks("step_time.py", *words, time_limit=limit, ranks=1)
+    name = f"launch-bound model, {strategy}"
+    with setting.records.check(name) as details:
+        words = ("--strategy", strategy, "--turns", 3 if setting.tiny else 50, "--seed", 0, "--small")
+        measured = run_alone(name, BENCHMARKS / "step_time.py", words, limit, setting.folder)
         details |= {key: measured[key] for key in ("milliseconds", "ratios", "losses differ by")}
-        by_hand = next(name for name in measured["milliseconds"] if name.endswith("by hand"))
+        by_hand = next(label for label in measured["milliseconds"] if label.endswith("by hand"))
         milliseconds = measured["milliseconds"][strategy] - measured["milliseconds"][by_hand]
-        name = f"fixed cost per step above by hand, launch-bound model, {strategy} (ms)"
-        records.figure(name, milliseconds, at_most=0.5, **measured["milliseconds"])
+        title = f"fixed cost per step above by hand, launch-bound model, {strategy} (ms)"
+        setting.records.figure(title, milliseconds, at_most=0.5, **measured["milliseconds"])
 
 
-def profile_launches(strategy: str, limit: float, records: Records) -> None:
-    """Record the Python functions in which a launch-bound step spends its time, under the strategy and by hand.
+def profile_launches(strategy: str, setting: Setting, limit: float) -> None:
+    """Write a table of the Python functions in which a launch-bound step spends its time, beside those by hand.
 
     Args:
         strategy: The strategy's name.
+        setting: Where and how.
         limit: Seconds.
-        records: Where they go.
     """
-    with records.check(f"profile of a launch-bound step, {strategy}") as details:
-        for contender in (strategy, {"fsdp2": "fully_shard by hand", "fsdp_native": "FSDP1 by hand"}[strategy]):
-            words = ("--strategy", strategy, "--contender", contender)
-            details[contender] = run_on_ranks("calls.py", *words, time_limit=limit / 2, ranks=1)
+    name = f"profile of a launch-bound step, {strategy}"
+    with setting.records.check(name) as details:
+        target = (setting.folder / f"speed-profile-{strategy}.txt").resolve()
+        words = ("--strategy", strategy, "--table", target)
+        details["table"] = str(target)
+        details["calls per step"] = run_alone(name, GPU / "launch_profile.py", words, limit, setting.folder)
 
 
-def measure_lora(compiler: str | None, recompute: bool, tiny: bool, limit: float, records: Records) -> bool:
+def measure_lora(is_compiled: bool, recompute: bool, setting: Setting, limit: float) -> bool:
     """Train LoRA of Llama 3 8B, and record its tokens per second beside NeMo's.
 
     Args:
-        compiler: The backend of ``torch.compile``; ``None`` to compile nothing.
+        is_compiled: Whether units are compiled.
         recompute: Whether decoder layers recompute their activations.
-        tiny: Whether it is a rehearsal.
+        setting: Where and how.
         limit: Seconds.
-        records: Where figures go.
 
     Returns:
-        Whether it ran.
+        Whether it may fit with fewer activations: it ran out of memory.
     """
-    name = f"LoRA of Llama 3 8B{', compiled' * bool(compiler)}{', activation checkpointing' * recompute}"
-    words = ["--lora", *(["--compiler", compiler] if compiler else []), *(["--recompute"] if recompute else [])]
-    words += ["--tiny", "--turns", "3"] if tiny else ["--turns", "10"]
-    with records.check(name) as details:
-        details |= run_on_ranks("../gpu/llama_steps.py", *words, time_limit=limit, ranks=1)
+    name = f"LoRA of Llama 3 8B{', compiled' * is_compiled}{', activation checkpointing' * recompute}"
+    words = ["--lora", *(["--compiler", setting.compiler] if is_compiled else [])]
+    words += [*(["--recompute"] if recompute else []), "--seconds", f"{limit - RESERVE:.1f}"]
+    words += ["--tiny", "--turns", "2"] if setting.tiny else ["--turns", "10"]
+    with setting.records.check(name) as details:
+        details |= run_alone(name, GPU / "llama_steps.py", words, limit, setting.folder)
         rates = details["rates"]
-        records.figure(f"tokens/s, {name}", rates["tokens/s"], rates=rates, NeMo=NEMO)
-    return "error" not in details
+        setting.records.figure(f"{name}, tokens/s", rates["tokens/s"], rates=rates, NeMo=NEMO)
+    return "OutOfMemoryError" in details.get("error", "")
 
 
-def measure_lora_as_it_fits(tiny: bool, limit: float, records: Records) -> None:
+def measure_lora_as_it_fits(setting: Setting, limit: float) -> None:
     """Train LoRA without activation checkpointing, and with it if that does not fit the card."""
     deadline = time.monotonic() + limit
-    if not measure_lora(None, False, tiny, limit, records):
-        measure_lora(None, True, tiny, deadline - time.monotonic(), records)
-
-
-def measure_peak(tiny: bool, limit: float, records: Records) -> None:
-    """Measure what the card makes of a large product, which is what shares of its peak can be held against."""
-    words = ["--peak", *(["--tiny"] if tiny else [])]
-    with records.check("a product of large bf16 matrices") as details:
-        details |= run_on_ranks("../gpu/llama_steps.py", *words, time_limit=limit, ranks=1)
-        rate = details["measured"] / 1e12
-        records.figure("product of bf16 matrices of 8192 × 8192 (TFLOP/s)", rate, paper=details["paper"])
+    if measure_lora(False, False, setting, limit):
+        measure_lora(False, True, setting, max(1.0, deadline - time.monotonic()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,83 +297,105 @@ class Measurement:
 
     Attributes:
         name: What is said of it if it is left out.
-        least: Seconds that it takes on a card; with less left, it is not begun.
-        measure: Called with the seconds that are left.
+        least: Seconds that it takes on a card if all goes well; with less left, it is not begun.
+        most: Seconds after which it is ended.
+        measure: Called with its limit.
         needs: Packages that it imports besides torch and Lightning.
+        is_rehearsed: Whether a rehearsal makes it: one of each sort.
     """
 
     name: str
     least: float
+    most: float
     measure: Callable[[float], object]
     needs: tuple[str, ...] = ()
+    is_rehearsed: bool = False
 
 
-def measurements(tiny: bool, records: Records) -> list[Measurement]:
+def measurements(setting: Setting) -> list[Measurement]:
     """All measurements, most valuable first.
 
     Args:
-        tiny: Whether it is a rehearsal.
-        records: Where figures go.
+        setting: Where and how.
     """
-    compiler = "inductor" if HAS_CARD else "aot_eager"
 
-    def comparison(name: str, least: float) -> Measurement:
-        chosen = COMPARISONS[name]
+    def comparison(key: str, least: float, most: float, is_rehearsed: bool = False) -> Measurement:
+        chosen = COMPARISONS[key]
+        return Measurement(
+            name=chosen.title,
+            least=least,
+            most=most,
+            measure=lambda limit: compare(chosen, setting, limit),
+            needs=("transformers",),
+            is_rehearsed=is_rehearsed,
+        )
 
-        def measure(limit: float) -> None:
-            compare(chosen, compiler, tiny, limit, records)
+    def launches(strategy: str, is_rehearsed: bool = False) -> Measurement:
+        return Measurement(
+            name=f"launch-bound model, {strategy}",
+            least=15,
+            most=35,
+            measure=lambda limit: measure_launches(strategy, setting, limit),
+            is_rehearsed=is_rehearsed,
+        )
 
-        return Measurement(name=chosen.name, least=least, measure=measure, needs=("transformers",))
-
-    def launches(strategy: str) -> Measurement:
-        def measure(limit: float) -> None:
-            measure_launches(strategy, tiny, limit, records)
-
-        return Measurement(name=f"launch-bound model, {strategy}", least=15, measure=measure)
+    def profile(strategy: str, is_rehearsed: bool = False) -> Measurement:
+        return Measurement(
+            name=f"profile of a launch-bound step, {strategy}",
+            least=12,
+            most=25,
+            measure=lambda limit: profile_launches(strategy, setting, limit),
+            is_rehearsed=is_rehearsed,
+        )
 
     needs = ("transformers", "peft")
-    every = [
-        comparison("eager", 20),
-        comparison("compiled", 40),
-        launches("fsdp2"),
-        comparison("native", 20),
+    return [
+        comparison("eager", 20, 50, is_rehearsed=True),
+        comparison("compiled", 35, 75, is_rehearsed=True),
+        launches("fsdp2", is_rehearsed=True),
+        comparison("native", 20, 45, is_rehearsed=True),
         Measurement(
             name="LoRA of Llama 3 8B",
-            least=30,
-            measure=lambda limit: measure_lora_as_it_fits(tiny, limit, records),
+            least=25,
+            most=60,
+            measure=lambda limit: measure_lora_as_it_fits(setting, limit),
             needs=needs,
+            is_rehearsed=True,
         ),
-        Measurement(name="peak", least=10, measure=lambda limit: measure_peak(tiny, limit, records)),
-        comparison("resolution", 20),
+        profile("fsdp2", is_rehearsed=True),
         launches("fsdp_native"),
-        Measurement(name="profile", least=20, measure=lambda limit: profile_launches("fsdp2", limit, records)),
-        comparison("native, compiled", 40),
-        comparison("plain", 30),
+        comparison("resolution", 20, 40),
+        comparison("native, compiled", 35, 75),
+        comparison("plain", 20, 40),
+        profile("fsdp_native"),
         Measurement(
             name="LoRA of Llama 3 8B, compiled",
-            least=60,
-            measure=lambda limit: measure_lora(compiler, False, tiny, limit, records),
+            least=50,
+            most=90,
+            measure=lambda limit: measure_lora(True, False, setting, limit),
             needs=needs,
         ),
+        comparison("compiled, Lightning's", 35, 75),
     ]
-    return every[:REHEARSED] if tiny else every
 
 
 def main() -> None:
     """Run the part."""
     words, records = arguments("speed", __doc__)
     deadline = time.monotonic() + words.seconds
-    for measurement in measurements(words.tiny, records):
+    for measurement in measurements(Setting(records=records, folder=words.out, tiny=words.tiny)):
         left = deadline - time.monotonic()
         absent = [name for name in measurement.needs if importlib.util.find_spec(name) is None]
         if absent:
             reason = f"{' and '.join(absent)} can't be imported. Type: pip install {' '.join(absent)}"
             records.outcome(measurement.name, "left out", reason=reason)
-        elif left < (1 if words.tiny else measurement.least):
+        elif words.tiny and not measurement.is_rehearsed:
+            records.outcome(measurement.name, "left out", reason="a rehearsal makes one measurement of each sort")
+        elif left < (8 if words.tiny else measurement.least):
             reason = f"{max(left, 0):.0f} s were left, and it takes {measurement.least:.0f}"
             records.outcome(measurement.name, "left out", reason=reason)
         else:
-            measurement.measure(left)
+            measurement.measure(min(left, measurement.most))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import OptimizerMismatchError
+from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -104,3 +105,27 @@ def test_optimizers_that_fail_over_dtensors_are_refused_before_they_step(ranks: 
         for name, (_, words) in FAILING.items():
             assert_says(told[name], name, words)
         assert "fsdp_native" not in told["LBFGS"], "which refuses it too"
+
+
+def step_in_lists(precision: Any, optimizer_class: Any) -> dict[str, bool]:
+    """Which parameters move when an optimizer computes with lists of shards and of a batch norm that stays whole."""
+    fabric = new_fabric("fsdp2", 2, precision=precision)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    # what foreach=None, the default, means on a GPU
+    model, optimizer = fabric.setup(net, optimizer_class(net.parameters(), lr=0.1, foreach=True))
+    before = {name: local_tensor(parameter.detach()).clone() for name, parameter in net.named_parameters()}
+    for _ in range(2):
+        x = fabric.to_device(torch.arange(32.0).reshape(8, 4))
+        fabric.backward(mse_loss(model(x), torch.ones_like(x)))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: not torch.equal(before[name], local_tensor(p.detach())) for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
+def test_steps_over_lists_of_shards_and_whole_parameters(ranks: RankPool, precision: str, optimizer_class: Any) -> None:
+    for has_moved in ranks.run(2, step_in_lists, precision, optimizer_class):
+        assert has_moved["0.weight"], "shards are not trained"
+        assert has_moved["1.weight"], "the batch norm, which every rank holds whole, is not trained"

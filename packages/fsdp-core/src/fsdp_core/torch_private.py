@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -61,6 +62,7 @@ __all__ = [
     "not_managed",
     "note_meshes",
     "place_of",
+    "plain_tensors_replicated",
     "process_groups",
     "queue_backward_callback",
     "refuse_unreduced_values",
@@ -73,6 +75,9 @@ __all__ = [
     "watch_iterators",
     "without_torch_function",
 ]
+
+#: What an optimizer's step calls to compute the loss again.
+Closure = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -263,18 +268,27 @@ _c10d: Any = torch._C._distributed_c10d  # whose stubs lack the recorder
 _ALL_RANKS = "default_pg"
 
 
-def last_collective() -> Collective | None:
-    """The last collective that this process has entered; ``None`` if torch's flight recorder holds none.
+#: torch's flight recorders: that of gloo, and that of NCCL, which only builds with CUDA have.
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
-    The recorder keeps the newest ``TORCH_FR_BUFFER_SIZE`` collectives of all groups, of NCCL and of gloo. No public
-    name reads it while the process runs: torch writes it to a file when NCCL gives up.
+
+def last_collective() -> Collective | None:
+    """The last collective that this process has entered; ``None`` if torch's flight recorders hold none.
+
+    A recorder keeps the newest ``TORCH_FR_BUFFER_SIZE`` collectives of all groups, one those of NCCL and another those
+    of gloo: a group for GPUs has both. No public name reads them while the process runs: torch writes NCCL's to a file
+    when NCCL gives up.
     """
-    held = json.loads(_c10d._dump_fr_trace_json() if dist.is_initialized() else b"{}")
-    entries = held.get("entries")
+    recorded = [_recorded(name) for name in _RECORDERS] if dist.is_initialized() else []
+    entries = [one for of_recorder in recorded for one in of_recorder]
     if not entries:
         return None
-    last = max(entries, key=lambda one: int(one["record_id"]))
-    of_all = [int(one["collective_seq_id"]) for one in entries if _ALL_RANKS in one["process_group"]]
+    last = max(entries, key=lambda one: (int(one["time_created_ns"]), int(one["record_id"])))
+    # NCCL and gloo each count their own
+    of_all = [
+        [int(one["collective_seq_id"]) for one in of_recorder if _ALL_RANKS in one["process_group"]]
+        for of_recorder in recorded
+    ]
     shapes = [
         f"({', '.join(map(str, size))}) {dtype.lower()}"
         for size, dtype in zip(last["input_sizes"], last["input_dtypes"], strict=False)
@@ -283,10 +297,16 @@ def last_collective() -> Collective | None:
         name=str(last["profiling_name"]),
         shapes=", ".join(shapes) or "nothing",
         group="" if _ALL_RANKS in last["process_group"] else " ".join(map(str, last["process_group"])),
-        sequence=max(of_all, default=-1),
+        sequence=sum(map(max, filter(None, of_all))) if any(of_all) else -1,
         has_ended=bool(last["retired"]),
         seconds_ago=max(0.0, time.time() - int(last["time_created_ns"]) / 1e9),
     )
+
+
+def _recorded(name: str) -> list[dict[str, Any]]:
+    """What a flight recorder holds; nothing if torch was built without it."""
+    dump = getattr(_c10d, name, None)
+    return [] if dump is None else json.loads(dump()).get("entries") or []
 
 
 def is_default_group(group: Any) -> bool:
@@ -357,6 +377,43 @@ def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[
 
     instance: Any = scaler
     instance._unscale_grads_ = unscale
+
+
+@contextmanager
+def plain_tensors_replicated(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Closure], Closure]]:
+    """A context for a step of one of torch's optimizers over DTensors and plain tensors that all ranks hold whole.
+
+    On a GPU torch's optimizers compute with lists of tensors (``foreach``) unless told not to, and DTensor refuses a
+    list with plain tensors of more than one element, such as the weights of a batch norm. Here it takes them as
+    replicated, which they are. torch's own ``implicit_replication()`` would also hold for what a closure computes.
+
+    Args:
+        optimizer: The optimizer. For the steps of other libraries, which may mix what is not replicated, the context
+            changes nothing.
+
+    Yields:
+        A function that makes of a closure one that runs as outside of the context.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+
+    def as_outside(closure: Closure) -> Closure:
+        @functools.wraps(closure)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inside = dispatcher._allow_implicit_replication
+            dispatcher._allow_implicit_replication = before
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                dispatcher._allow_implicit_replication = inside
+
+        return call
+
+    dispatcher._allow_implicit_replication = before or type(optimizer).step.__module__.startswith("torch.optim.")
+    try:
+        yield as_outside
+    finally:
+        dispatcher._allow_implicit_replication = before
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

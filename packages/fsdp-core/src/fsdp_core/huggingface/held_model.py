@@ -170,7 +170,8 @@ def _runtime() -> Runtime:
     if dist.is_available() and dist.is_initialized():
         ranks: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        is_cuda = "nccl" in dist.get_backend()
+        # not get_backend(): it is "undefined" where init_process_group() has chosen one for each kind of device
+        is_cuda = "nccl" in dist.get_backend_config()
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         runtime.start(**ranks, local_rank=local_rank, device=device, address="", port=0)
     return runtime

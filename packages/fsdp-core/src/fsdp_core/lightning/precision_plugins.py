@@ -29,7 +29,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.torch_private import forget_unscaled, make_scaler_sharded
+from fsdp_core.torch_private import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
 
 __all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]
 
@@ -166,7 +166,8 @@ class _ShardedPrecision:
         """
         assert self.scaler is not None
         self._unscale(optimizer)
-        output = self.scaler.step(optimizer, **kwargs)
+        with plain_tensors_replicated(optimizer):
+            output = self.scaler.step(optimizer, **kwargs)
         del self._unscaled[id(optimizer)]
         self._stepped.add(id(optimizer))
         if len(self._strategy.optimizers) < 2:
@@ -249,7 +250,8 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if self.scaler is None:
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            with plain_tensors_replicated(optimizer) as as_outside:
+                return super().optimizer_step(optimizer, model=model, closure=as_outside(closure), **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedCapabilityError(
                 "LBFGS evaluates its closure several times a step, which a gradient scaler can't follow.\n"
@@ -294,7 +296,10 @@ class ShardedFabricPrecision(_ShardedPrecision, FabricPrecision):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.scaler is None:
-            return super().optimizer_step(optimizer, **kwargs)
+            with plain_tensors_replicated(optimizer) as as_outside:
+                if kwargs.get("closure") is not None:
+                    kwargs["closure"] = as_outside(kwargs["closure"])
+                return super().optimizer_step(optimizer, **kwargs)
         return self._step_scaled(optimizer, **kwargs)
 
     def unscale_gradients(self, optimizer: Any) -> None:

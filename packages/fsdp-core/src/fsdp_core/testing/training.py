@@ -99,7 +99,7 @@ def _accelerator() -> str:
     return os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu")
 
 
-def _devices(world_size: int) -> dict[str, int]:
+def _devices(world_size: int) -> dict[str, Any]:
     """The arguments of Trainer and Fabric for so many ranks."""
     return {"devices": 1, "num_nodes": world_size} if ranks_are_nodes() else {"devices": world_size}
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.torch_private import plain_tensors_replicated
+
 __all__ = ["Step", "copied", "keeps_parameters", "requires_closure", "step_of", "takes_closure"]
 
 #: The minimum learning rate of a trial: with a schedule that starts at 0, no difference would be visible.
@@ -50,7 +52,12 @@ def copied(optimizer: torch.optim.Optimizer, stand_ins: Mapping[int, nn.Paramete
 
 def step_of(optimizer: Any, *, by_closure: bool) -> Step:
     """How an optimizer steps: with a closure, or over the gradients that are there."""
-    return (lambda evaluate: optimizer.step(evaluate)) if by_closure else (lambda evaluate: optimizer.step())
+
+    def step(evaluate: Callable[[], Any]) -> Any:
+        with plain_tensors_replicated(optimizer) as as_outside:
+            return optimizer.step(as_outside(evaluate)) if by_closure else optimizer.step()
+
+    return step
 
 
 def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
