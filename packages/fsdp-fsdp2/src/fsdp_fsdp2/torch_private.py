@@ -617,11 +617,36 @@ def watch_calls(unit: FSDPModule) -> None:
 
     calls = UnitCalls(show)
     before, after = module._forward_pre_hooks, module._forward_hooks
-    enter = module.register_forward_pre_hook(calls.enter, with_kwargs=True)
-    begin = module.register_forward_pre_hook(calls.begin, with_kwargs=True)
+    ahead, behind = [calls.enter], [calls.begin]
+    if needs_argument:
+        ahead, behind = [calls.enter, _add_argument], [_remove_argument, calls.begin]
+    enter = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in ahead]
+    begin = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in behind]
     leave = module.register_forward_hook(calls.leave, always_call=True)
-    _put_around(before, enter.id, begin.id)
-    _put_around(after, None, leave.id)
+    _put_around(before, enter, begin)
+    _put_around(after, [], [leave.id])
+
+
+#: Whether ``fully_shard`` fails on a GPU in a call without arguments. torch 2.13 looks whether there are any.
+needs_argument = torch.__version__ < "2.13"
+
+#: What torch gets as the argument of such a call.
+_ARGUMENT = object()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _add_argument(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Let torch's hook have an argument in a call without any, as that of the root in which a step runs.
+
+    On a GPU, the hook moves the arguments to the device, and fails before torch 2.13 if there are none (IndexError).
+    """
+    return None if args or kwargs else ((_ARGUMENT,), {})
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _remove_argument(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Take back what :func:`_add_argument` has added."""
+    return ((), {}) if len(args) == 1 and args[0] is _ARGUMENT and not kwargs else None
 
 
 def refuse_copies(unit: FSDPModule) -> None:
@@ -639,13 +664,12 @@ def _users_class(module: FSDPModule) -> type:
     return type(module).__bases__[1]
 
 
-def _put_around(hooks: dict[int, Any], first: int | None, second: int) -> None:
+def _put_around(hooks: dict[int, Any], first: Sequence[int], second: Sequence[int]) -> None:
     """Put hooks before and after those of ``fully_shard``, and leave the others in their order."""
-    order = [key for key in hooks if key not in (first, second)]
+    order = [key for key in hooks if key not in (*first, *second)]
     of_fsdp = [place for place, key in enumerate(order) if _is_of_torch(hooks[key], _OF_FSDP)]
-    order.insert(of_fsdp[-1] + 1, second)
-    if first is not None:
-        order.insert(of_fsdp[0], first)
+    order[of_fsdp[-1] + 1 : of_fsdp[-1] + 1] = second
+    order[of_fsdp[0] : of_fsdp[0]] = first
     kept = {key: hooks[key] for key in order}
     hooks.clear()
     hooks.update(kept)
