@@ -21,6 +21,7 @@ PARTS = {
         records.figure("seconds of a sum", 0.25, at_most=1.0)
         records.figure("share of a peak", 0.25, at_least=0.45)
         records.figure("clocks", None, reason="there is no card")
+        Path(sys.argv[sys.argv.index("--out") + 1], "right-profile.txt").write_text("calls of a step")
         """,
     "wrong": """
         with records.check("one plus one is three"):
@@ -101,8 +102,15 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(run: ModuleType, tmp_
         "| clocks | not measured |  |  |",
     ):
         assert line in table
+    assert not (tmp_path / "right-profile.txt").exists()
     log = (tmp_path / "log.txt").read_text()
-    assert log.index("=== right") < log.index("it is two") < log.index("=== hanging") < log.index("=== late")
+    assert (
+        log.index("=== right")
+        < log.index("--- right-profile.txt\ncalls of a step")
+        < log.index("it is two")
+        < log.index("=== hanging")
+        < log.index("=== late")
+    )
 
 
 @pytest.mark.timeout(60)

@@ -59,8 +59,8 @@ PARTS = tuple(
         ("one_card", 60),
         ("several_ranks", 150),
         ("checkpoints", 60),
-        ("speed", 150),
-        ("memory", 30),
+        ("speed", 160),
+        ("memory", 45),
     )
 )
 
@@ -94,6 +94,19 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def gather_logs(part: Part, out: Path) -> None:
+    """Append the files that a part has written for itself to ``log.txt``: few files are easier to bring home.
+
+    Args:
+        part: The part, by whose name its files begin.
+        out: The folder of the run.
+    """
+    with (out / "log.txt").open("ab") as log:
+        for path in sorted(out.glob(f"{part.name}-*")):
+            log.write(f"\n--- {path.name}\n".encode() + path.read_bytes())
+            path.unlink()
+
+
 def run_part(
     part: Part, out: Path, limit: float, arguments: Sequence[str] = (), variables: dict[str, str] | None = None
 ) -> bool:
@@ -124,6 +137,7 @@ def run_part(
             reason = f"it had not ended after {limit:.0f} s, and was killed; what it had found by then is recorded"
         finally:
             end_process(process)
+    gather_logs(part, out)
     details = {"seconds": time.monotonic() - began} | ({"reason": reason} if reason else {})
     records.outcome("the part ends", "failed" if reason else "passed", **details)
     return not reason

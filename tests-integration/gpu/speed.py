@@ -354,6 +354,7 @@ def measurements(setting: Setting) -> list[Measurement]:
         comparison("compiled", 35, 75, is_rehearsed=True),
         launches("fsdp2", is_rehearsed=True),
         comparison("native", 20, 45, is_rehearsed=True),
+        comparison("resolution", 20, 40),
         Measurement(
             name="LoRA of Llama 3 8B",
             least=25,
@@ -364,7 +365,6 @@ def measurements(setting: Setting) -> list[Measurement]:
         ),
         profile("fsdp2", is_rehearsed=True),
         launches("fsdp_native"),
-        comparison("resolution", 20, 40),
         comparison("native, compiled", 35, 75),
         comparison("plain", 20, 40),
         profile("fsdp_native"),
