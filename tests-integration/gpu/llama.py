@@ -84,12 +84,13 @@ EIGHT_B = LlamaSize(
 TINY = LlamaSize(hidden=64, layers=2, intermediate=128, heads=4, key_heads=2, vocabulary=128, sequence=32)
 
 
-def new_llama(size: LlamaSize, dtype: torch.dtype = torch.float32) -> nn.Module:
+def new_llama(size: LlamaSize, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> nn.Module:
     """Build a causal language model with the same random weights on each call, on the device itself.
 
     Args:
         size: How large it is.
         dtype: The dtype of its parameters.
+        device: Where it is built; this rank's device when ``None``.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -108,7 +109,7 @@ def new_llama(size: LlamaSize, dtype: torch.dtype = torch.float32) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.random.fork_rng(devices=[own_device()] if ACCELERATOR == "cuda" else []), own_device():
+        with torch.random.fork_rng(devices=[own_device()] if ACCELERATOR == "cuda" else []), device or own_device():
             torch.manual_seed(0)
             model: nn.Module = LlamaForCausalLM(config)
     finally:

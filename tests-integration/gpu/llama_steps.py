@@ -93,8 +93,7 @@ def compare_contenders(
     if not difference <= HALF_TOLERANCE:  # also if one is not a number
         raise RuntimeError(f"the contenders don't train the same: their losses differ by {difference:.1e}")
     seconds = {loop.name: loop.seconds for loop in loops}
-    with torch.device("meta"):
-        flops = flops_per_token(meta_llama(size), size)
+    flops = flops_per_token(new_llama(size, device=torch.device("meta")), size)  # without memory
     first, *others = names
     return {
         "losses differ by": difference,
@@ -105,23 +104,6 @@ def compare_contenders(
         "ratios": {f"{first} ÷ {name}": compare(seconds, first, name) for name in others},
         "peak memory in GiB": torch.cuda.max_memory_allocated() / 2**30 if ACCELERATOR == "cuda" else None,
     }
-
-
-def meta_llama(size: LlamaSize) -> nn.Module:
-    """The model without memory, to count its parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        intermediate_size=size.intermediate,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.key_heads,
-        vocab_size=size.vocabulary,
-        tie_word_embeddings=False,
-    )
-    model: nn.Module = LlamaForCausalLM(config)
-    return model
 
 
 def train_lora(size: LlamaSize, compiler: str | None, recompute: bool, steps: int, deadline: float) -> dict[str, Any]:

@@ -257,7 +257,7 @@ def profile_launches(strategy: str, setting: Setting, limit: float) -> None:
     with setting.records.check(name) as details:
         target = (setting.folder / f"speed-profile-{strategy}.txt").resolve()
         words = ("--strategy", strategy, "--table", target)
-        details["table"] = str(target)
+        details["table"] = f"{target.name}, which log.txt holds"
         details["calls per step"] = run_alone(name, GPU / "launch_profile.py", words, limit, setting.folder)
 
 
