@@ -338,9 +338,10 @@ def _call(
 def _in_host_memory(result: Any) -> Any:
     """A result with copies of the tensors of a device: no process can read that memory when its owner has ended."""
     from torch import Tensor
-    from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(Tensor, lambda tensor: tensor.cpu() if tensor.is_cuda else tensor, result)
+    from fsdp_core.torch_private import tree_map
+
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) and leaf.is_cuda else leaf, result)
 
 
 def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
