@@ -76,7 +76,8 @@ def test_a_rank_that_ends_is_named_by_the_others(how: str, who: int, front: str,
     others = [rank for rank in range(RANKS) if rank != who]
     assert statuses[who] == {"killed": -signal.SIGKILL, "exits": 0, "raises": 1}[how]
     assert [statuses[rank] for rank in others] == [1, 1]
-    why = r"has ended at step 5 with ValueError: a bad batch" if how == "raises" else r"was lost at step 5"
+    # one that ends without a word is lost at the step of the rank that notices it, which may be one behind
+    why = r"has ended at step 5 with ValueError: a bad batch" if how == "raises" else r"was lost at step [45]:"
     for rank in others:
         assert re.search(rf"fsdp-core: (rank {rank} ends: )?rank {who} {LOST}\d+\) {why}", told[rank]), told[rank]
         assert "ckpt_path='last'" in told[others[0]]
