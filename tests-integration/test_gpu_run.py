@@ -5,7 +5,11 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
+import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -118,7 +122,8 @@ def test_parts_that_no_time_is_left_for_are_said_to_have_failed(run: ModuleType,
     part = run.Part(name="right", script=write_part(tmp_path, "right", PARTS["right"]), seconds=1.0)
     assert not run.run_parts([part], tmp_path, minutes=0.0)
     (record,) = run.read_records(tmp_path / run.RECORDS)
-    assert (record["outcome"], record["reason"]) == ("failed", "no time was left to begin it")
+    assert record["outcome"] == "failed"
+    assert record["reason"] == "no time was left to begin it: give the run more --minutes"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,10 @@ def test_parts_that_no_time_is_left_for_are_said_to_have_failed(run: ModuleType,
     [
         ([], 1),
         ([{"check": "a", "outcome": "passed"}], 0),
-        ([{"check": "a", "outcome": "left out"}], 0),
+        ([{"check": "a", "outcome": "left out"}], 1),
+        ([{"check": "a", "outcome": "passed"}, {"check": "b", "outcome": "left out"}], 0),
+        ([{"check": "a", "outcome": "passed"}, {"check": "b", "outcome": "no time"}], 3),
+        ([{"check": "a", "outcome": "passed"}, {"check": "b", "outcome": "crashed"}], 1),
         ([{"check": "a", "outcome": "passed"}, {"figure": "b", "met": False}], 3),
         ([{"check": "a", "outcome": "failed"}, {"figure": "b", "met": False}], 1),
     ],
@@ -135,20 +143,99 @@ def test_the_status_says_what_went_wrong(run: ModuleType, records: list[dict[str
     assert run.exit_status(records) == status
 
 
-def test_a_folder_with_records_is_not_mixed_with_another_runs(
+def test_a_folder_with_files_is_not_mixed_with_another_runs(
     run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / run.RECORDS).write_text("")
+    (tmp_path / "notes.txt").write_text("precious")
     monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         run.main()
-    assert "has the records of another run. Name another folder, or remove it." in capsys.readouterr().err
+    assert "is not empty, and may have the records of another run. Name a new folder." in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_line_that_a_kill_cut_off_is_left_out(run: ModuleType, tmp_path: Path) -> None:
+def test_lines_that_a_kill_cut_off(run: ModuleType, tmp_path: Path) -> None:
     records = tmp_path / run.RECORDS
-    records.write_text('{"part": "speed", "check": "a", "outcome": "passed"}\n{"part": "speed", "che')
-    assert [record["check"] for record in run.read_records(records)] == ["a"]
+    check = '{"part": "speed", "check": "a", "outcome": "passed"}\n'
+    records.write_text(f'{check}{{"part": "speed", "che\n{check}{{"part": "sp')
+    first, cut_off, second = run.read_records(records)
+    assert first == second
+    assert cut_off["outcome"] == "failed"
+    assert run.exit_status([first, cut_off, second]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--minutes", "nan"], "nan is no number of minutes; write such as 8"),
+        (["--minutes", "-1"], "-1 is no number of minutes"),
+        (["--wheels", "nowhere"], "nowhere has no wheels. Run pack.py, or add --installed"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(GPU / "run.py"), "--out", str(tmp_path / "out"), *words]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_part_sees_no_launcher_and_its_asserts_count(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "SLURM_NTASKS": "4", "PYTEST_ADDOPTS": "-x", "PYTHONOPTIMIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    body = """
+        import os, tempfile
+        with records.check("no launcher") as details:
+            assert __debug__
+            details["names"] = sorted(os.environ)
+        open(os.path.join(tempfile.mkdtemp(), "left"), "w").close()
+        records.outcome("a folder", "passed", folder=tempfile.gettempdir())
+        """
+    part = run.Part(name="part", script=write_part(tmp_path, "part", body), seconds=1.0)
+    (tmp_path / "out").mkdir()
+    assert run.run_part(part, tmp_path / "out", 30.0)
+    seen, folder, _ = run.read_records(tmp_path / "out" / run.RECORDS)
+    assert not {"RANK", "SLURM_NTASKS", "PYTEST_ADDOPTS", "PYTHONOPTIMIZE"} & set(seen["names"])
+    assert not Path(folder["folder"]).exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_and_leaves_the_table(number: signal.Signals, tmp_path: Path) -> None:
+    """The run ends what its part has started, also what has outlived its parent, and says what there is."""
+    body = """
+        import subprocess
+        start = "subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3, stderr=-3)"  # DEVNULL
+        code = f"import subprocess; print({start}.pid)"
+        orphan = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        records.outcome("an orphan", "passed", pid=orphan)
+        print("ready", flush=True)
+        import time
+        time.sleep(600)
+        """
+    script = write_part(tmp_path, "waiting", body)
+    driver = (
+        f"import sys; sys.path.insert(0, {str(GPU)!r}); import run; from pathlib import Path\n"
+        "run.find_card = lambda environment: ''\n"
+        f"run.PARTS = (run.Part(name='waiting', script=Path({str(script)!r}), seconds=1.0),)\n"
+        f"sys.argv = ['run.py', '--out', {str(tmp_path / 'out')!r}, '--installed', '--minutes', '0.8']\n"
+        "run.main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True)
+    log = tmp_path / "out" / "log.txt"
+    while not (log.exists() and "ready" in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    records = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
+    (orphan,) = [record["pid"] for record in records if "pid" in record]
+    assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
+    assert "| waiting | 1 | 0 | 0 | 0 | 0 |" in printed
+    assert (tmp_path / "out" / "table.md").read_text() == printed
 
 
 def test_examples_of_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
+import psutil
 import torch
 from records import RECORDS, Records
 
@@ -31,13 +33,16 @@ def arguments(part: str, description: str | None) -> tuple[argparse.Namespace, R
         description: The text of ``--help``.
 
     Returns:
-        The arguments, and the records in the folder ``--out``.
+        The arguments, with ``deadline`` on the clock of :func:`time.monotonic`, and the records in the folder
+        ``--out``.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="the folder for records and logs")
     parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal on a CPU")
     parser.add_argument("--seconds", type=float, default=120.0, help="what is not begun by then is left out, and said")
     words = parser.parse_args()
+    since_start = time.time() - psutil.Process().create_time()  # imports have taken of the time, too
+    words.deadline = time.monotonic() + words.seconds - since_start
     if not HAS_CARD:
         torch.set_num_threads(1)
     return words, Records(words.out / RECORDS, part, judges=not words.tiny)

@@ -358,7 +358,7 @@ def check_correctness(records: Records, folder: Path, deadline: float) -> None:
                     checks[f"{strategy}: staging of a save in the background"] = partial(check_staging, strategy)
         for number, (name, check) in enumerate(checks.items()):
             if time.monotonic() > deadline:
-                records.outcome(name, "left out", reason="the time was up")
+                records.no_time(name)
                 continue
             with records.check(name) as details:
                 at = folder / str(number)
@@ -369,8 +369,11 @@ def check_correctness(records: Records, folder: Path, deadline: float) -> None:
 
 
 def roomy_folder(out: Path) -> Path:
-    """Where large checkpoints are saved: in memory if there is room, where no disk hides what a save costs itself."""
-    memory = Path("/dev/shm")
+    """Where large checkpoints are saved: in memory if there is room, where no disk hides what a save costs itself.
+
+    run.py names a folder there, which it removes even if this process is killed.
+    """
+    memory = Path(os.environ.get("FSDP_GPU_MEMORY_FOLDER", "/dev/shm"))
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > FREE_BYTES
     # what is in this folder counts as memory, and ranks copy the state twice more
     return memory if roomy and psutil.virtual_memory().available > 2 * FREE_BYTES else out
@@ -396,10 +399,10 @@ def measure_costs(strategy: str, records: Records, out: Path, deadline: float, *
     for timing, measure in timings.items():
         name = f"{strategy}: {timing}, timed"
         if deadline - time.monotonic() < (2 if tiny else 15):  # what it takes at least
-            records.outcome(name, "left out", reason="the time was up")
+            records.no_time(name)
             continue
         with records.check(name) as details:
-            with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=roomy_folder(out)) as folder:
+            with tempfile.TemporaryDirectory(prefix="timed-", dir=roomy_folder(out)) as folder:
                 result = measure(Path(folder))
             details |= {"folder": folder, "seconds by what was done": result["seconds"]}
             details["turns, 0 if only the first time was timed"] = result.get("turns", 1)
@@ -449,8 +452,7 @@ def start_group() -> None:
 def main() -> None:
     """Run the part."""
     words, records = arguments("checkpoints", __doc__)
-    since_start = time.time() - psutil.Process().create_time()  # imports have taken of the time, too
-    deadline = time.monotonic() + words.seconds - since_start
+    deadline = words.deadline
     with tempfile.TemporaryDirectory(prefix="fsdp-checkpoints-") as folder:
         check_correctness(records, Path(folder), deadline - min(0.5 * words.seconds, TIMING_SECONDS))
     forget_training()

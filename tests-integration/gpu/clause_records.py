@@ -32,8 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Choose and order the tests, and record those that there are not."""
     wanted: list[str] = json.loads(os.environ[TESTS])
     by_name = {item.nodeid: item for item in items}
+    if not items:
+        group_records().outcome(
+            f"{os.environ[GROUP]}: tests are collected", "failed", reason="there was none: see the log"
+        )
     for node_id in wanted:
-        if node_id not in by_name:
+        if items and node_id not in by_name:
             group_records().outcome(check_name(node_id), "failed", reason="there is no such test: mend the list")
     chosen = [by_name[node_id] for node_id in wanted if node_id in by_name][: int(os.environ[AT_MOST])]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

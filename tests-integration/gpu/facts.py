@@ -25,7 +25,7 @@ def run_command(*words: str) -> str:
     """Run a command and return what it prints, which also goes to the log."""
     run = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     print(f"$ {' '.join(words)}\n{run.stdout}{run.stderr}", flush=True)
-    assert run.returncode == 0, f"{words[-1]!r} ended with status {run.returncode}"
+    assert run.returncode == 0, f"{words[-1]!r} ended with status {run.returncode}: {run.stderr.strip()[-300:]}"
     return run.stdout
 
 

@@ -341,7 +341,7 @@ def check_leftovers(strategy: str, workload: Workload, folder: Path, fits: int, 
 def main() -> None:
     """Run the part."""
     words, records = arguments("memory", __doc__)
-    deadline = time.monotonic() + words.seconds
+    deadline = words.deadline
     small = transformer_of("a small transformer", SMALL)
     peaks = [
         (strategy, precision, small if words.tiny else transformer_of("a transformer of 151 M", LARGE))
@@ -356,14 +356,14 @@ def main() -> None:
     for strategy, precision, workload in peaks:
         name = f"peak of {workload.name}, {strategy}, {precision}"
         if time.monotonic() > deadline:
-            records.outcome(name, "left out", reason="the time was up")
+            records.no_time(name)
         elif workload is llama and importlib.util.find_spec("transformers") is None:
             records.outcome(name, "left out", reason="transformers can't be imported. Type: pip install transformers")
         else:
             measure_peak(strategy, precision, workload, words.out, records)
     for strategy in STRATEGIES:
         if time.monotonic() > deadline:
-            records.outcome(f"what fits of {strategy} leave", "left out", reason="the time was up")
+            records.no_time(f"what fits of {strategy} leave")
         else:
             check_leftovers(strategy, small, words.out, 10, records)
 

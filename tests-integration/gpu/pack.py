@@ -12,6 +12,7 @@ import argparse
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -71,12 +72,20 @@ def check_size(folder: Path) -> int:
 def main() -> None:
     """Pack."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="replaced by the new one (default: build/gpu)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="its wheels are replaced (default: build/gpu)")
     folder: Path = parser.parse_args().folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    build_wheels(folder)
-    download_wheels(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    others = [path.name for path in folder.iterdir() if path.suffix != ".whl"]
+    if others:
+        parser.error(f"{folder} holds {', '.join(others)}, which are no wheels. Name a new folder.")
+    with tempfile.TemporaryDirectory() as fresh:
+        build_wheels(Path(fresh))
+        download_wheels(Path(fresh))
+        check_size(Path(fresh))
+        for path in folder.iterdir():
+            path.unlink()
+        for path in Path(fresh).iterdir():
+            shutil.move(path, folder / path.name)
     print(f"{check_size(folder) / 2**20:.1f} MiB in {folder}:")
     print("\n".join(f"  {path.name}" for path in sorted(folder.glob("*.whl"))))
 

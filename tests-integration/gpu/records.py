@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import time
 import traceback
 from collections.abc import Iterator
@@ -19,9 +21,9 @@ RECORDS = "records.jsonl"
 class Records:
     """Appends checks and figures to a file of JSON lines, to which several processes may append.
 
-    A line is either a check, ``{"part": ..., "check": ..., "outcome": ..., "seconds": ...}``, whose outcome is
-    ``"passed"``, ``"failed"`` or ``"left out"``, or a figure, ``{"part": ..., "figure": ..., "value": ..., "bar": ...,
-    "met": ...}``. Both have details.
+    A line is either a check, ``{"part": ..., "check": ..., "outcome": ..., "seconds": ...}``, or a figure,
+    ``{"part": ..., "figure": ..., "value": ..., "bar": ..., "met": ...}``. Both have details. The outcome is
+    ``"passed"``, ``"failed"``, ``"left out"`` or ``"no time"``.
 
     Args:
         path: The file, which is continued if it exists.
@@ -69,12 +71,21 @@ class Records:
 
         Args:
             name: What is checked.
-            outcome: ``"passed"``, ``"failed"`` or ``"left out"``.
+            outcome: ``"passed"``, ``"failed"``, ``"left out"`` or ``"no time"``.
             **details: What else the line says, such as ``reason``.
         """
         self._append({"check": name, "outcome": outcome, **details})
         reason = details.get("traceback") or details.get("reason")
-        print(f"{outcome}  {name}" + (f"\n{reason}" if reason else ""), flush=True)
+        _show(f"{outcome}  {name}" + (f"\n{reason}" if reason else ""))
+
+    def no_time(self, name: str, reason: str = "the time was up") -> None:
+        """Record a check that was not made because the time was up.
+
+        Args:
+            name: What would have been checked.
+            reason: How much time was left.
+        """
+        self.outcome(name, "no time", reason=reason)
 
     def figure(
         self,
@@ -96,12 +107,14 @@ class Records:
         """
         bar = f"≤ {at_most:g}" if at_most is not None else f"≥ {at_least:g}" if at_least is not None else None
         met = None
-        if value is not None and bar is not None and self._judges:
+        if value is not None and not math.isfinite(value):
+            met = False
+        elif value is not None and bar is not None and self._judges:
             met = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
         self._append({"figure": name, "value": value, "bar": bar, "met": met, **details})
         shown = "not measured" if value is None else f"{value:.4g}"
         verdict = "" if bar is None else f" ({bar}" + ("" if met is None else f": {'met' if met else 'NOT MET'}") + ")"
-        print(f"figure  {name}: {shown}{verdict}", flush=True)
+        _show(f"figure  {name}: {shown}{verdict}")
 
     def _append(self, line: dict[str, Any]) -> None:
         text = json.dumps({"part": self._part, **line}, default=str) + "\n"
@@ -109,7 +122,23 @@ class Records:
             file.write(text.encode())  # in one piece, so that lines of several processes don't mix
 
 
+def _show(text: str) -> None:
+    """Print, also where nobody reads any more: what counts is in the file."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; none if there is no file. A line that was cut off by a kill is left out."""
+    """The lines of a file; none if there is no file.
+
+    A last line that was cut off by a kill is left out. Any other that can't be read is a failed check of its own.
+    """
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    return [json.loads(line) for line in lines[:-1] if line.strip()]
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            records.append(dict(json.loads(line)))
+        except ValueError:
+            unreadable = f"line {number} can't be read: {line[:80]!r}"
+            records.append({"part": "records", "check": unreadable, "outcome": "failed", "reason": "it was cut off"})
+    return records

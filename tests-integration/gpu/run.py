@@ -7,16 +7,20 @@ Parts run one after the other, most valuable first. Each has a time limit, and w
 by those after it; one that fails or runs over does not stop the next. Where ``pack.py`` has left wheels in
 ``build/gpu``, they are installed into a temporary folder first, without an index.
 
-``--out`` then has ``records.jsonl``, a line for each check and figure, written as they come; ``log.txt``; and
-``table.md``, which is also printed. The status is 1 if a check has failed or a part has not ended well, 3 if all is
-right and a figure does not meet its bar.
+``--out``, a new or empty folder, then has ``records.jsonl``, a line for each check and figure, written as they come;
+``log.txt``; and ``table.md``, which is also printed. The status is 1 if a check has failed, or a part has not ended
+well or has checked nothing; 3 if all is right, and a figure does not meet its bar or the time was up for something;
+else 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,7 +69,20 @@ PARTS = tuple(
 )
 
 
-def install_wheels(wheels: Path, target: Path) -> dict[str, str]:
+#: What launchers and shells may have set, and no part may see: each part is a job of its own, and checks by asserts.
+FOREIGN = ("RANK", "WORLD_SIZE", "NODE_RANK", "PYTHONOPTIMIZE", "PYTHONSAFEPATH")
+FOREIGN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PMI_", "OMPI_", "PYTEST_")
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment variables, without those of a launcher, which are named on stderr."""
+    foreign = [name for name in os.environ if name in FOREIGN or name.startswith(FOREIGN_PREFIXES)]
+    if foreign:
+        print(f"Parts run without {', '.join(sorted(foreign))}.", file=sys.stderr)
+    return {name: value for name, value in os.environ.items() if name not in foreign}
+
+
+def install_wheels(wheels: Path, target: Path) -> str:
     """Install the packed wheels into a folder, without an index and without what they need.
 
     Args:
@@ -73,25 +90,43 @@ def install_wheels(wheels: Path, target: Path) -> dict[str, str]:
         target: An empty folder.
 
     Returns:
-        The environment variables under which an interpreter finds them first.
+        ``PYTHONPATH``, under which an interpreter finds them first.
     """
     files = [str(path) for path in sorted(wheels.glob("*.whl"))]
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-cache-dir")
-    subprocess.run([*pip, "--no-index", "--no-deps", "--target", str(target), *files], check=True)
-    return {"PYTHONPATH": os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    try:
+        subprocess.run([*pip, "--no-index", "--no-deps", "--target", str(target), *files], check=True, timeout=300)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        sys.exit(f"pip can't install the wheels in {wheels} ({error}).\nPack them again, or add --installed.")
+    return os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def end_process(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started, wherever these have moved to: ranks may lead sessions of their own."""
+def adopt_orphans() -> None:
+    """Let processes whose parents end become children of this one, where the kernel can do so: it will end them."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, of Linux
+
+
+def end_processes(first: subprocess.Popen[bytes], before: set[psutil.Process]) -> None:
+    """End a process and all that it has started: ranks may lead sessions of their own, and outlive their parents.
+
+    Args:
+        first: What is told to end, and given time for it.
+        before: The children that this process had before, which are left alone.
+    """
+    family = set()
     with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.pid)
-        family = [parent, *parent.children(recursive=True)]
-        parent.terminate()
-        psutil.wait_procs([parent], timeout=GRACE)
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-    process.wait()
+        family = set(psutil.Process(first.pid).children(recursive=True))
+    if first.poll() is None:
+        first.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            first.wait(timeout=GRACE)
+    family |= set(psutil.Process().children(recursive=True)) - before  # orphans that were adopted
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=GRACE)  # a driver that hangs keeps some for ever
+    first.poll()
 
 
 def gather_logs(part: Part, out: Path) -> None:
@@ -102,9 +137,28 @@ def gather_logs(part: Part, out: Path) -> None:
         out: The folder of the run.
     """
     with (out / "log.txt").open("ab") as log:
-        for path in sorted(out.glob(f"{part.name}-*")):
+        for path in sorted(path for path in out.glob(f"{part.name}-*") if path.is_file()):
             log.write(f"\n--- {path.name}\n".encode() + path.read_bytes())
             path.unlink()
+    for path in out.iterdir():  # checkpoints of a part that was killed
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def temporary_folders() -> Iterator[dict[str, str]]:
+    """A context with folders for what a part writes for a while, which go with it however it ends.
+
+    Yields:
+        The environment variables that name them.
+    """
+    with contextlib.ExitStack() as stack:
+        disk = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-gpu-", ignore_cleanup_errors=True))
+        variables = {"TMPDIR": disk}
+        if os.access("/dev/shm", os.W_OK):
+            memory = tempfile.TemporaryDirectory(prefix="fsdp-gpu-", dir="/dev/shm", ignore_cleanup_errors=True)
+            variables["FSDP_GPU_MEMORY_FOLDER"] = stack.enter_context(memory)
+        yield variables
 
 
 def run_part(
@@ -117,7 +171,7 @@ def run_part(
         out: The folder of the run.
         limit: Seconds after which it is ended.
         arguments: Further words of its command line.
-        variables: Environment variables, besides this process's.
+        variables: All of its environment variables; by default those of this process, without a launcher's.
 
     Returns:
         Whether it ended by itself with status 0.
@@ -125,10 +179,11 @@ def run_part(
     records = Records(out / RECORDS, part.name)
     command = [sys.executable, str(part.script), "--out", str(out), "--seconds", f"{limit - GRACE:.1f}", *arguments]
     began = time.monotonic()
-    with (out / "log.txt").open("ab") as log:
+    with (out / "log.txt").open("ab") as log, temporary_folders() as folders:
         log.write(f"\n=== {part.name}, at most {limit:.0f} s\n".encode())
         log.flush()
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
+        environment = {**(variables or clean_environment()), **folders, "PYTHONUNBUFFERED": "1"}
+        before = set(psutil.Process().children(recursive=True))
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             status = process.wait(timeout=limit)
@@ -136,8 +191,11 @@ def run_part(
         except subprocess.TimeoutExpired:
             reason = f"it had not ended after {limit:.0f} s, and was killed; what it had found by then is recorded"
         finally:
-            end_process(process)
+            end_processes(process, before)
     gather_logs(part, out)
+    checks = [record for record in read_records(out / RECORDS) if record["part"] == part.name and "check" in record]
+    if not reason and not any(record["outcome"] == "passed" for record in checks):
+        reason = "none of its checks has passed"
     details = {"seconds": time.monotonic() - began} | ({"reason": reason} if reason else {})
     records.outcome("the part ends", "failed" if reason else "passed", **details)
     return not reason
@@ -157,7 +215,7 @@ def run_parts(
         out: The folder of the run.
         minutes: The time of all.
         arguments: Further words of each part's command line.
-        variables: Environment variables, besides this process's.
+        variables: All of its environment variables; by default those of this process, without a launcher's.
 
     Returns:
         Whether all ended well.
@@ -168,28 +226,46 @@ def run_parts(
         share = part.seconds / sum(other.seconds for other in parts[index:])
         limit = share * (end - time.monotonic())
         if limit <= GRACE:
-            Records(out / RECORDS, part.name).outcome("the part ends", "failed", reason="no time was left to begin it")
+            Records(out / RECORDS, part.name).outcome(
+                "the part ends", "failed", reason="no time was left to begin it: give the run more --minutes"
+            )
             ended_well.append(False)
             continue
         ended_well.append(run_part(part, out, limit, arguments, variables))
     return all(ended_well)
 
 
-def table_lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The records as Markdown: a row for each part, what failed or was left out, and the figures beside their bars."""
-    yield from ("| part | passed | failed | left out | seconds |", "|---|---|---|---|---|")
+#: What a check may come to. Any other word counts as a failure.
+OUTCOMES = ("passed", "failed", "left out", "no time")
+
+
+def first_line(record: dict[str, Any]) -> str:
+    """Why a check has failed or was left out, in a line."""
+    lines = str(record.get("error") or record.get("reason") or record.get("traceback", "")).strip().splitlines()
+    of_pytest = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
+    return ([*of_pytest, *lines] or ["no reason is recorded"])[0][:300]
+
+
+def table_lines(records: Sequence[dict[str, Any]], title: str = "") -> Iterator[str]:
+    """The records as Markdown: a row for each part, what failed or was left out, and the figures beside their bars.
+
+    Args:
+        records: All of the run's.
+        title: What the run was on.
+    """
+    if title:
+        yield from (title, "")
+    yield from (f"| part | {' | '.join(OUTCOMES)} | seconds |", "|---|---|---|---|---|---|")
     for part in dict.fromkeys(record["part"] for record in records):
         checks = [record for record in records if record["part"] == part and "check" in record]
-        counts = [sum(check["outcome"] == outcome for check in checks) for outcome in ("passed", "failed", "left out")]
+        counts = [sum(check["outcome"] == outcome for check in checks) for outcome in OUTCOMES]
         seconds = [check.get("seconds", 0.0) for check in checks if check["check"] == "the part ends"]
         yield f"| {part} | {' | '.join(map(str, counts))} | {sum(seconds):.0f} |"
-    for outcome in ("failed", "left out"):
-        checks = [record for record in records if record.get("outcome") == outcome]
+    for outcome in dict.fromkeys([*OUTCOMES[1:], *(record.get("outcome", "failed") for record in records)]):
+        checks = [record for record in records if record.get("outcome") == outcome and outcome != "passed"]
         if checks:
             yield from ("", f"{outcome.capitalize()}:", "")
-        for check in checks:
-            reason = str(check.get("error") or check.get("reason") or check.get("traceback", "")).strip()
-            yield f"- {check['part']}: {check['check']}: {(reason.splitlines() or ['no reason is recorded'])[-1][:300]}"
+        yield from (f"- {check['part']}: {check['check']}: {first_line(check)}" for check in checks)
     figures = [record for record in records if "figure" in record]
     if figures:
         yield from ("", "| figure | measured | bar | |", "|---|---|---|---|")
@@ -200,45 +276,112 @@ def table_lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def exit_status(records: Sequence[dict[str, Any]]) -> int:
-    """0 if all is right, 1 if something failed, 3 if a figure does not meet its bar."""
-    if not records or any(record.get("outcome") == "failed" for record in records):
+    """0 if all is right; 1 if something failed; 3 if a figure does not meet its bar, or a check had no time."""
+    outcomes = {record["outcome"] for record in records if "check" in record}
+    if "passed" not in outcomes or outcomes - {"passed", "left out", "no time"}:
         return 1
-    return 3 if any(record.get("met") is False for record in records) else 0
+    return 3 if "no time" in outcomes or any(record.get("met") is False for record in records) else 0
+
+
+def minutes_of(text: str) -> float:
+    """Read ``--minutes``: a number above 0."""
+    minutes = float(text)
+    if not (math.isfinite(minutes) and minutes > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no number of minutes; write such as 8")
+    return minutes
+
+
+def find_card(environment: dict[str, str]) -> str:
+    """The name of the card that torch sees, asked in another process: it would keep memory of the card from the parts.
+
+    Args:
+        environment: The environment variables of the parts.
+
+    Returns:
+        The name; empty if there is no card.
+    """
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    asked = [sys.executable, "-c", code]
+    try:
+        run = subprocess.run(asked, env=environment, timeout=120, check=True, stdout=subprocess.PIPE, text=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        sys.exit(f"torch can't say whether there is a card: {error}.\nTry: python -c 'import torch; torch.cuda.init()'")
+    if not run.stdout.strip() and Path("/dev/nvidia0").exists():
+        sys.exit(
+            "There is a card (/dev/nvidia0), and torch does not see it. Look at CUDA_VISIBLE_DEVICES and `fsdp doctor`,"
+            " or add --rehearse, which runs tiny sizes on the CPU."
+        )
+    return run.stdout.strip()
+
+
+def end_on_signals() -> None:
+    """Let signals end this process in order: the part that is running, then the table. Only the first one counts."""
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def end(number: int, frame: object) -> None:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for each in signals:
+        signal.signal(each, end)
+
+
+def begin_records(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Make the folder of the run and its file of records, which no other run may use.
+
+    Args:
+        parser: Says what is wrong.
+        out: The folder.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            parser.error(f"{out} is not empty, and may have the records of another run. Name a new folder.")
+        (out / RECORDS).open("x").close()
+    except OSError as error:
+        parser.error(f"--out {out} can't be used: {error}. Name a new folder.")
 
 
 def main() -> None:
     """Run the parts, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8.0, help="the time of all parts (default: 8)")
-    parser.add_argument("--out", type=Path, required=True, help="the folder for what is found; must not have records")
+    parser.add_argument("--minutes", type=minutes_of, default=8.0, help="the time of all parts (default: 8)")
+    parser.add_argument("--out", type=Path, required=True, help="a new or empty folder for what is found")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="by default: all")
-    parser.add_argument("--wheels", type=Path, default=WHEELS, help="what pack.py has packed (default: build/gpu)")
+    parser.add_argument("--wheels", type=Path, help="what pack.py has packed (default: build/gpu, if it is there)")
     parser.add_argument("--installed", action="store_true", help="use the packages that are installed, and no wheels")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, also where there is a card")
     words = parser.parse_args()
-    if (words.out / RECORDS).exists():
-        parser.error(f"{words.out} has the records of another run. Name another folder, or remove it.")
-    words.out.mkdir(parents=True, exist_ok=True)
+    wheels = None if words.installed else words.wheels or (WHEELS if any(WHEELS.glob("*.whl")) else None)
+    if wheels is not None and not any(wheels.glob("*.whl")):
+        parser.error(f"{wheels} has no wheels. Run pack.py, or add --installed to use the packages that are installed.")
     out = words.out.resolve()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the part that is running
+    begin_records(parser, out)
+    end_on_signals()
+    adopt_orphans()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fsdp-gpu-") as site:
-        packed = not words.installed and any(words.wheels.glob("*.whl"))
-        variables = install_wheels(words.wheels, Path(site)) if packed else {}
-        tiny = [] if has_card() else ["--tiny"]
-        parts = [part for part in PARTS if not words.parts or part.name in words.parts]
-        minutes_left = words.minutes - (time.monotonic() - began) / 60
-        run_parts(parts, out, minutes_left, tiny, variables)
-    records = read_records(out / RECORDS)
-    table = "\n".join(table_lines(records))
-    (out / "table.md").write_text(table + "\n", encoding="utf-8")
-    print(table, flush=True)
+    environment = clean_environment()
+    card = "" if words.rehearse else find_card(environment)
+    if words.rehearse:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    title = card or "A rehearsal on the CPU, in tiny sizes: nothing here is of a card."
+    try:
+        with tempfile.TemporaryDirectory(prefix="fsdp-gpu-wheels-") as site:
+            if wheels is not None:
+                environment["PYTHONPATH"] = install_wheels(wheels, Path(site))
+            names = [path.name for path in sorted(wheels.glob("*.whl"))] if wheels else "those that are installed"
+            Records(out / RECORDS, "run").outcome("device and packages", "passed", device=title, packages=names)
+            parts = [part for part in PARTS if not words.parts or part.name in words.parts]
+            minutes_left = words.minutes - (time.monotonic() - began) / 60
+            run_parts(parts, out, minutes_left, [] if card else ["--tiny"], environment)
+    finally:
+        records = read_records(out / RECORDS)
+        table = "\n".join(table_lines(records, title))
+        (out / "table.md").write_text(table + "\n", encoding="utf-8")
+        with contextlib.suppress(OSError):  # nobody reads any more
+            print(table, flush=True)
     sys.exit(exit_status(records))
-
-
-def has_card() -> bool:
-    """Whether torch sees a card, asked in another process: it would keep memory of the card from the parts."""
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 if __name__ == "__main__":

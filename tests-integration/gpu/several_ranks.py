@@ -22,7 +22,7 @@ import psutil
 import torch
 from card import ACCELERATOR, HAS_CARD, arguments
 from clause_records import AT_MOST, FILE, GROUP, TESTS
-from records import RECORDS, Records
+from records import RECORDS, Records, read_records
 
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.training import new_fabric
@@ -157,6 +157,9 @@ def run_groups(groups: dict[str, list[str]], at_most: int, out: Path, records: R
             except subprocess.TimeoutExpired:
                 end_session(session)
                 raise TimeoutError("the time was up; the tests that ended by then are recorded") from None
+            recorded = [line for line in read_records(out / RECORDS) if str(line.get("check")).startswith(f"{group}: ")]
+            details["tests"] = len(recorded)
+            assert len(recorded) >= min(at_most, len(groups[group])), f"of its tests, {len(recorded)} are recorded"
             # 1: a test has failed, which is recorded by itself
             assert details["status"] in (0, 1), f"pytest ended with status {details['status']} and ran nothing"
 
@@ -212,7 +215,7 @@ def check_backends(records: Records) -> None:
 def main() -> None:
     """Run the part."""
     words, records = arguments("several_ranks", __doc__)
-    deadline = time.monotonic() + words.seconds
+    deadline = words.deadline
     os.environ.update(rank_variables())
     records.outcome("devices", "passed", cards=torch.cuda.device_count(), **rank_variables())
     at_most = REHEARSED if words.tiny else len(CLAUSES)
@@ -220,7 +223,7 @@ def main() -> None:
     if time.monotonic() < deadline:
         check_backends(records)
     else:
-        records.outcome("NCCL for the card, gloo for the host", "left out", reason="the time was up")
+        records.no_time("NCCL for the card, gloo for the host")
 
 
 if __name__ == "__main__":

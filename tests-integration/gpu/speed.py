@@ -382,7 +382,7 @@ def measurements(setting: Setting) -> list[Measurement]:
 def main() -> None:
     """Run the part."""
     words, records = arguments("speed", __doc__)
-    deadline = time.monotonic() + words.seconds
+    deadline = words.deadline
     for measurement in measurements(Setting(records=records, folder=words.out, tiny=words.tiny)):
         left = deadline - time.monotonic()
         absent = [name for name in measurement.needs if importlib.util.find_spec(name) is None]
@@ -393,7 +393,7 @@ def main() -> None:
             records.outcome(measurement.name, "left out", reason="a rehearsal makes one measurement of each sort")
         elif left < (8 if words.tiny else measurement.least):
             reason = f"{max(left, 0):.0f} s were left, and it takes {measurement.least:.0f}"
-            records.outcome(measurement.name, "left out", reason=reason)
+            records.no_time(measurement.name, reason)
         else:
             measurement.measure(min(left, measurement.most))
 
