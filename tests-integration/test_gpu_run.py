@@ -235,7 +235,7 @@ def test_a_signal_ends_all_and_leaves_the_table(number: signal.Signals, tmp_path
     (orphan,) = [record["pid"] for record in records if "pid" in record]
     assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
     assert "| waiting | 1 | 0 | 0 | 0 | 0 |" in printed
-    assert (tmp_path / "out" / "table.md").read_text() == printed
+    assert printed.endswith((tmp_path / "out" / "table.md").read_text())
 
 
 def test_examples_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
