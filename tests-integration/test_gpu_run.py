@@ -6,10 +6,12 @@ import doctest
 import importlib
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -180,6 +182,23 @@ def test_words_that_mean_nothing_are_refused(words: list[str], message: str, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("line", ["", "raise ImportError\n"])
+def test_wheels_of_other_sources_are_refused(run: ModuleType, tmp_path: Path, line: str) -> None:
+    name = "fsdp_core/errors.py"
+    source = (GPU.parents[1] / "packages/fsdp-core/src" / name).read_text()
+    with zipfile.ZipFile(tmp_path / "fsdp_core-0.1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(name, line + source)
+    nothing = {"PYTHONPATH": str(tmp_path), "PATH": ""}
+    words = f"has another {name} than this checkout. Run pack.py again" if line else "can't be imported from the wheels"
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        run.check_packages(tmp_path, {**nothing, "PYTHONNOUSERSITE": "1", "PYTHONHOME": str(tmp_path)})
+
+
+def test_packages_that_are_nowhere_are_missed_before_anything_runs(run: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"are not installed here\. Run pack\.py where there is a package index"):
+        run.check_packages(None, {"PYTHONHOME": str(tmp_path)})  # an interpreter that finds no package at all
+
+
 def test_a_part_sees_no_launcher_and_its_asserts_count(
     run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +238,7 @@ def test_a_signal_ends_all_and_leaves_the_table(number: signal.Signals, tmp_path
     driver = (
         f"import sys; sys.path.insert(0, {str(GPU)!r}); import run; from pathlib import Path\n"
         "run.find_card = lambda environment: ''\n"
+        "run.check_packages = lambda wheels, environment: None\n"
         f"run.PARTS = (run.Part(name='waiting', script=Path({str(script)!r}), seconds=1.0),)\n"
         f"sys.argv = ['run.py', '--out', {str(tmp_path / 'out')!r}, '--installed', '--minutes', '0.8']\n"
         "run.main()\n"
@@ -235,6 +255,7 @@ def test_a_signal_ends_all_and_leaves_the_table(number: signal.Signals, tmp_path
     (orphan,) = [record["pid"] for record in records if "pid" in record]
     assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
     assert "| waiting | 1 | 0 | 0 | 0 | 0 |" in printed
+    assert f"it was ended early (SystemExit({128 + number})); these parts did not end: waiting" in printed
     assert printed.endswith((tmp_path / "out" / "table.md").read_text())
 
 

@@ -36,7 +36,7 @@ class Records:
         >>> records = Records(path, "sums")
         >>> with records.check("one plus one") as details:
         ...     details["sum"] = 1 + 1
-        passed  one plus one
+        passed  sums: one plus one
         >>> records.figure("seconds of a sum", 0.25, at_most=1.0)
         figure  seconds of a sum: 0.25 (≤ 1: met)
         >>> [line.get("sum") or line["met"] for line in read_records(path)]
@@ -76,7 +76,7 @@ class Records:
         """
         self._append({"check": name, "outcome": outcome, **details})
         reason = details.get("traceback") or details.get("reason")
-        _show(f"{outcome}  {name}" + (f"\n{reason}" if reason else ""))
+        _show(f"{outcome}  {self._part}: {name}" + (f"\n{reason}" if reason else ""))
 
     def no_time(self, name: str, reason: str = "the time was up") -> None:
         """Record a check that was not made because the time was up.

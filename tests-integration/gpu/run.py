@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,32 @@ def install_wheels(wheels: Path, target: Path) -> str:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         sys.exit(f"pip can't install the wheels in {wheels} ({error}).\nPack them again, or add --installed.")
     return os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def check_packages(wheels: Path | None, environment: dict[str, str]) -> None:
+    """End unless the packages can be imported, and the wheels are of this checkout, whose tests run.
+
+    Args:
+        wheels: The folder of wheels; ``None`` if the packages are installed.
+        environment: The environment variables of the parts.
+    """
+    sources = HERE.parents[1] / "packages"
+    for wheel in sorted(wheels.glob("fsdp_*.whl")) if wheels else ():
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                source = sources / wheel.name.split("-")[0].replace("_", "-") / "src" / name
+                if name.endswith(".py") and not (source.is_file() and source.read_bytes() == archive.read(name)):
+                    sys.exit(f"{wheel} has another {name} than this checkout. Run pack.py again, and bring its folder.")
+    names = ("fsdp_core", "fsdp_fsdp2", "fsdp_cuda_native")
+    run = subprocess.run(
+        [sys.executable, "-c", f"import {', '.join(names)}"], env=environment, timeout=120, check=False
+    )
+    if run.returncode:
+        where = "are not installed here" if wheels is None else f"can't be imported from the wheels in {wheels}"
+        sys.exit(
+            f"{', '.join(names)} {where}. Run pack.py where there is a package index, bring its folder of wheels to "
+            f"{WHEELS}, or name it: --wheels FOLDER."
+        )
 
 
 def adopt_orphans() -> None:
@@ -179,6 +206,7 @@ def run_part(
     records = Records(out / RECORDS, part.name)
     command = [sys.executable, str(part.script), "--out", str(out), "--seconds", f"{limit - GRACE:.1f}", *arguments]
     began = time.monotonic()
+    print(f"{part.name}, at most {limit:.0f} s", flush=True)
     with (out / "log.txt").open("ab") as log, temporary_folders() as folders:
         log.write(f"\n=== {part.name}, at most {limit:.0f} s\n".encode())
         log.flush()
@@ -194,11 +222,13 @@ def run_part(
             end_processes(process, before)
     gather_logs(part, out)
     checks = [record for record in read_records(out / RECORDS) if record["part"] == part.name and "check" in record]
-    if not reason and not any(record["outcome"] == "passed" for record in checks):
-        reason = "none of its checks has passed"
+    outcomes = {record["outcome"] for record in checks}
+    outcome = "failed" if reason else "passed"
+    if not reason and "passed" not in outcomes:
+        outcome, reason = ("no time" if outcomes == {"no time"} else "failed"), "none of its checks has passed"
     details = {"seconds": time.monotonic() - began} | ({"reason": reason} if reason else {})
-    records.outcome("the part ends", "failed" if reason else "passed", **details)
-    return not reason
+    records.outcome("the part ends", outcome, **details)
+    return outcome == "passed"
 
 
 def run_parts(
@@ -242,6 +272,8 @@ OUTCOMES = ("passed", "failed", "left out", "no time")
 def first_line(record: dict[str, Any]) -> str:
     """Why a check has failed or was left out, in a line."""
     lines = str(record.get("error") or record.get("reason") or record.get("traceback", "")).strip().splitlines()
+    if lines and lines[0].endswith("Traceback (most recent call last):"):
+        lines = lines[-1:]
     of_pytest = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
     return ([*of_pytest, *lines] or ["no reason is recorded"])[0][:300]
 
@@ -366,22 +398,32 @@ def main() -> None:
     if words.rehearse:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     title = card or "A rehearsal on the CPU, in tiny sizes: nothing here is of a card."
+    print(title, flush=True)
+    parts = [part for part in PARTS if not words.parts or part.name in words.parts]
+    records = Records(out / RECORDS, "run")
     try:
         with tempfile.TemporaryDirectory(prefix="fsdp-gpu-wheels-") as site:
             if wheels is not None:
                 environment["PYTHONPATH"] = install_wheels(wheels, Path(site))
             names = [path.name for path in sorted(wheels.glob("*.whl"))] if wheels else "those that are installed"
-            Records(out / RECORDS, "run").outcome("device and packages", "passed", device=title, packages=names)
-            parts = [part for part in PARTS if not words.parts or part.name in words.parts]
+            check_packages(wheels, environment)
+            records.outcome("device and packages", "passed", device=title, packages=names)
             minutes_left = words.minutes - (time.monotonic() - began) / 60
             run_parts(parts, out, minutes_left, [] if card else ["--tiny"], environment)
+        records.outcome("the run ends", "passed")
+    except BaseException as error:
+        ended = {record["part"] for record in read_records(out / RECORDS) if record.get("check") == "the part ends"}
+        names = [part.name for part in parts if part.name not in ended]
+        reason = f"it was ended early ({error!r}); these parts did not end: {', '.join(names) or 'none'}"
+        records.outcome("the run ends", "failed", reason=reason)
+        raise
     finally:
-        records = read_records(out / RECORDS)
-        table = "\n".join(table_lines(records, title))
+        lines = read_records(out / RECORDS)
+        table = "\n".join(table_lines(lines, title))
         (out / "table.md").write_text(table + "\n", encoding="utf-8")
         with contextlib.suppress(OSError):  # nobody reads any more
             print(table, flush=True)
-    sys.exit(exit_status(records))
+    sys.exit(exit_status(lines))
 
 
 if __name__ == "__main__":

@@ -139,6 +139,11 @@ def end_session(session: subprocess.Popen[bytes]) -> None:
     session.wait()
 
 
+def recorded_tests(group: str, out: Path) -> list[dict[str, Any]]:
+    """The records of the tests of a group that have ended."""
+    return [line for line in read_records(out / RECORDS) if str(line.get("check")).startswith(f"{group}: ")]
+
+
 def run_groups(groups: dict[str, list[str]], at_most: int, out: Path, records: Records, deadline: float) -> None:
     """Run groups of tests side by side until all have ended or the time is up.
 
@@ -151,15 +156,17 @@ def run_groups(groups: dict[str, list[str]], at_most: int, out: Path, records: R
     """
     sessions = {group: start_session(group, tests, at_most, out) for group, tests in groups.items()}
     for group, session in sessions.items():
+        chosen = min(at_most, len(groups[group]))
+        try:
+            session.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            end_session(session)
+            ended = len(recorded_tests(group, out))
+            records.no_time(f"{group}: the session ends", f"the time was up; {ended} of {chosen} tests had ended")
+            continue
         with records.check(f"{group}: the session ends") as details:
-            try:
-                details["status"] = session.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                end_session(session)
-                raise TimeoutError("the time was up; the tests that ended by then are recorded") from None
-            recorded = [line for line in read_records(out / RECORDS) if str(line.get("check")).startswith(f"{group}: ")]
-            details["tests"] = len(recorded)
-            assert len(recorded) >= min(at_most, len(groups[group])), f"of its tests, {len(recorded)} are recorded"
+            details |= {"status": session.returncode, "tests": len(recorded_tests(group, out))}
+            assert details["tests"] >= chosen, f"{details['tests']} of its {chosen} tests are recorded"
             # 1: a test has failed, which is recorded by itself
             assert details["status"] in (0, 1), f"pytest ended with status {details['status']} and ran nothing"
 
