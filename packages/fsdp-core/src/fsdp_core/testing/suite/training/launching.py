@@ -171,6 +171,8 @@ class LaunchingSuite(Clauses):
     def test_interrupt_ends_every_rank(self, tmp_path: Path) -> None:
         """An interrupt (Ctrl-C) must end every rank without a crash."""
         ended = start(tmp_path, "train.py", "trainer", "--forever", f"--strategy={self.strategy}", meanwhile=_interrupt)
-        assert ended.status == 1, ended.output
+        # Lightning kills the other ranks, and its watcher of ranks, if it looks just then, kills this one too
+        was_watched = "Forcefully terminating all other processes" in ended.output
+        assert ended.status == 1 or (ended.status == -signal.SIGKILL and was_watched), ended.output
         assert "Detected KeyboardInterrupt" in ended.output
         assert "terminate called" not in ended.output
