@@ -125,10 +125,9 @@ def test_a_rank_that_runs_out_of_batches_is_named_at_that_batch(tmp_path: Path) 
 def test_a_rank_whose_script_ends_early_is_named(tmp_path: Path) -> None:
     statuses, told = run(tmp_path, "leaves", 2, "fabric", 1800.0)
     assert statuses == [1, 1, 0]
-    for rank in (0, 1):
-        assert re.search(
-            r"fsdp-core: the script has ended on rank 2 on .*, and this rank went on at step 5", told[rank]
-        )
+    for rank in (0, 1):  # which may notice it before they have begun the step that the other has not taken
+        why = r"fsdp-core: the script has ended on rank 2 on .*, and this rank went on at step [45]\b"
+        assert re.search(why, told[rank]), told[rank]
 
 
 @pytest.mark.parametrize("front", ["trainer", "fabric"])
