@@ -75,9 +75,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="its wheels are replaced (default: build/gpu)")
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    others = [path.name for path in folder.iterdir() if path.suffix != ".whl"]
-    if others:
-        parser.error(f"{folder} holds {', '.join(others)}, which are no wheels. Name a new folder.")
+    foreign_files = [path.name for path in folder.iterdir() if path.suffix != ".whl"]
+    if foreign_files:
+        parser.error(f"{folder} holds {', '.join(foreign_files)}, which are no wheels. Name a new folder.")
     with tempfile.TemporaryDirectory() as fresh:
         build_wheels(Path(fresh))
         download_wheels(Path(fresh))

@@ -112,9 +112,9 @@ class Records:
         elif value is not None and bar is not None and self._judges:
             met = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
         self._append({"figure": name, "value": value, "bar": bar, "met": met, **details})
-        shown = "not measured" if value is None else f"{value:.4g}"
+        measured = "not measured" if value is None else f"{value:.4g}"
         verdict = "" if bar is None else f" ({bar}" + ("" if met is None else f": {'met' if met else 'NOT MET'}") + ")"
-        _show(f"figure  {name}: {shown}{verdict}")
+        _show(f"figure  {name}: {measured}{verdict}")
 
     def _append(self, line: dict[str, Any]) -> None:
         text = json.dumps({"part": self._part, **line}, default=str) + "\n"

@@ -121,9 +121,9 @@ def check_packages(wheels: Path | None, environment: dict[str, str]) -> None:
         [sys.executable, "-c", f"import {', '.join(names)}"], env=environment, timeout=120, check=False
     )
     if run.returncode:
-        where = "are not installed here" if wheels is None else f"can't be imported from the wheels in {wheels}"
+        problem = "are not installed here" if wheels is None else f"can't be imported from the wheels in {wheels}"
         sys.exit(
-            f"{', '.join(names)} {where}. Run pack.py where there is a package index, bring its folder of wheels to "
+            f"{', '.join(names)} {problem}. Run pack.py where there is a package index, bring its folder of wheels to "
             f"{WHEELS}, or name it: --wheels FOLDER."
         )
 
@@ -333,9 +333,9 @@ def find_card(environment: dict[str, str]) -> str:
         The name; empty if there is no card.
     """
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    asked = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code]
     try:
-        run = subprocess.run(asked, env=environment, timeout=120, check=True, stdout=subprocess.PIPE, text=True)
+        run = subprocess.run(command, env=environment, timeout=120, check=True, stdout=subprocess.PIPE, text=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         sys.exit(f"torch can't say whether there is a card: {error}.\nTry: python -c 'import torch; torch.cuda.init()'")
     if not run.stdout.strip() and Path("/dev/nvidia0").exists():
