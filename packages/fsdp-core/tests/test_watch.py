@@ -191,6 +191,15 @@ def test_a_rank_that_is_gone_is_told_to_the_others_and_one_that_says_goodbye_is_
     first.send(kind="bye")
 
 
+def test_a_rank_that_ends_because_another_has_is_not_called_a_cause(hub: Hub) -> None:
+    first, second, third = (greet(hub, rank) for rank in range(3))
+    third.send(kind="bye")
+    for rank in (second, first):
+        rank.send(kind="who?")
+        assert [one["rank"] for one in next_of(rank)["members"]] == [2]
+        rank.send(kind="bye")
+
+
 def test_ranks_are_asked_where_they_stand_when_one_has_waited_for_too_long(hub: Hub) -> None:
     first, second = greet(hub, 0), greet(hub, 1)
     first.send(kind="waits", seconds=9.0, report=asdict(reports(REDUCES)[0]))

@@ -51,6 +51,7 @@ class Hub:
         self._members: dict[Connection, Member] = {}
         self._all: dict[int, Member] = {}
         self._ended: set[int] = set()
+        self._ended_for_others: set[int] = set()
         self._gone: list[Member] = []
         self._silent_host = False
         self._decide_at: float | None = None
@@ -139,7 +140,10 @@ class Hub:
             elif self._waited is not None and len(self._reports.keys() | self._ended) == len(self._all):
                 self._decide_at = time.monotonic()
         elif kind == "who?":
-            connection.send(kind="ended", members=[asdict(self._all[rank]) for rank in sorted(self._ended)])
+            first = self._ended - self._ended_for_others - {member.rank}
+            if first:  # whose ending is why this rank asks, and ends if it does: it is no cause for the ranks after it
+                self._ended_for_others.add(member.rank)
+            connection.send(kind="ended", members=[asdict(self._all[rank]) for rank in sorted(first)])
 
     def _drop(self, connection: Connection, *, silent_host: bool) -> None:
         self._selector.unregister(connection)
