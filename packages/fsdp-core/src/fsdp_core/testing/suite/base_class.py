@@ -24,6 +24,7 @@ __all__ = [
     "precisions",
     "requires",
     "shares_of",
+    "starts_scripts",
     "undeclared",
     "with_options",
 ]
@@ -52,6 +53,12 @@ def on_ranks(*kinds: RankKind) -> pytest.MarkDecorator:
         *kinds: The kinds of ranks.
     """
     return pytest.mark.fsdp_ranks(*kinds)
+
+
+def starts_scripts(clause: Callable[..., None]) -> Callable[..., None]:
+    """Mark a clause that starts scripts as users do. It applies to ranks that are processes, and takes seconds."""
+    marked: Callable[..., None] = pytest.mark.fsdp_scripts(on_ranks("processes")(clause))
+    return marked
 
 
 def each_ranks(ranks: Ranks, results: list[Any]) -> list[Any]:

@@ -1,12 +1,12 @@
-"""The whole suite in one class, and the part of it for presets."""
+"""The suite in classes: for a strategy, for a preset of one, and for the adapters that all strategies share."""
 
 from __future__ import annotations
 
-from fsdp_core.testing.suite.checkpoints.async_saves import AsyncSavesSuite
+from fsdp_core.testing.suite.checkpoints.async_saves import AsyncSavesSuite, DeferredCopiesSuite
 from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
 from fsdp_core.testing.suite.checkpoints.late_param_groups import LateParamGroupsSuite
 from fsdp_core.testing.suite.checkpoints.loader_positions import LoaderPositionsSuite
-from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
+from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite, ResumeMomentsSuite
 from fsdp_core.testing.suite.checkpoints.scattered_saves import ScatteredSavesSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
 from fsdp_core.testing.suite.interface.capabilities import CapabilitiesSuite
@@ -37,7 +37,7 @@ from fsdp_core.testing.suite.training.preemption import PreemptionSuite
 from fsdp_core.testing.suite.training.resource_leaks import LeftoversSuite
 from fsdp_core.testing.suite.training.whole_matrices import WholeMatricesSuite
 
-__all__ = ["PresetSuite", "StrategySuite"]
+__all__ = ["AdapterSuite", "PresetSuite", "StrategySuite"]
 
 
 class StrategySuite(
@@ -58,16 +58,13 @@ class StrategySuite(
     FiniteGradientsSuite,
     LoopsSuite,
     ExceptionsSuite,
-    PreemptionSuite,
     OutsideStepsSuite,
     CheckpointsSuite,
     FabricCheckpointsSuite,
     ExactResumeSuite,
     LateParamGroupsSuite,
-    LoaderPositionsSuite,
-    AsyncSavesSuite,
+    DeferredCopiesSuite,
     ScatteredSavesSuite,
-    LaunchingSuite,
     LeftoversSuite,
     BadOptionsSuite,
     BadModulesSuite,
@@ -76,6 +73,8 @@ class StrategySuite(
     BrokenElsewhereSuite,
 ):
     """All requirements of a strategy, on real ranks, under Trainer and Fabric.
+
+    What all strategies inherit from core is in :class:`AdapterSuite`, which core itself runs.
 
     Example:
         .. code-block:: python
@@ -97,4 +96,18 @@ class PresetSuite(ListingSuite, ContractSuite, CapabilitiesSuite, LeftoversSuite
             class TestTheirsOffloaded(PresetSuite):
                 strategy = "theirs_offloaded"
                 preset_of = "theirs"
+    """
+
+
+class AdapterSuite(LaunchingSuite, PreemptionSuite, LoaderPositionsSuite, ResumeMomentsSuite, AsyncSavesSuite):
+    """What the adapters of core do, whatever the backend: launching, signals, loaders, moments of a resume, threads.
+
+    Core runs it over a backend for tests and over ``fsdp2``. It is worth running for a strategy that overrides what it
+    inherits from the adapters, or whose ranks are neither processes on a CPU nor on GPUs.
+
+    Example:
+        .. code-block:: python
+
+            class TestAdaptersOverMine(AdapterSuite):
+                strategy = "theirs"
     """

@@ -28,12 +28,12 @@ from fsdp_core.testing.disks import Disk, disk
 from fsdp_core.testing.processes import start
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires
+from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires, starts_scripts
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 from fsdp_core.torch_private import process_groups
 
-__all__ = ["AsyncSavesSuite"]
+__all__ = ["AsyncSavesSuite", "DeferredCopiesSuite"]
 
 ASYNC = {"async_save": True}
 
@@ -295,6 +295,18 @@ def _fabric_steps(strategy: str, tmp: str) -> dict[str, Any]:
 _WHEN = ("step", "save", "end")
 
 
+class DeferredCopiesSuite(Clauses):
+    """With ``async_save=True``, a checkpoint holds what there was at the call: tensors are copied in time."""
+
+    @requires("async_save")
+    @KINDS
+    def test_what_is_changed_after_the_call_is_not_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """Changes to weights and plain data after ``save_checkpoint()`` returns must not reach the checkpoint."""
+        for complete, kept in ranks.run(2, _changed_at_once, self.strategy, str(tmp_path), kind):
+            assert not complete, "the save was complete when the call returned, so this test shows nothing"
+            assert kept, "a change made after the call is in the checkpoint"
+
+
 class AsyncSavesSuite(Clauses):
     """With ``async_save=True``, checkpoints are the same, training continues meanwhile, and no failure is lost."""
 
@@ -316,14 +328,6 @@ class AsyncSavesSuite(Clauses):
             for one, other in zip(first, second, strict=True):
                 assert one["losses"] == other["losses"]
                 assert_bit_equal(other, one)
-
-    @requires("async_save")
-    @KINDS
-    def test_what_is_changed_after_the_call_is_not_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
-        """Changes to weights and plain data after ``save_checkpoint()`` returns must not reach the checkpoint."""
-        for complete, kept in ranks.run(2, _changed_at_once, self.strategy, str(tmp_path), kind):
-            assert not complete, "the save was complete when the call returned, so this test shows nothing"
-            assert kept, "a change made after the call is in the checkpoint"
 
     @requires("async_save")
     @KINDS
@@ -385,7 +389,7 @@ class AsyncSavesSuite(Clauses):
         assert "No space left on device" in first["told"]
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    @on_ranks("processes")  # launched by a script
+    @starts_scripts
     def test_a_script_that_ends_leaves_it_complete(self, tmp_path: Path) -> None:
         """A script that ends while a save is pending must complete it and exit without errors."""
         ended = start(tmp_path, "async_save.py", self.strategy, str(tmp_path), "ends")
@@ -398,7 +402,7 @@ class AsyncSavesSuite(Clauses):
             assert trouble not in ended.output, ended.output
 
     @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    @on_ranks("processes")  # launched by a script
+    @starts_scripts
     def test_a_script_that_ends_tells_what_nobody_was_told(self, tmp_path: Path) -> None:
         """If the last background save fails, the script must print the error and exit with status 1."""
         ended = start(tmp_path, "async_save.py", self.strategy, str(tmp_path), "fails")

@@ -27,7 +27,7 @@ from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_e
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
-__all__ = ["MOMENTS", "ExactResumeSuite", "assert_goes_on_between_micro_batches"]
+__all__ = ["MOMENTS", "ExactResumeSuite", "ResumeMomentsSuite", "assert_goes_on_between_micro_batches"]
 
 #: Batches per epoch; with two micro-batches per step, the last step has one.
 STEPS, EPOCHS = 5, 3
@@ -47,6 +47,9 @@ MOMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "after the epoch, without validation": ("on_train_epoch_end", 4, {"limit_val_batches": 0}),
     "after the fit": ("on_fit_end", 4, {}),
 }
+
+#: Moments that differ in what a backend holds: without and with accumulated gradients, and after an epoch.
+OF_BACKENDS = ["between two steps", "between the micro-batches of a step", "after the epoch"]
 
 #: Moments after which the next epoch begins and its order is drawn.
 BETWEEN_EPOCHS = ["after the last batch", "after the last validation", "after the epoch, without validation"]
@@ -339,18 +342,10 @@ class ExactResumeSuite(Clauses):
     """
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
-    @pytest.mark.parametrize("moment", MOMENTS)
+    @pytest.mark.parametrize("moment", OF_BACKENDS)
     def test_resume_is_exact(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
-        """A resumed run must repeat the uninterrupted one bit for bit, whenever the checkpoint was saved."""
+        """A resumed run must repeat the uninterrupted one bit for bit."""
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}):
-            assert_same(resumed, whole)
-
-    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
-    @on_ranks("processes", "one controller")  # threads draw from one generator, in any order
-    @pytest.mark.parametrize("moment", BETWEEN_EPOCHS)
-    def test_order_and_seeds_that_loaders_draw(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
-        """Shuffling and worker seeds that a loader draws itself must be the same after a resume."""
-        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
             assert_same(resumed, whole)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
@@ -365,13 +360,6 @@ class ExactResumeSuite(Clauses):
         moment = "between the micro-batches of a step"
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, False, True):
             assert_same(resumed, whole)
-
-    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
-    def test_saving_and_validating_change_nothing(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Saving a checkpoint, and validating within an epoch, must not change training."""
-        for never, amid_step, amid_epoch in ranks.run(2, _saved_or_not, self.strategy, str(tmp_path)):
-            assert_same(amid_step, never)  # validates only after the epoch
-            assert_same(amid_epoch, never)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
@@ -397,6 +385,32 @@ class ExactResumeSuite(Clauses):
         """Under Fabric, a run that saves and loads RandomState and AccumulatedGradients must repeat bit for bit."""
         for whole, resumed in ranks.run(2, _fabric, self.strategy, str(tmp_path), kind):
             assert_same(resumed, whole)
+
+
+class ResumeMomentsSuite(Clauses):
+    """The same whenever a checkpoint is saved, and whatever loaders draw: what adapters keep of Lightning's loops."""
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
+    @pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment not in OF_BACKENDS])
+    def test_resume_at_any_moment(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
+        """A resumed run must repeat the uninterrupted one bit for bit, whenever the checkpoint was saved."""
+        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}):
+            assert_same(resumed, whole)
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
+    @on_ranks("processes", "one controller")  # threads draw from one generator, in any order
+    @pytest.mark.parametrize("moment", BETWEEN_EPOCHS)
+    def test_order_and_seeds_that_loaders_draw(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
+        """Shuffling and worker seeds that a loader draws itself must be the same after a resume."""
+        for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
+            assert_same(resumed, whole)
+
+    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
+    def test_saving_and_validating_change_nothing(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Saving a checkpoint, and validating within an epoch, must not change training."""
+        for never, amid_step, amid_epoch in ranks.run(2, _saved_or_not, self.strategy, str(tmp_path)):
+            assert_same(amid_step, never)  # validates only after the epoch
+            assert_same(amid_epoch, never)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @on_ranks("processes", "one controller")  # threads have one list of warnings

@@ -22,7 +22,7 @@ from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
-from fsdp_core.testing.suite.base_class import Clauses, on_ranks
+from fsdp_core.testing.suite.base_class import Clauses, starts_scripts
 
 __all__ = ["COMMAND", "LaunchingSuite"]
 
@@ -100,30 +100,30 @@ class LaunchingSuite(Clauses):
         """Whether the strategy is a preset with CPU offload."""
         return bool(fsdp_core.describe(self.strategy).presets.get("cpu_offload", False))
 
-    @on_ranks("processes")
+    @starts_scripts
     def test_plain_python_under_trainer_then_fabric(self, tmp_path: Path) -> None:
         """A script that the Trainer launches must be able to fit twice, validate, and use Fabric afterwards."""
         ended = start(tmp_path, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "trainer", "fabric", cpu_offload=self.offloads)
 
-    @on_ranks("processes")
+    @starts_scripts
     def test_plain_python_under_fabric_as_a_module(self, tmp_path: Path) -> None:
         """A script started with ``python -m`` must be launched by Fabric, which repeats the command for each rank."""
         ended = start(tmp_path, "-m", "train", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "fabric", cpu_offload=self.offloads)
 
-    @on_ranks("processes")
+    @starts_scripts
     def test_torchrun(self, tmp_path: Path) -> None:
         """A script started by torchrun must train under Trainer and Fabric."""
         ended = start(tmp_path, *TORCHRUN, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "trainer", "fabric")
 
-    @on_ranks("processes")
+    @starts_scripts
     def test_spawned_workers(self, tmp_path: Path) -> None:
         """Ranks spawned with ``torch.multiprocessing`` must train under Trainer and Fabric."""
         self.assert_trained(start(tmp_path, "spawned.py", self.strategy), "trainer", "fabric")
 
-    @on_ranks("processes")
+    @starts_scripts
     def test_command_line_takes_the_name_and_the_class_with_options(self, tmp_path: Path) -> None:
         """LightningCLI must accept the strategy's name, and its class with options."""
         pytest.importorskip("jsonargparse")
@@ -142,7 +142,7 @@ class LaunchingSuite(Clauses):
         capability = capability_of(option, value)
         return capability is None or capability in fsdp_core.describe(self.strategy).capabilities
 
-    @on_ranks("processes")
+    @starts_scripts
     def test_without_torchs_entry_points_an_import_does_it(self, tmp_path: Path) -> None:
         """With torch's autoload disabled, the name must be unknown, and importing the package must register it."""
         ended = start(tmp_path, "by_hand.py", self.strategy, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -156,7 +156,7 @@ class LaunchingSuite(Clauses):
             (report,) = ended.reports(front_end)
             assert (report["world_size"], report["held"]) == (1, FULL)
 
-    @on_ranks("processes")
+    @starts_scripts
     @pytest.mark.parametrize(("front_end", "rank"), [("trainer", 1), ("fabric", 0)])
     def test_exception_on_one_rank_ends_the_run(self, tmp_path: Path, front_end: str, rank: int) -> None:
         """An exception on one rank must end all ranks within a minute, with a nonzero exit status."""
@@ -166,7 +166,7 @@ class LaunchingSuite(Clauses):
         assert not ended.reports(front_end)
         assert ended.seconds < 60, f"the run took {ended.seconds:.0f} s to end, which should be less than 60 s"
 
-    @on_ranks("processes")
+    @starts_scripts
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups to send SIGINT to")
     def test_interrupt_ends_every_rank(self, tmp_path: Path) -> None:
         """An interrupt (Ctrl-C) must end every rank without a crash."""

@@ -1,0 +1,9 @@
+"""The adapters of core over fsdp2; core's own tests run the same over a backend for tests."""
+
+from __future__ import annotations
+
+from fsdp_core.testing.suite import AdapterSuite
+
+
+class TestAdaptersOverFSDP2(AdapterSuite):
+    strategy = "fsdp2"

@@ -1,0 +1,104 @@
+"""Chooses the tests of a run: those of ``nox -s tests``, or of ``nox -s everything``, which are the others.
+
+A run with ``--part=tests`` has every test that needs no ranks, and the first set of parameters of each that does. With
+``--part=everything`` it has what is left, of which one half is drawn: that a clause of the conformance suite holds for
+a set of parameters and for a strategy is a pair, and each set is run with half of the strategies. Which half, a seed
+says, so that every pair comes in time where the seed is the day's.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import pytest
+
+__all__ = ["Part", "is_drawn", "split"]
+
+Part = Literal["tests", "everything", "all"]
+
+#: What every run draws that does not name a seed.
+DEFAULT_SEED = 36
+
+#: Which half of the pairs a strategy takes. What two strategies run of one suite, they run between them.
+_HALVES = {"fsdp2": 0, "loopback": 1, "fsdp_native": 1, "xla_fsdp": 0, "xla_fsdp_spmd": 1}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("parts", "the parts of this project's tests")
+    group.addoption(
+        "--part", choices=["tests", "everything", "all"], default="all", help="what `nox -s tests` runs, or the others"
+    )
+    group.addoption(
+        "--pairs-seed", type=int, default=DEFAULT_SEED, help="draws what `--part=everything` runs of many parameters"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "everything: a test that takes long, left to `nox -s everything`")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = split(items, config.getoption("--part"), config.getoption("--pairs-seed"))
+    dropped = set(items) - set(kept)
+    if dropped:
+        items[:] = kept
+        config.hook.pytest_deselected(items=list(dropped))
+
+
+def split(items: Iterable[pytest.Item], part: Part, seed: int) -> list[pytest.Item]:
+    """The tests of a part, in their order.
+
+    Args:
+        items: All tests.
+        part: Which of them; ``"all"`` leaves nothing out.
+        seed: Draws which sets of parameters ``"everything"`` runs with a strategy.
+    """
+    if part == "all":
+        return list(items)
+    seen: set[str] = set()
+    kept = []
+    for item in items:
+        function = _function(item)
+        is_further = _needs_ranks(item) and _is_parametrized(item) and function in seen
+        seen.add(function)
+        is_left = is_further or item.get_closest_marker("everything") is not None or _starts_scripts(item)
+        if part == "tests":
+            keeps = not is_left
+        else:
+            keeps = is_left and (not (_needs_ranks(item) or _starts_scripts(item)) or is_drawn(item, seed))
+        if keeps:
+            kept.append(item)
+    return kept
+
+
+def is_drawn(item: pytest.Item, seed: int) -> bool:
+    """Whether a test that needs ranks is in the half of its strategy.
+
+    Args:
+        item: The test.
+        seed: What the half depends on, besides the clause and its parameters.
+    """
+    strategy = str(getattr(getattr(item, "cls", None), "strategy", ""))
+    clause = item.name if strategy else item.nodeid
+    half = _HALVES.get(strategy, zlib.crc32(strategy.encode()) % 2)
+    return random.Random(f"{seed} {clause}").randrange(2) == half
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]
+
+
+def _is_parametrized(item: Any) -> bool:
+    return hasattr(item, "callspec")
+
+
+def _needs_ranks(item: Any) -> bool:
+    return "_rank_pools" in getattr(item, "fixturenames", ())
+
+
+def _starts_scripts(item: pytest.Item) -> bool:
+    return item.get_closest_marker("fsdp_scripts") is not None
