@@ -79,7 +79,6 @@ def sharded(name: str, has_scalar: bool, strategy: str, world_size: int, folder:
     return full_state_dict(model)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("name", "has_scalar"), CASES)
 def test_each_is_right_and_resumed_or_refused(

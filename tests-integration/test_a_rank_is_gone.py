@@ -14,8 +14,6 @@ import pytest
 from fsdp_core.testing.forking import start_script
 from fsdp_core.testing.processes import fresh_environment
 
-pytestmark = pytest.mark.timeout(200)
-
 SCRIPT = Path(__file__).parent / "a_rank_is_gone.py"
 RANKS = 3
 

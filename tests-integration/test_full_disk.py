@@ -10,8 +10,6 @@ from fsdp_core.testing.forking import start_script
 from fsdp_core.testing.processes import fresh_environment
 from full_disk import NO_DISK
 
-pytestmark = pytest.mark.timeout(100)
-
 
 def test_a_file_that_has_no_room_leaves_the_one_before(tmp_path: Path) -> None:
     """Lightning copies what it has written elsewhere onto the target, of which half would be there then."""

@@ -72,7 +72,6 @@ def write_part(folder: Path, name: str, body: str) -> Path:
     return script
 
 
-@pytest.mark.timeout(60)
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next(run: ModuleType, tmp_path: Path) -> None:
     parts = [
         run.Part(name=name, script=write_part(tmp_path, name, body), seconds=1.0 if name == "hanging" else 0.5)
@@ -119,7 +118,6 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(run: ModuleType, tmp_
     )
 
 
-@pytest.mark.timeout(60)
 def test_parts_that_no_time_is_left_for_are_said_to_have_failed(run: ModuleType, tmp_path: Path) -> None:
     part = run.Part(name="right", script=write_part(tmp_path, "right", PARTS["right"]), seconds=1.0)
     assert not run.run_parts([part], tmp_path, minutes=0.0)
@@ -220,7 +218,6 @@ def test_a_part_sees_no_launcher_and_its_asserts_count(
     assert not Path(folder["folder"]).exists()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_and_leaves_the_table(number: signal.Signals, tmp_path: Path) -> None:
     """The run ends what its part has started, also what has outlived its parent, and says what there is."""

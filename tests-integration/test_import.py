@@ -24,8 +24,6 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, global_batche
 from fsdp_core.testing.training import loader, means, new_fabric, new_trainer
 from test_interchange import STEPS, TwoEpochs
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:

@@ -269,7 +269,7 @@ def test_the_table_names_all_of_timms(ranks: RankPool) -> None:
     assert named - {"those", "of", "bitsandbytes", "and", "apex", "bnb", "fused"} == offered
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.cpu_limit(600)
 @pytest.mark.parametrize("column", range(2), ids=STRATEGIES)
 def test_each_optimizer_of_the_table(ranks: RankPool, plain: dict[str, dict[str, Tensor]], column: int) -> None:
     strategy = STRATEGIES[column]
@@ -349,7 +349,7 @@ def low_bit_resumed(folder: str, world_size: int, form: str) -> dict[str, dict[s
     return ended
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.cpu_limit(1200)
 def test_low_bit_state_is_saved_and_resumed(ranks: RankPool, tmp_path: Path) -> None:
     """Blocks that ranks hold whole are those of one process: a resume is exact on two ranks and on one; or refused."""
     folder, limit = str(tmp_path), 500.0

@@ -68,7 +68,6 @@ def test_the_page_shows_the_examples(example: str) -> None:
     assert f"```python\n{(EXAMPLES / example).read_text(encoding='utf-8')}```" in page
 
 
-@pytest.mark.timeout(300)
 def test_llama_and_lora_upon_it(tmp_path: Path) -> None:
     llama, lora = ((EXAMPLES / name).read_text(encoding="utf-8") for name in ("llama.py", "lora.py"))
     trained = run(llama, tmp_path, "fsdp2", forked=False)  # as users start it

@@ -149,7 +149,9 @@ def _limited(test: str, limit: float) -> Iterator[None]:
             if used - before > _IDLE:
                 before, changed = used, now
             if used - first > limit:
-                reasons.append(f"it has used more than {limit:g} CPU seconds: make it cheaper, or mark it cpu_limit(...)")
+                reasons.append(
+                    f"it has used more than {limit:g} CPU seconds: make it cheaper, or mark it cpu_limit(...)"
+                )
             elif now - changed > WAITING_LIMIT:
                 reasons.append(f"it has waited for {WAITING_LIMIT:g} s, and its processes have done nothing")
             if reasons:

@@ -14,7 +14,7 @@ from signals import runs_with_signals
 from fsdp_core.testing import RankPool
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.cpu_limit(7200)
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_many_signals(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     seed = int(os.environ.get("FSDP_SIGNALS_SEED", "1"))

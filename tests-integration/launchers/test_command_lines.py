@@ -13,8 +13,6 @@ from example import SCRIPT, assert_as_one_process, said
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing.processes import start
 
-pytestmark = pytest.mark.timeout(200)
-
 
 def test_a_module_of_a_package(tmp_path: Path) -> None:
     """``python -m package.module``, whose ranks Lightning starts in the same way."""

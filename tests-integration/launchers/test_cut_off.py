@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from hosts import Host
-
-pytestmark = pytest.mark.timeout(280)
 
 SCRIPT = Path(__file__).parents[1] / "a_rank_is_gone.py"
 

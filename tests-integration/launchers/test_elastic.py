@@ -10,8 +10,6 @@ from hosts import Host, Run
 
 from fsdp_core.checkpoint import load
 
-pytestmark = pytest.mark.timeout(280)
-
 #: torchrun waits half a minute for further hosts, and as long until it takes one for lost.
 QUICKLY = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 

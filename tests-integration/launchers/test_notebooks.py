@@ -64,8 +64,6 @@ L.Trainer(strategy="fsdp2", accelerator="cpu", devices=1, max_epochs=1, logger=F
 #: Threads of the notebook's process, which a forked one lacks.
 THREADS = "torch.set_num_threads(2); (torch.randn(1500, 1500) @ torch.randn(1500, 1500)).exp().sum()"
 
-pytestmark = pytest.mark.timeout(2 * SECONDS)
-
 
 class CellError(Exception):
     """What a cell has raised, with its traceback."""

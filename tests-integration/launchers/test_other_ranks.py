@@ -15,8 +15,6 @@ from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import BATCH, RESUME_TOLERANCE, dataset, momentum, train_plain
 from fsdp_core.testing.training import Lit, means, new_trainer
 
-pytestmark = pytest.mark.timeout(100)
-
 STEPS, PER_RANK = 4, 3
 
 

@@ -25,8 +25,6 @@ EXAMPLES = HERE.parents[1] / "docs" / "examples"
 #: The steps of an epoch, and those after which the worker dies: the checkpoint is of the first epoch.
 EPOCH, DIES = 4, 6
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def _ports() -> dict[str, int]:
     """Free ports for a node's agents. If Ray chose them, a node would give up on agents that start slowly."""

@@ -16,8 +16,6 @@ from fsdp_core.testing import RankPool
 from fsdp_core.testing.forking import start_script
 from fsdp_core.testing.processes import fresh_environment
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_signals_at_random_moments(ranks: RankPool, tmp_path: Path, strategy: str) -> None:

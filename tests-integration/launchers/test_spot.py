@@ -32,8 +32,6 @@ BUCKET, RUN = "spot", "runs/1"
 SECONDS = 240  # for what takes ten
 STEPS = 12
 
-pytestmark = pytest.mark.timeout(3 * SECONDS)
-
 
 @dataclass
 class Bucket:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from example import SCRIPT, assert_as_one_process, said
 from hosts import Host, torchrun
 
 from fsdp_core.checkpoint import read_manifest
-
-pytestmark = pytest.mark.timeout(280)
 
 STRATEGIES = ("fsdp2", "fsdp_native")
 

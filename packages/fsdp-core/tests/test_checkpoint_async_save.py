@@ -29,8 +29,6 @@ from fsdp_core.testing.disks import disk
 from fsdp_core.testing.processes import interruptible
 from fsdp_core.testing.ranks import RankError, RankPool
 
-pytestmark = pytest.mark.timeout(100)
-
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:

@@ -29,8 +29,6 @@ from fsdp_core.checkpoint import saving as saving_module
 from fsdp_core.checkpoint.format import safetensors_file
 from test_checkpoint_coverage import split
 
-pytestmark = pytest.mark.timeout(60)
-
 WHOLE = torch.arange(60.0).reshape(5, 4, 3)
 
 

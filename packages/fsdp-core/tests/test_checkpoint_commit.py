@@ -21,8 +21,6 @@ from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def state(value: float) -> dict[str, Any]:
     weights = {"w": torch.full((4, 3), value), "b": torch.full((2,), value)}

@@ -21,8 +21,6 @@ from fsdp_core.checkpoint.verifying import share_of
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.testing.ranks import RankPool
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

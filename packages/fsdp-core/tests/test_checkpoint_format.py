@@ -46,8 +46,6 @@ from fsdp_core.state.dtype_names import ITEM_BYTES, STORED_NAMES
 from fsdp_core.state.dtypes import DTYPES
 from fsdp_core.state.layout import FlatRange, Part
 
-pytestmark = pytest.mark.timeout(60)
-
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "checkpoint-format.md").read_text(encoding="utf-8")
 SCHEMA = json.loads((DOCS / "checkpoint-manifest.schema.json").read_text(encoding="utf-8"))

@@ -24,8 +24,6 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.state.coverage import find_fault
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

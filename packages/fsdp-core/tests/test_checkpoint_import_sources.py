@@ -21,8 +21,6 @@ from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
 from fsdp_core.testing.ranks import RankPool
 
-pytestmark = pytest.mark.timeout(100)
-
 REAL_XLA = Path(__file__).parent / "xla_shards"
 
 

@@ -15,8 +15,6 @@ from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, save
 from fsdp_core.errors import CheckpointError
 
-pytestmark = pytest.mark.timeout(100)
-
 ROWS = 3
 
 

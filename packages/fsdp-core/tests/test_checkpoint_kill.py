@@ -13,7 +13,6 @@ import pytest
 import kill_saves
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),
 ]
 

@@ -14,7 +14,6 @@ from fsdp_core.testing.memory import is_measurable
 from fsdp_core.testing.ranks import RankPool
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not is_measurable(), reason="only Linux resets a process's peak"),
 ]
 

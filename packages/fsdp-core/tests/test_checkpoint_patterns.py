@@ -37,8 +37,6 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.boxes import boxes, overlap
 from fsdp_core.state.coverage import Box
 
-pytestmark = pytest.mark.timeout(100)
-
 FILES = "model/0123456789ab-rank-*.safetensors"
 Held = list[tuple[int, tuple[Box, ...]]]
 

@@ -14,8 +14,6 @@ import checkpoint_ranks
 from fsdp_core.checkpoint import chunked, is_checkpoint, load_state_dict, read_manifest, verify
 from fsdp_core.testing.ranks import RankPool
 
-pytestmark = pytest.mark.timeout(100)
-
 LAYOUTS = [(1, "plain"), (1, "flat"), (2, "flat"), (3, "flat"), (4, "flat"), (4, "hybrid")]
 IDS = [f"{layout}{ranks}" for ranks, layout in LAYOUTS]
 

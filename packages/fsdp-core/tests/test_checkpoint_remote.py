@@ -37,8 +37,6 @@ from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointF
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.ranks import RankPool
 
-pytestmark = pytest.mark.timeout(180)
-
 PART_BYTES = 5 * 2**20  # the least that S3 takes as a part of an upload
 DENIED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 

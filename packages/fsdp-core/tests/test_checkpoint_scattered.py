@@ -33,8 +33,6 @@ from fsdp_core.checkpoint.storage.recognition import is_interrupted, is_ours
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 
-pytestmark = pytest.mark.timeout(100)
-
 ROWS = 3
 Paths = Callable[[int], Path]
 

@@ -12,7 +12,6 @@ import pytest
 import kill_scattered
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),
 ]
 

@@ -26,8 +26,6 @@ from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.ranks import RankPool
 
-pytestmark = pytest.mark.timeout(60)
-
 ROWS = 4096
 NOBODY = 65534
 

@@ -33,8 +33,6 @@ from fsdp_core.lightning.checkpoints.full.file import write_full
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.state.layout import FlatRange, Part
 
-pytestmark = pytest.mark.timeout(100)
-
 KINDS = {"model": "model", "optimizer/0": "optimizer"}
 ALIASES = {"model/lm_head.weight": "model/wte.weight"}
 PADDING = 128

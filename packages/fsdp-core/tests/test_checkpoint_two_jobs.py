@@ -38,8 +38,6 @@ from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointF
 from fsdp_core.lightning.checkpoints.full.opening import read_whole
 from test_checkpoint_commit import Stop, files_in, interrupt, is_tidy, save_state, value_of
 
-pytestmark = pytest.mark.timeout(100)
-
 TOLD = r"another job has (saved|removed).*\n?.*Give each job paths of its own"
 
 

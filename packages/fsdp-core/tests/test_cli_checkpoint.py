@@ -22,8 +22,6 @@ from conftest import Site
 from fsdp_core.checkpoint import read_manifest
 from fsdp_core.testing.ranks import RankPool
 
-pytestmark = pytest.mark.timeout(100)
-
 NOTHING_HEAVY = "heavy: []\n"
 
 

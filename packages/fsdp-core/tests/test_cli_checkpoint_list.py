@@ -19,8 +19,6 @@ from conftest import Site
 from fsdp_core.checkpoint.storage import commit, writers
 from test_checkpoint_commit import Stop, interrupt, save_state
 
-pytestmark = pytest.mark.timeout(100)
-
 
 def interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, **writer: Any) -> None:
     """Let a save end before it is committed, of this process or of another one."""

@@ -18,9 +18,6 @@ from cli_checkpoints import in_pieces, run, save_alone
 from fsdp_core.checkpoint import load_state_dict
 from fsdp_core.state import fqn
 
-pytestmark = pytest.mark.timeout(100)
-
-
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 

@@ -36,8 +36,6 @@ from fsdp_core.checkpoint import (
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
 from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
 
-pytestmark = pytest.mark.timeout(100)
-
 TO = ["safetensors", "lightning", "huggingface"]
 
 

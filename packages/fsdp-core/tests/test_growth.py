@@ -22,8 +22,6 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 
-pytestmark = pytest.mark.timeout(100)
-
 WORLDS = (2, 4, 16)
 TENSORS = 40
 #: Places and sizes of boxes are numbers, which have more digits in larger worlds.

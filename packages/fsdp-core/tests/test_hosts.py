@@ -20,8 +20,6 @@ from fsdp_core.sharding import host_agreement
 from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 
-pytestmark = pytest.mark.timeout(100)
-
 
 def test_versions_that_differ_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(runtime: ThreadRuntime) -> Any:

@@ -26,8 +26,6 @@ from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from fsdp_core.runtime import ProcessGroupRuntime
 from hostile_openings import CLI, RAN, Data, Net
 
-pytestmark = pytest.mark.timeout(100)
-
 
 @pytest.fixture(autouse=True)
 def opened() -> None:

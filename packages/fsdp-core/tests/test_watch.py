@@ -25,8 +25,6 @@ from fsdp_core.watch.messages import Connection, connect
 from fsdp_core.watch.verdicts import Member, Report, hang, lost, raised
 from fsdp_core.watch.watcher import Watcher, started
 
-pytestmark = pytest.mark.timeout(60)
-
 MEMBERS = [Member(rank=rank, host="a" if rank < 2 else "b", pid=100 + rank) for rank in range(4)]
 REDUCES = Location(
     innermost="c10d.py:9 in all_reduce", users="train.py:3 in fit", waits=True, collective="gloo:all_reduce", sequence=7

@@ -11,7 +11,6 @@ import torch
 from fsdp_core.testing import RankPool, memory, oracle
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not memory.is_measurable(), reason="only Linux resets a process's peak"),
 ]
 

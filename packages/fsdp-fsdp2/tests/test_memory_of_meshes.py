@@ -14,7 +14,6 @@ from fsdp_core.testing.state import full_state, local
 from fsdp_core.testing.training import new_fabric
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not memory.is_measurable(), reason="only Linux resets a process's peak"),
 ]
 

@@ -100,7 +100,6 @@ class PairsSuite(Clauses):
         """A configuration with the first value of every dimension that ``labels`` leaves out."""
         return {one.name: next(iter(one.values)) for one in cls.dimensions()} | dict(labels)
 
-    @pytest.mark.timeout(3 * _SECONDS_PER_RUN * _TOGETHER)
     def test_pairs_of_options(self, ranks: Ranks, tmp_path: Path, part_of_draw: tuple[int, int]) -> None:
         """Whatever is combined, gradients, weights and moments must be those of one unsharded process in fp64."""
         seed = int(os.environ.get(SEED, "17"))
