@@ -17,7 +17,8 @@ BESIDE = {
     "tests-integration/": "the laws, the documentation, checkpoints between packages, benchmarks/, and "
     "example-backend/, a stranger's package",
     "docs/": "these pages, examples/ that tests run, pictures/",
-    ".github/ .ci/run noxfile.py constraints.txt pyproject.toml": "how all of it is built and tested",
+    ".github/ .ci/run noxfile.py nox_environments.py constraints.txt pyproject.toml": "how all of it is built "
+    "and tested",
 }
 
 

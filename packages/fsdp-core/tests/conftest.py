@@ -147,7 +147,7 @@ def failure(call):
 
 @pytest.fixture
 def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The library, which noxfile.py has installed out of others' way: where Lightning finds it, it takes seconds."""
+    """The library, which nox has installed out of others' way: where Lightning finds it, it takes seconds."""
     monkeypatch.setattr(sys, "path", [*sys.path, *filter(None, [os.environ.get("FSDP_TESTS_APART")])])
     return importlib.import_module("transformers")
 
