@@ -1,6 +1,6 @@
 """What one can do here: ``nox -s NAME`` does it, with words after ``--``. Without a name, those with a star are run.
 
-nox_environments.py makes the environments, in ``.nox/``, and says what a package's pyproject may ask for.
+tools/environments.py makes the environments, in ``.nox/``, and says what a package's pyproject may ask for.
 """
 
 from __future__ import annotations
@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import nox
 
 sys.path.insert(0, str(Path(__file__).parent))  # `nox` does not look here, and `python -m nox` where it is typed
 
-import nox_environments as envs
-from nox_environments import PACKAGES, PINNED_APART, ROOT, SHARING
+from tools import environments as envs
+from tools import steps
+from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING, Package
 
 nox.needs_version = ">=2024.10.9"
-nox.options.sessions = ["lint", "typecheck", "tests", "integration", "launchers", "docs"]
+nox.options.sessions = ["lint", "tests"]
 
 # Containers often forbid Python to keep what it has compiled. Torch and Lightning are 2,000 modules, which each of the
 # thousands of processes that the tests start would compile again: 5 of the 8 seconds that importing them then takes.
@@ -26,7 +28,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Multi-rank tests mostly start interpreters and wait for each other. Tests of a file may share what takes long to make.
 # Most of a backend's are clauses of one file, which share nothing, or a class's ranks, which keep what they compile.
-FILES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")  # see conftest.py
+FILES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
 CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
 CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope", "--no-loadscope-reorder")
 MANY_SIDE_BY_SIDE = ("--numprocesses=3", *FILES_SIDE_BY_SIDE[1:])  # where most tests wait for another process
@@ -48,10 +50,10 @@ TRANSFORMERS = ("accelerate", "peft", "transformers")
 TOOLS = ("mypy", "sphinx", "furo", "myst-parser", "matplotlib")
 
 
-def run_pytest(session: nox.Session, python: str, *words: str) -> None:
+def run_pytest(session: nox.Session, python: str, name: str, *words: str) -> None:
     """Run all of a session's tests, which the words name, or those that the words after ``--`` name by path."""
     names_tests = any(Path(word.split("::")[0]).exists() for word in session.posargs)
-    session.run(python, "-m", "pytest", *(() if names_tests else words), *session.posargs)
+    steps.run_pytest(session, python, name, *(() if names_tests else words), *session.posargs)
 
 
 def run_clauses(session: nox.Session, python: str, clauses: str, *words: str) -> None:
@@ -78,28 +80,44 @@ def typecheck(session: nox.Session) -> None:
     session.run(envs.make_layer(session, "tools", SHARING, *TOOLS), "-m", "mypy", *sources, *session.posargs)
 
 
-@nox.session(python=False)
-@nox.parametrize("name", [nox.param(name, id=name) for name in PACKAGES])
-def tests(session: nox.Session, name: str) -> None:
-    """Run a package's tests and doctests, without the packages that it does not need; words after `--` go to pytest."""
-    package = PACKAGES[name]
+def run_package(session: nox.Session, package: Package, part: str, *words: str, pairs: int) -> None:
+    """Run a part of a package's tests and doctests, without the packages that it does not need."""
     python = envs.make_tests_environment(session, package)
     suite_side_by_side = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
     side_by_side = suite_side_by_side if package.strategies else MANY_SIDE_BY_SIDE
+    environment = {"FSDP_PAIRS": str(pairs), "FSDP_PAIRS_SEED": os.environ.get("FSDP_PAIRS_SEED", "17")}
     if package.requires_apart:
-        session.env["FSDP_TESTS_APART"] = envs.make_folder_apart(session, f"{name}-apart", *package.requires_apart)
-    mesh_files = [f"--ignore={test}" for test in package.of_meshes if "::" not in test]
-    run_pytest(session, python, *side_by_side, "--doctest-modules", *package.without_slow, *mesh_files, package.path)
+        folder = envs.make_folder_apart(session, f"{package.name}-apart", *package.requires_apart)
+        environment["FSDP_TESTS_APART"] = folder
+    parts = (f"--part={part}", f"--pairs-seed={environment['FSDP_PAIRS_SEED']}")
+    arguments = (*side_by_side, "--doctest-modules", *parts, package.path, *words)
+    codes = [0, 5] if words else [0]  # 5: -k has chosen another package's
+    steps.run_pytest(session, python, f"{package.name}-{part}", *arguments, env=environment, success_codes=codes)
 
 
 @nox.session(python=False)
-def meshes(session: nox.Session) -> None:
-    """Run what needs meshes of several axes, and more pairs of options than `tests`; words after `--` go to pytest."""
-    for package in PACKAGES.values():
-        if package.pairs:
-            python = envs.make_tests_environment(session, package)
-            session.env["FSDP_PAIRS"] = str(package.pairs)
-            run_pytest(session, python, *CLAUSES_SIDE_BY_SIDE, *package.without_slow, *package.of_meshes)
+def tests(session: nox.Session) -> None:
+    """Run all that is fast, of every package, in ten minutes; `-- fsdp-xla -k clip` chooses, and words go to pytest."""
+    chosen = [PACKAGES[word] for word in session.posargs if word in PACKAGES] or list(PACKAGES.values())
+    words = [word for word in session.posargs if word not in PACKAGES]
+    part = "all" if words else "tests"
+    run = {f"tests of {one.name}": partial(run_package, session, one, part, *words, pairs=4) for one in chosen}
+    done = steps.run_steps(session, run)
+    steps.show_costs([f"{package.name}-{part}" for package in chosen])
+    steps.fail_if_one_has(session, done)
+    if len(chosen) == len(PACKAGES) and not words:
+        steps.check_budget(session, done)
+
+
+@nox.session(python=False)
+def everything(session: nox.Session) -> None:
+    """Run what `tests` leaves out: other parameters, meshes, pairs, launchers, versions, types, pages, wheels."""
+    run = {
+        f"rest of {one.name}": partial(run_package, session, one, "everything", pairs=one.pairs)
+        for one in PACKAGES.values()
+    }
+    run |= {of.name: partial(of, session) for of in (integration, launchers, versions, card, typecheck, docs, build)}
+    steps.fail_if_one_has(session, steps.run_steps(session, run))
 
 
 @nox.session(python=False)
@@ -109,13 +127,17 @@ def dev(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
-@nox.parametrize("name", [nox.param(name, id=name) for name, package in PACKAGES.items() if package.strategies])
-def conformance(session: nox.Session, name: str) -> None:
-    """Run the whole suite over what `tests` runs a part of it over, in half an hour, and as much for XLA."""
-    package, python = PACKAGES[name], envs.make_tests_environment(session, PACKAGES[name])
-    files = map(str, sorted(ROOT.glob(f"{package.path}/tests/slow_conformance_*.py")))
-    words = (*CLAUSES_SIDE_BY_SIDE, *files, *package.slow, *session.posargs)
-    session.run(python, "-m", "pytest", *words, success_codes=[0, 5])  # 5: -k has chosen nothing, but another package's
+def conformance(session: nox.Session) -> None:
+    """Run the whole suite of every strategy and preset, with all parameters, in an hour; words go to pytest."""
+    run = {}
+    for package in PACKAGES.values():
+        files = [f"{package.path}/tests/test_conformance.py"]
+        files += map(str, sorted(ROOT.glob(f"{package.path}/tests/slow_conformance_*.py")))
+        if package.strategies:
+            python = envs.make_tests_environment(session, package)
+            words = (*CLAUSES_SIDE_BY_SIDE, *files, *session.posargs)
+            run[package.name] = partial(session.run, python, "-m", "pytest", *words, success_codes=[0, 5])
+    steps.fail_if_one_has(session, steps.run_steps(session, run))
 
 
 @nox.session(python=False)
@@ -145,14 +167,16 @@ def integration(session: nox.Session) -> None:
         session.env[package.python_variable] = envs.make_tests_environment(session, package)
     session.env["FSDP_TESTS_APART"] = envs.make_folder_apart(session, "integration-apart", *OPTIMIZERS)
     session.env["FSDP_TESTS_TRANSFORMERS"] = envs.make_folder_apart(session, "integration-transformers", *TRANSFORMERS)
-    run_pytest(session, python, *FILES_SIDE_BY_SIDE, "tests-integration", "--ignore=tests-integration/launchers")
+    run_pytest(
+        session, python, "integration", *FILES_SIDE_BY_SIDE, "tests-integration", "--ignore=tests-integration/launchers"
+    )
 
 
 @nox.session(python=False)
 def launchers(session: nox.Session) -> None:
     """Run the scripts of docs/many-machines.md under engines that launch them: `tests-integration/launchers/`."""
     python = envs.make_layer_of_wheels(session, "launchers", "boto3", "ipykernel", "moto[server]", "ray[train]", "s3fs")
-    run_pytest(session, python, *FILES_SIDE_BY_SIDE, "tests-integration/launchers")
+    run_pytest(session, python, "launchers", *FILES_SIDE_BY_SIDE, "tests-integration/launchers")
 
 
 @nox.session(python=False)
@@ -234,17 +258,19 @@ def bench(session: nox.Session) -> None:
     session.run(python, f"tests-integration/benchmarks/{script}", *session.posargs)
 
 
-@nox.session(venv_backend="virtualenv", reuse_venv=False)
+@nox.session(python=False)
 def build(session: nox.Session) -> None:
     """Build wheels and sdists into `dist/`, install them into a clean environment and list the strategies' names."""
     wheels = envs.build_wheels(session)
-    envs.install_with_pip(session, "python", *(wheel for wheel in wheels if "fsdp_core-" in wheel))
+    python = envs.make_clean(session, "build")
+    list_names = (str(Path(python).parent / "fsdp"), "list")
+    envs.install_with_pip(session, python, *(wheel for wheel in wheels if "fsdp_core-" in wheel))
     session.log("fsdp-core alone: no torch, no strategy, and the command says what to install")
-    session.run("fsdp", "list")
-    envs.install_with_pip(session, "python", "torch")
-    envs.install_with_pip(session, "python", "lightning", *wheels)
-    session.run("fsdp", "list")
-    listing = json.loads(str(session.run("fsdp", "list", "--json", silent=True)))["strategies"]
+    session.run(*list_names)
+    envs.install_with_pip(session, python, "torch")
+    envs.install_with_pip(session, python, "lightning", *wheels)
+    session.run(*list_names)
+    listing = json.loads(str(session.run(*list_names, "--json", silent=True)))["strategies"]
     missing = {name for package in SHARING for name in package.strategies} - {row["name"] for row in listing}
     if missing:
         session.error(f"the wheels are installed, but `fsdp list` does not name {', '.join(sorted(missing))}")

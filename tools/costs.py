@@ -33,7 +33,7 @@ TEST_LIMIT, FILE_BUDGET = 60.0, 10.0
 #: A test whose processes have used less than ``_IDLE`` CPU seconds in so many seconds waits for nothing.
 WAITING_LIMIT, _IDLE = 300.0, 1.0
 
-#: Seconds between two looks at what a test has used, and after which a test that does not end is ended with its process.
+#: Seconds between two looks at what a test has used, and after which a test that does not end ends with its process.
 _EVERY, _GRACE = 2.0, 20.0
 
 _ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ class Costs:
         self._output = output
         self._seconds: dict[str, float] = {}
         self._left = 0
-        self._used = 0.0
+        self._used = self._of_workers = 0.0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: -self._budgets.get(_file_of(item.nodeid), 0.0))  # the longest begin
@@ -102,15 +102,18 @@ class Costs:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        self._left = max(self._left, getattr(node, "workeroutput", {}).get("tests_left", 0))  # all collect the same
+        output = getattr(node, "workeroutput", {})
+        self._left = max(self._left, output.get("tests_left", 0))  # all collect the same
+        self._of_workers += output.get("cpu", 0.0)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
         if output is not None:
             output["tests_left"] = self._left
+            output["cpu"] = tree_seconds(os.getpid())
         elif self._output is not None:
             dearest = sorted(self._seconds.items(), key=lambda item: -item[1])[:10]
-            costs = {"ran": len(self._seconds), "left": self._left, "dearest": dearest}
+            costs = {"ran": len(self._seconds), "left": self._left, "dearest": dearest, "workers": self._of_workers}
             self._output.parent.mkdir(parents=True, exist_ok=True)
             self._output.write_text(json.dumps(costs), encoding="utf-8")
 

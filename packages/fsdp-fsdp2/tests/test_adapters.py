@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fsdp_core.testing.suite import AdapterSuite
+
+pytestmark = pytest.mark.everything
 
 
 class TestAdaptersOverFSDP2(AdapterSuite):

@@ -299,6 +299,7 @@ def accumulated_on_each(folder: str) -> dict[str, Any]:
     return {**got, **half, "frozen": refusal(ShardingError, lambda: accumulated_on("frozen", folder, None))}
 
 
+@pytest.mark.everything
 def test_all_reduce_waits_across_replicas(ranks: RankPool, tmp_path: Path) -> None:
     wanted = {name: accumulated_plainly(name) for name in ("whole", "given up")}
     for by_name in ranks.run(4, accumulated_on_each, str(tmp_path / "checkpoint"), timeout=240.0):
@@ -602,6 +603,7 @@ WITH_INDUCTOR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ on a CPU, and there is no g++")
+@pytest.mark.everything
 def test_inductor(ranks: RankPool) -> None:
     want = train_plain(4, oracle.adamw_groups, net=oracle.new_net(width=16))
     cases = {name: (options,) for name, options in WITH_INDUCTOR.items()}

@@ -23,6 +23,8 @@ from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.training import means, new_fabric, new_trainer
 
+pytestmark = pytest.mark.everything
+
 VOCABULARY, WIDTH, HEADS, LENGTH, ROWS, STEPS = 19, 16, 4, 8, 4, 4
 
 

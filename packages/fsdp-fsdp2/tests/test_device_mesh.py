@@ -19,6 +19,8 @@ from fsdp_core.testing.suite.refusals.bad_options import BOTH
 from fsdp_core.testing.training import means, new_fabric
 from fsdp_core.torch_private import process_groups
 
+pytestmark = pytest.mark.everything
+
 
 def looked_up_on() -> Any:
     fabric = new_fabric("fsdp2", 2)

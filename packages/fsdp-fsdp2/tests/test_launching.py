@@ -9,6 +9,8 @@ import pytest
 from fsdp_core.testing.processes import start
 from fsdp_core.testing.suite.training.launching import COMMAND
 
+pytestmark = pytest.mark.everything
+
 
 def test_name_that_offloads(tmp_path: Path) -> None:
     ended = start(tmp_path, "-m", "train", "fabric", "--strategy=fsdp2_cpu_offload")

@@ -11,6 +11,7 @@ import torch
 from fsdp_core.testing import RankPool, memory, oracle
 
 pytestmark = [
+    pytest.mark.everything,
     pytest.mark.skipif(not memory.is_measurable(), reason="only Linux resets a process's peak"),
 ]
 

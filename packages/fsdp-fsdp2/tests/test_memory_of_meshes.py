@@ -14,6 +14,7 @@ from fsdp_core.testing.state import full_state, local
 from fsdp_core.testing.training import new_fabric
 
 pytestmark = [
+    pytest.mark.everything,
     pytest.mark.skipif(not memory.is_measurable(), reason="only Linux resets a process's peak"),
 ]
 

@@ -26,6 +26,8 @@ from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
 from fsdp_core.testing.training import means, new_fabric, new_trainer, strategy_argument
 from test_parallel_axes import OwnLoader
 
+pytestmark = pytest.mark.everything
+
 
 def combined(ranks: RankPool, tmp_path: Path, **labels: str) -> None:
     assert_equals_plain(ranks, tmp_path, test_conformance.TestFSDP2, **labels)

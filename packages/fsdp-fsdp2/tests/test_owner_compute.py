@@ -57,6 +57,7 @@ def on_mesh(options: dict[str, Any], folder: str, divided: bool, first: int, las
     return steps_on("fsdp2", 4, first, last, options=options, width=8, **at)  # type: ignore[arg-type]
 
 
+@pytest.mark.everything
 def test_meshes_of_two_axes_and_a_resume_on_the_other(ranks: RankPool, tmp_path: Path) -> None:
     """All four ranks own matrices, also where two hold the same shards."""
     folder, divided, hybrid = str(tmp_path / "c"), {"tensor_parallel_size": 2}, {"data_parallel_replicate_size": 2}

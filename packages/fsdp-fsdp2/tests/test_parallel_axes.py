@@ -23,6 +23,8 @@ from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
 
+pytestmark = pytest.mark.everything
+
 WIDTH = 8  # of a block, which two ranks can divide
 
 

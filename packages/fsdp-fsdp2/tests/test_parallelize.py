@@ -30,6 +30,8 @@ from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
 from test_parallel_axes import MESHES, WIDTH, OwnLoader, options_of, plain
 
+pytestmark = pytest.mark.everything
+
 EACH_BLOCK = {"up": ColwiseParallel, "down": RowwiseParallel}
 
 

@@ -23,6 +23,8 @@ from fsdp_core.testing.training import new_fabric, new_trainer
 from fsdp_fsdp2.torch_private import parameters_of
 from test_parallel_axes import WIDTH, Normed, OwnLoader, options_of
 
+pytestmark = pytest.mark.everything
+
 State = dict[str, Tensor]
 
 

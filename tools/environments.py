@@ -22,25 +22,23 @@ from filelock import FileLock  # which nox brings, through virtualenv
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 PINS = ROOT / "constraints.txt"
 STAMP = "installed"  # the file of an environment that says what it was made of, once it is
-TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "pytest", "pytest-timeout", "pytest-xdist")
+TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "psutil", "pytest", "pytest-xdist")
 # What builds and installs our packages, and runs their sessions.
-BUILDS_NEED = ("pip", "ruff", "nox", "build", "hatchling", "editables", "psutil", "torchdata")
+BUILDS_NEED = ("pip", "ruff", "nox", "build", "hatchling", "editables", "torchdata")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A folder of ``packages/``. Its own pyproject may say what its tests need, and which of them are for other runs::
+    """A folder of ``packages/``. Its own pyproject may say what its tests need::
 
     [tool.fsdp.tests]
     requires = ["moto[server]"]           # besides what every package's tests get
     requires-apart = ["transformers"]     # likewise, in a folder that FSDP_TESTS_APART names, apart from the others
     constraints = "constraints.txt"       # pins of its own, relative to the package; it then shares no environment
-    slow = ["tests/test_x.py::test_y"]    # what `nox -s conformance` runs, and `nox -s tests` does not
-    of-meshes = ["tests/test_z.py"]       # what `nox -s meshes` runs; if it is a file, `nox -s tests` does not
-    pairs = 20                            # how many configurations `nox -s meshes` draws
+    pairs = 20                            # how many configurations of options `nox -s everything` draws
     """
 
     name: str
@@ -51,19 +49,12 @@ class Package:
     strategies: Sequence[str]
     requires: Sequence[str]
     requires_apart: Sequence[str]
-    slow: Sequence[str]
-    of_meshes: Sequence[str]
     pairs: int
 
     @property
     def editable(self) -> str:
         """The word by which pip and uv install it from here."""
         return f"--editable=./{self.path}"
-
-    @property
-    def without_slow(self) -> list[str]:
-        """The words by which pytest leaves out what is for the slow run."""
-        return [f"--deselect={test}" for test in self.slow]
 
     @property
     def python_variable(self) -> str:
@@ -87,9 +78,7 @@ def find_packages(root: Path) -> dict[str, Package]:
             strategies=list(project.get("entry-points", {}).get("fsdp.strategies", [])),
             requires=tests.get("requires", []),
             requires_apart=tests.get("requires-apart", []),
-            slow=[f"{path}/{test}" for test in tests.get("slow", [])],
-            of_meshes=[f"{path}/{test}" for test in tests.get("of-meshes", [])],
-            pairs=tests.get("pairs", 0),
+            pairs=tests.get("pairs", 12),
         )
     return packages
 
@@ -295,6 +284,13 @@ def build_wheels(session: nox.Session, *formats: str) -> list[str]:
     return [str(path) for path in sorted(ROOT.glob("dist/*.whl")) if path.name.split("-")[0] in names]
 
 
+def make_clean(session: nox.Session, name: str) -> str:
+    """An environment with nothing but pip, made again each time."""
+    folder = ROOT / ".nox" / name
+    session.run_install(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
+    return str(folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+
+
 def make_layer_of_wheels(session: nox.Session, name: str, *requirements: str) -> str:
     """A layer with our packages as users get them, built and installed each time."""
     python = make_layer(session, name, [], *requirements)
@@ -315,7 +311,7 @@ def check_tpus(session: nox.Session) -> None:
         session.error(
             "no TPU is attached to this machine (no PCI device of Google's). On a TPU VM, type\n"
             "    python -m nox -s hardware -- xla\n"
-            'and here, where XLA\'s CPU devices stand in for chips,\n    python -m nox -s "tests(fsdp-xla)"'
+            "and here, where XLA's CPU devices stand in for chips,\n    python -m nox -s tests -- fsdp-xla"
         )
 
 
@@ -330,7 +326,7 @@ def count_gpus(session: nox.Session) -> int:
             "no CUDA device here (by nvidia-smi). On a machine with a GPU or more, type\n"
             "    python -m nox -s hardware -- cuda\n"
             "and here, where ranks are processes on the CPU,\n"
-            '    python -m nox -s "tests(fsdp-fsdp2)" "tests(fsdp-cuda-native)"\n'
+            "    python -m nox -s tests -- fsdp-fsdp2 fsdp-cuda-native\n"
             "    python -m nox -s card    # a rehearsal of that run"
         )
     return gpus

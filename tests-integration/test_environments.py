@@ -1,4 +1,4 @@
-"""``nox_environments.py``: packages, environments that are kept, releases of torch and of Python."""
+"""``tools/environments.py``: packages, environments that are kept, releases of torch and of Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nox.command import CommandFailed
 from nox.sessions import SessionRunner, _SessionQuit
 from nox.virtualenv import PassthroughEnv
 
-import nox_environments as envs
+from tools import environments as envs
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,8 +66,8 @@ def test_a_package_that_says_nothing_has_the_shared_pins(tmp_path: Path) -> None
     assert package.pins == tmp_path / "constraints.txt"
     assert package.editable == "--editable=./packages/fsdp-core"
     assert package.dependencies == ["torch>=2.9"]
-    assert package.strategies == package.requires == package.requires_apart == package.slow == package.of_meshes == []
-    assert package.pairs == 0
+    assert package.strategies == package.requires == package.requires_apart == []
+    assert package.pairs == 12
 
 
 def test_a_package_says_what_its_tests_need(tmp_path: Path) -> None:
@@ -78,7 +78,6 @@ def test_a_package_says_what_its_tests_need(tmp_path: Path) -> None:
     requires = ["moto[server]"]
     requires-apart = ["transformers"]
     constraints = "own.txt"
-    slow = ["tests/test_x.py::test_y"]
     of-meshes = ["tests/test_z.py"]
     pairs = 20
     """
@@ -88,8 +87,6 @@ def test_a_package_says_what_its_tests_need(tmp_path: Path) -> None:
     assert package.python_variable == "FSDP_XLA_PYTHON"
     assert package.pins == tmp_path / "packages/fsdp-xla/own.txt"
     assert (package.requires, package.requires_apart, package.pairs) == (["moto[server]"], ["transformers"], 20)
-    assert package.of_meshes == ["packages/fsdp-xla/tests/test_z.py"]
-    assert package.without_slow == ["--deselect=packages/fsdp-xla/tests/test_x.py::test_y"]
 
 
 def test_packages_of_this_repository_are_there() -> None:
@@ -447,9 +444,9 @@ def test_gpus_are_those_of_the_driver(
 
 
 def test_nox_lists_sessions_from_a_folder_with_a_module_of_that_name(tmp_path: Path) -> None:
-    (tmp_path / "nox_environments.py").write_text("raise RuntimeError\n")
+    (tmp_path / "tools.py").write_text("raise RuntimeError\n")
     command = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-l"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NOX")}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert "tests(fsdp-core)" in run.stdout
+    assert "* tests -> Run all that is fast" in run.stdout
