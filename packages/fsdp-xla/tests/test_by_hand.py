@@ -143,6 +143,6 @@ def under_spmd(folder: Path, kind: type[Any]) -> dict[str, Any]:
     return {"losses": [loss.item() for loss in module.losses], "weights": weights}
 
 
-@pytest.mark.parametrize("kind", [Accumulates, Clips, Gan, OfItsOwn, TwoForwards, TwoLosses])
+@pytest.mark.parametrize("kind", [Accumulates, Clips, OfItsOwn, TwoForwards, TwoLosses])
 def test_spmd_trains_as_one_process_does(spmd: LaunchingSPMD, tmp_path: Path, kind: type[Any]) -> None:
     assert_as_one_process(spmd.call(4, under_spmd, tmp_path, kind), kind, tmp_path)

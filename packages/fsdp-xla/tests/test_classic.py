@@ -56,22 +56,14 @@ def train(
     return trained(path, options, module, **(more or {}))
 
 
-#: What trains as plain torch does: the strategy's options, the trainer's, and the arguments of :func:`train_plain`.
-SAME: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]]] = {
-    "plain": (None, {}, {}),
-    "options": ({"auto_wrap_policy": None, "reshard_after_forward": False}, {}, {}),
-    "flat": ({"flatten_parameters": True, "auto_wrap_policy": {Block}}, {}, {}),
-    "checkpointed": ({"activation_checkpointing_policy": {Block}}, {}, {}),
-    "root checkpointed": ({"activation_checkpointing_policy": {Block}, "auto_wrap_policy": None}, {}, {}),
-    "full": ({"state_dict_type": "full"}, {}, {}),
-    "async": ({"async_save": True}, {}, {}),
-    "accumulated": (None, {"accumulate_grad_batches": 2}, {"accumulate": 2}),
-    "clipped": (None, {"gradient_clip_val": 0.1}, {"clip_norm": 0.1}),
-    "clipped by value": (
-        None,
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"clip_value": 0.01},
-    ),
+#: Options of the strategy with which it trains as plain torch does; the conformance suite has others.
+SAME: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "options": {"auto_wrap_policy": None, "reshard_after_forward": False},
+    "flat": {"flatten_parameters": True, "auto_wrap_policy": {Block}},
+    "root checkpointed": {"activation_checkpointing_policy": {Block}, "auto_wrap_policy": None},
+    "full": {"state_dict_type": "full"},
+    "async": {"async_save": True},
 }
 
 
@@ -85,9 +77,8 @@ def assert_equal_shares(held: list[int], case: str) -> None:
 
 @pytest.mark.parametrize("case", SAME)
 def test_it_trains_as_plain_torch_does(launching: Launching, tmp_path: Path, case: str) -> None:
-    options, more, plain = SAME[case]
-    result = launching.call(2, train, tmp_path / "run", options, {}, more)
-    assert_same(result, train_plain(STEPS, momentum, **plain))
+    result = launching.call(2, train, tmp_path / "run", SAME[case])
+    assert_same(result, train_plain(STEPS, momentum))
     if case in ("plain", "flat"):
         assert_equal_shares(result["held"], case)
     if case == "plain":  # losses are logged as the mean over ranks
@@ -95,12 +86,11 @@ def test_it_trains_as_plain_torch_does(launching: Launching, tmp_path: Path, cas
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("case", ["plain", "accumulated", "clipped"])
-def test_on_one_rank_and_on_four(launching: Launching, tmp_path: Path, world_size: int, case: str) -> None:
+def test_accumulated_and_clipped_on_one_rank_and_on_four(launching: Launching, tmp_path: Path, world_size: int) -> None:
     """Of four, the last hold nothing but padding."""
-    options, more, plain = SAME[case]
-    result = launching.call(world_size, train, tmp_path / "run", options, {}, more)
-    assert_same(result, train_plain(STEPS, momentum, **plain))
+    both = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    result = launching.call(world_size, train, tmp_path / "run", None, {}, both)
+    assert_same(result, train_plain(STEPS, momentum, accumulate=2, clip_norm=0.1))
 
 
 def by_full_name(path: Path) -> Any:
@@ -247,7 +237,7 @@ def fabric_trained(path: Path) -> Any:
     return {**result, "weights": load_state_dict(path)}
 
 
-@pytest.mark.parametrize("world_size", [2, 1, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_fabric_trains_saves_and_loads(launching: Launching, tmp_path: Path, world_size: int) -> None:
     result = launching.call(world_size, fabric_trained, tmp_path / "fabric")
     assert_same(result, train_plain(STEPS, momentum, clip_norm=0.5))
@@ -408,7 +398,7 @@ def resumed_with_dropout(folder: Path) -> Any:
     return resumed(folder, optimizer="sgd", dropout=0.5, steps=3)
 
 
-@pytest.mark.parametrize("world_size", [2, 1, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_resuming_repeats_the_very_same_losses(launching: Launching, tmp_path: Path, world_size: int) -> None:
     on, whole = launching.call(world_size, resumed_with_state, tmp_path)
     assert on["losses"] == whole["losses"][3:]  # bit for bit on the same layout

@@ -23,7 +23,7 @@ from launching import Launching, LaunchingSPMD
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets a process's peak")
 
 DEVICES = 2
-LAYERS, DEEP, WIDTH = 8, 24, 1024
+LAYERS, DEEP, WIDTH = 8, 24, 512
 #: Of the weights, and of the momentum that an optimizer keeps beside them: bytes.
 WEIGHTS = LAYERS * WIDTH * (WIDTH + 1) * 4
 #: Weights and momentum of all ranks, and of one.
@@ -34,7 +34,7 @@ MODEL = WEIGHTS * DEEP // LAYERS
 seen: dict[str, Any] = {}
 
 #: Options of glibc's mallopt(), and their values.
-GIVEN_BACK = {"M_MMAP_THRESHOLD": (-3, 2**20), "M_TRIM_THRESHOLD": (-1, 0), "M_ARENA_MAX": (-8, 1)}
+GIVEN_BACK = {"M_MMAP_THRESHOLD": (-3, 2**18), "M_TRIM_THRESHOLD": (-1, 0), "M_ARENA_MAX": (-8, 1)}
 
 
 def give_back_what_is_freed() -> None:
@@ -45,7 +45,7 @@ def give_back_what_is_freed() -> None:
 
 
 class Deep(nn.Module):
-    """Layers of 4 MiB each."""
+    """Layers of 1 MiB each."""
 
     def __init__(self, layers: int = LAYERS, mark: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
         super().__init__()

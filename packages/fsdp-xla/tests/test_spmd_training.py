@@ -98,11 +98,9 @@ def test_gradients_that_are_read_after_clipping(spmd: LaunchingSPMD) -> None:
     [
         ({}, {}),
         ({"accumulate": 2, "clip": {"max_norm": 0.1}}, {"accumulate": 2, "clip_norm": 0.1}),
-        ({"clip": {"clip_val": 0.01}}, {"clip_value": 0.01}),
         ({"optimizer": "momentum", "options": {"auto_wrap_policy": {Block}}}, {"make_optimizer": momentum}),
-        ({"options": RECOMPUTED}, {}),
     ],
-    ids=["plain", "accumulation, clipped by norm", "clipped by value", "units of a class, momentum", "recomputed"],
+    ids=["plain", "accumulation, clipped by norm", "units of a class, momentum"],
 )
 def test_fabric_trains_as_one_process_does(
     spmd: LaunchingSPMD, arguments: dict[str, Any], options: dict[str, Any]
@@ -116,38 +114,14 @@ def test_fabric_trains_as_one_process_does(
     [
         ({}, {}),
         ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"accumulate": 2, "clip_norm": 0.1}),
-        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"clip_value": 0.01}),
     ],
-    ids=["plain", "accumulation, clipped by norm", "clipped by value"],
+    ids=["plain", "accumulation, clipped by norm"],
 )
 def test_the_trainer_trains_as_one_process_does(
     spmd: LaunchingSPMD, tmp_path: Any, arguments: dict[str, Any], options: dict[str, Any]
 ) -> None:
     found = spmd.call(DEVICES, under_trainer, str(tmp_path), arguments)
     assert_same_training(found, *train_plain(4, adamw_groups, **options))
-
-
-class Manual(Lit):
-    """Takes its steps by itself."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        loss = mse_loss(self(batch[0]), batch[1])
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        optimizer.step()
-        self.losses.append(loss.detach())
-
-
-def manual(tmp: str) -> dict[str, Any]:
-    return fit(tmp, module=Manual("adamw_groups"))
-
-
-def test_steps_by_hand_train_as_one_process_does(spmd: LaunchingSPMD, tmp_path: Any) -> None:
-    assert_same_training(spmd.call(DEVICES, manual, str(tmp_path)), *train_plain(4, adamw_groups, clip_norm=0.1))
 
 
 def assert_quarters(after: dict[str, Any]) -> None:
