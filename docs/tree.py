@@ -17,7 +17,7 @@ BESIDE = {
     "tests-integration/": "the laws, the documentation, checkpoints between packages, benchmarks/, and "
     "example-backend/, a stranger's package",
     "docs/": "these pages, examples/ that tests run, pictures/",
-    ".github/ .ci/run noxfile.py nox_environments.py constraints.txt pyproject.toml": "how all of it is built "
+    ".github/ .ci/run noxfile.py conftest.py tools/ constraints.txt pyproject.toml": "how all of it is built "
     "and tested",
 }
 

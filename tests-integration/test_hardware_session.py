@@ -16,8 +16,11 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["xla"], ["no TPU is attached", "On a TPU VM, type", 'python -m nox -s "tests(fsdp-xla)"']),
-        (["cuda"], ["no CUDA device here", "On a machine with a GPU or more, type", '"tests(fsdp-fsdp2)"', "-s card"]),
+        (["xla"], ["no TPU is attached", "On a TPU VM, type", "python -m nox -s tests -- fsdp-xla"]),
+        (
+            ["cuda"],
+            ["no CUDA device here", "On a machine with a GPU or more, type", "tests -- fsdp-fsdp2", "-s card"],
+        ),
         ([], ["python -m nox -s hardware -- xla", "-- cuda"]),
     ],
 )

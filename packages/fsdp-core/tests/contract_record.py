@@ -28,7 +28,7 @@ CONSTRUCTORS = (
     "fsdp_core.lightning.StrategyOptions",
 )
 # Of these, the names of their clauses, by which expected_failures goes.
-SUITE = ("StrategySuite", "PresetSuite")
+SUITE = ("AdapterSuite", "PresetSuite", "StrategySuite")
 # What plugins write themselves: core calls it, so that an argument more is one that theirs don't take.
 WRITTEN_BY_PLUGINS = (
     "fsdp_core.sharding.Backend.",

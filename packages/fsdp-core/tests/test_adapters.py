@@ -14,7 +14,7 @@ from fsdp_core.testing.suite import AdapterSuite
 #: Where the backend is found, as an installed package is.
 SITE = str(Path(__file__).parent / "loopback_site")
 
-sys.path.append(SITE)  # its ranks search what this process does
+sys.path.append(SITE)  # ranks search where this process does
 discover.cache_clear()
 
 

@@ -9,6 +9,8 @@ import pytest
 from mutants.plugin import FAULTS
 from mutants.running import SOUND, Outcome, run
 
+pytestmark = pytest.mark.cpu_limit(400)  # the first of these tests waits for all the clauses
+
 LOSSES, STATE = "losses == pytest.approx", "torch.testing.assert_close(state[name]"
 
 #: By fault: the clause that finds it, and a part of what it says.

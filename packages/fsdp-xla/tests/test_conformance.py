@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from conformance_expected import CLASSIC, SPMD
-from fsdp_core.testing.suite import PresetSuite, StrategySuite
+from fsdp_core.testing.suite import AdapterSuite, PresetSuite, StrategySuite
 from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
 from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
@@ -60,6 +60,12 @@ class TestXLASPMD(StrategySuite):
     rank_pool = SPMDRanks
     drawn_pairs = 6  # each compiles programs of its own
     expected_failures = SPMD
+
+
+@pytest.mark.everything
+class TestAdaptersOverSPMD(AdapterSuite):
+    strategy = "xla_fsdp_spmd"
+    rank_pool = SPMDRanks
 
 
 class TestXLAFull(PresetSuite):

@@ -24,11 +24,11 @@ SOUND = "loopback"
 #: The ranks of the session inside.
 POOL: list[RankPool] = []
 
-_ENTRY_POINTS = "[fsdp.strategies]\nloopback = fsdp_core.testing.loopback.plugin\nmutants = mutants.plugin\n"
+_ENTRY_POINTS = "[fsdp.strategies]\nmutants = mutants.plugin\n"
 
 _MODULE = """\
 import pytest
-from fsdp_core.testing.suite import StrategySuite
+from fsdp_core.testing.suite import AdapterSuite, StrategySuite
 from mutants.running import POOL
 
 
@@ -38,7 +38,8 @@ def ranks():
 
 
 def suite_with(clause):
-    return next(base for base in StrategySuite.__mro__ if clause in vars(base))
+    bases = (*StrategySuite.__mro__, *AdapterSuite.__mro__)
+    return next(base for base in bases if clause in vars(base))
 
 
 classes = dict.fromkeys((suite_with(clause), strategy) for strategy, clause in CHOSEN)
@@ -100,7 +101,8 @@ def installed(folder: Path) -> Iterator[None]:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mutants\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
-    places = [str(folder), str(Path(__file__).parent.parent)]
+    tests = Path(__file__).parent.parent
+    places = [str(folder), str(tests), str(tests / "loopback_site")]
     searched = [*places, *filter(None, [os.environ.get("PYTHONPATH")])]
     registries: list[Any] = [of_fabric.STRATEGY_REGISTRY, of_trainer.StrategyRegistry]
     with (

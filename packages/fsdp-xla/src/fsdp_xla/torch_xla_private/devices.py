@@ -154,7 +154,7 @@ def _wait_for(events: Sequence[threading.Event], interrupts: Sequence[Callable[[
     for event in events:
         while not event.is_set():
             try:
-                event.wait()
+                event.wait(0.5)  # a signal between Python's look at signals and the wait is seen after the wait
             except KeyboardInterrupt as error:
                 interrupt, how = error, next(told, None)
                 if how is None:

@@ -1,0 +1,219 @@
+"""Which tests ``nox -s tests`` and ``nox -s everything`` run, and what a test may cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from fsdp_core.testing.processes import fresh_environment
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["fsdp"]
+
+CONFTEST = """
+import pytest
+from tools import costs
+
+pytest_plugins = ["tools.selection", "tools.costs"]
+costs.file_budgets = lambda: {"test_c.py": 9.0, "test_b.py": 0.0}
+costs.WAITING_LIMIT, costs._EVERY, costs._GRACE = 2.0, 0.2, 2.0
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "fsdp_scripts: of the kit")
+
+@pytest.fixture(scope="session")
+def _rank_pools(): ...
+
+@pytest.fixture
+def ranks(_rank_pools): ...
+"""
+
+CLAUSES = """
+import pytest
+
+class Suite:
+    @pytest.mark.parametrize("n", range(8))
+    def test_further(self, ranks, n): ...
+
+    def test_alone(self, ranks): ...
+
+    @pytest.mark.parametrize("n", range(3))
+    def test_without_ranks(self, n): ...
+
+    @pytest.mark.everything
+    def test_long(self): ...
+
+    @pytest.mark.fsdp_scripts
+    def test_of_a_script(self): ...
+
+class TestLoopback(Suite):
+    strategy = "loopback"
+
+class TestFSDP2(Suite):
+    strategy = "fsdp2"
+"""
+
+
+def run_pytest(folder: Path, source: str, *words: str, name: str = "test_a.py") -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / name).write_text(dedent(source))
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={folder}",
+        *words,
+        str(folder),
+    )
+    environment = {**fresh_environment(), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def collect(folder: Path, *words: str) -> set[str]:
+    """What would run of the clauses: ``TestLoopback::test_alone`` and so on."""
+    run = run_pytest(folder, CLAUSES, "--collect-only", "--quiet", "--quiet", *words)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return {line.removeprefix("test_a.py::") for line in run.stdout.splitlines() if "::" in line}
+
+
+def test_parts_have_nothing_in_common_and_strategies_share_what_is_drawn(tmp_path: Path) -> None:
+    fast, rest, whole = (collect(tmp_path, f"--part={part}") for part in ("tests", "everything", "all"))
+    assert not fast & rest
+    assert fast | rest < whole
+    for name in ("TestLoopback", "TestFSDP2"):
+        unparametrized = {f"{name}::test_alone", f"{name}::test_further[0]"}
+        assert {test for test in fast if test.startswith(name)} == unparametrized | {
+            f"{name}::test_without_ranks[{n}]" for n in range(3)
+        }
+        assert f"{name}::test_long" in rest
+    for clause in (*(f"test_further[{n}]" for n in range(1, 8)), "test_of_a_script"):
+        assert (f"TestLoopback::{clause}" in rest) != (f"TestFSDP2::{clause}" in rest), clause
+
+
+def test_every_pair_is_drawn_with_some_seed(tmp_path: Path) -> None:
+    drawn = [collect(tmp_path, "--part=everything", f"--pairs-seed={seed}") for seed in range(6)]
+    assert set.union(*drawn) == collect(tmp_path) - collect(tmp_path, "--part=tests")
+    assert len({frozenset(tests) for tests in drawn}) > 1
+
+
+SPINS = """
+import time
+
+def test_spins():
+    while True:
+        time.process_time()
+"""
+SPINS_ELSEWHERE = """
+import subprocess
+import sys
+
+def test_spins_elsewhere():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            process.wait()
+        finally:
+            process.kill()
+"""
+WAITS = """
+import threading
+
+def test_waits():
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (f"import pytest\npytestmark = pytest.mark.cpu_limit(0.5)\n{SPINS}", "used more than 0.5 CPU seconds"),
+        (
+            f"import pytest\npytestmark = pytest.mark.cpu_limit(0.5)\n{SPINS_ELSEWHERE}",
+            "used more than 0.5 CPU seconds",
+        ),
+        (WAITS, "it has waited for 2 s, and its processes have done nothing"),
+    ],
+    ids=["it spins", "what it has started spins", "it waits"],
+)
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["here", "in a worker"])
+def test_a_test_is_ended_that_uses_too_much_or_waits_for_nothing(
+    tmp_path: Path, source: str, message: str, workers: list[str]
+) -> None:
+    run = run_pytest(tmp_path, source, *workers)
+    assert run.returncode == 1
+    assert message in run.stdout
+    assert "1 failed" in run.stdout
+
+
+def test_a_test_that_sleeps_longer_than_its_limit_passes(tmp_path: Path) -> None:
+    run = run_pytest(tmp_path, "import time, pytest\n@pytest.mark.cpu_limit(0.5)\ndef test_sleeps(): time.sleep(1.5)\n")
+    assert run.returncode == 0, run.stdout
+
+
+USES = """
+import time
+
+def test_uses():
+    until = time.process_time() + 0.3
+    while time.process_time() < until: ...
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["here", "in a worker"])
+def test_the_dearest_are_written_and_a_file_over_its_budget_is_named(tmp_path: Path, workers: list[str]) -> None:
+    """And the longest are begun first."""
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text(USES)
+    costs = tmp_path / "costs.json"
+    run = run_pytest(tmp_path, USES, f"--costs={costs}", "-k", "uses", *workers, name="test_c.py")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "test_b.py: 0 s, budget 0 s" in run.stdout
+    assert "test_a.py: " not in run.stdout
+    report: dict[str, Any] = json.loads(costs.read_text())
+    assert (report["ran"], report["left"]) == (3, 0)
+    assert {test for test, _ in report["dearest"]} == {f"test_{name}.py::test_uses" for name in "abc"}
+    assert all(0.2 < used < 3 for _, used in report["dearest"])
+    assert (report["workers"] > 0.8) == bool(workers)
+    if not workers:
+        began = [line.split("::")[0] for line in run.stdout.splitlines() if "::test_uses" in line]
+        assert began == ["test_c.py", "test_a.py", "test_b.py"]
+
+
+@pytest.mark.parametrize("file", SETTINGS["cpu-seconds"])
+def test_budgets_are_of_files_that_are_there(file: str) -> None:
+    assert (ROOT / file).is_file()
+
+
+BUDGET = """
+import sys
+from tools import steps
+
+class Session:
+    def error(self, message): sys.exit(message)
+
+steps.read_settings = lambda: {{"tests-cpu-seconds": 100}}
+steps.relative_speed = lambda: {speed}
+steps.check_budget(Session(), [steps.Step(name="a", passed=True, seconds=1, cpu={used})])
+"""
+
+
+@pytest.mark.parametrize(
+    ("used", "speed", "status"), [(109, 1.0, 0), (111, 1.0, 1), (111, 1.1, 0), (122, 1.1, 1)], ids=str
+)
+def test_more_cpu_seconds_than_a_tenth_above_the_budget_fail(used: int, speed: float, status: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = (sys.executable, "-c", BUDGET.format(used=used, speed=speed))
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == status, run.stderr
+    if status:
+        assert "raise tests-cpu-seconds in pyproject.toml" in run.stderr
