@@ -161,7 +161,7 @@ THREADED = """
 
 @pytest.fixture
 def light_site(site: Site) -> Site:
-    """A site whose torch and Lightning are empty: the process that ranks are forked from takes seconds to import them."""
+    """A site whose torch and Lightning are empty: where ranks are forked from, to import them takes seconds."""
     site.distribution("stand-ins", modules={"torch": "", "lightning": ""})
     return site
 
