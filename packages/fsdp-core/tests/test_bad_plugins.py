@@ -116,17 +116,20 @@ def good_site(site: Site) -> Site:
     return site
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_what_a_hook_must_not_give(good_site: Site, case: str) -> None:
-    source, error = BROKEN[case]
-    good_site.plugin("bad-plugin", source, version="0.3")
+def test_what_a_hook_must_not_give(good_site: Site) -> None:
+    for number, (source, _) in enumerate(BROKEN.values()):
+        good_site.plugin(f"bad-{number}", source, version=f"0.{number}")
     seen = json.loads(run_list(good_site, "--json").stdout)
     assert [(row["name"], row["status"]) for row in seen["strategies"]] == [("good", "available")]
-    (broken,) = seen["broken"]
-    assert error in broken["error"]
-    assert len(broken["error"]) < 600
-    assert (broken["package"], broken["version"], broken["name"]) == ("bad-plugin", "0.3", "bad_plugin")
-    assert broken["remedy"] == "pip install --upgrade --force-reinstall bad-plugin"
+    for number, ((case, (_, error)), broken) in enumerate(zip(BROKEN.items(), seen["broken"], strict=True)):
+        assert error in broken["error"], case
+        assert len(broken["error"]) < 600, case
+        assert [broken[key] for key in ("package", "version", "name")] == [
+            f"bad-{number}",
+            f"0.{number}",
+            f"bad_{number}",
+        ]
+        assert broken["remedy"] == f"pip install --upgrade --force-reinstall bad-{number}", case
 
 
 @pytest.mark.parametrize("case", MEDDLING)
@@ -157,49 +160,52 @@ def test_what_libraries_write_to_stdout_is_kept_out_of_json(good_site: Site) -> 
     assert done.stderr.count("banner") == 2
 
 
-@pytest.mark.parametrize(
-    ("requirement", "remedy", "which"),
-    [
-        ("fsdp-core>=99,<100", 'pip install --upgrade "fsdp-core<100,>=99"', "fsdp-core"),
-        ("FSDP_Core ~= 99.1", 'pip install --upgrade "fsdp-core~=99.1"', "fsdp-core"),
-        ("fsdp-core==99.*", 'pip install --upgrade "fsdp-core==99.*"', "fsdp-core"),
-        ("fsdp-core>=0.0.1,<0.0.9", "pip install --upgrade bad-plugin", "bad-plugin"),
-        ("fsdp-core==0.0.1", "pip install --upgrade bad-plugin", "bad-plugin"),
-    ],
-)
-def test_a_plugin_for_another_contract_is_refused_before_it_is_imported(
-    good_site: Site, requirement: str, remedy: str, which: str
-) -> None:
-    good_site.plugin("bad-plugin", "print('it was imported')" + HOOK)
-    require(good_site, "bad-plugin", requirement, "click")
+#: What a plugin for another contract requires: the remedy, and which package it upgrades.
+REQUIREMENTS = {
+    "fsdp-core>=99,<100": ('pip install --upgrade "fsdp-core<100,>=99"', "fsdp-core"),
+    "FSDP_Core ~= 99.1": ('pip install --upgrade "fsdp-core~=99.1"', "fsdp-core"),
+    "fsdp-core==99.*": ('pip install --upgrade "fsdp-core==99.*"', "fsdp-core"),
+    "fsdp-core>=0.0.1,<0.0.9": ("pip install --upgrade bad-3", "bad-3"),
+    "fsdp-core==0.0.1": ("pip install --upgrade bad-4", "bad-4"),
+}
+
+
+def test_a_plugin_for_another_contract_is_refused_before_it_is_imported(good_site: Site) -> None:
+    for number, requirement in enumerate(REQUIREMENTS):
+        good_site.plugin(f"bad-{number}", "print('it was imported')" + HOOK)
+        require(good_site, f"bad-{number}", requirement, "click")
     done = run_list(good_site, "--json")
     assert "it was imported" not in done.stderr
     seen = json.loads(done.stdout)
     assert [row["name"] for row in seen["strategies"]] == ["good"]
-    (broken,) = seen["broken"]
-    assert broken["error"].startswith("ContractVersionError: it was built for fsdp-core")
-    assert broken["error"].endswith(f" is installed; {which} is the one to upgrade")
-    assert broken["remedy"] == remedy
-    error = good_site.python("import fsdp_core\nprint(failure(lambda: fsdp_core.resolve('bad_plugin', 'trainer')))")
-    assert error.stdout.startswith("BrokenStrategyError: strategy 'bad_plugin' can't be used: bad-plugin 1.0 failed to")
-    assert error.stdout.endswith(f"Fix it, or type: {remedy}\n")
+    names = [f"bad_{number}" for number in range(len(REQUIREMENTS))]
+    errors = good_site.python(
+        f"import fsdp_core\nfor name in {names}:\n    print(failure(lambda: fsdp_core.resolve(name, 'trainer')))"
+    )
+    for number, (broken, (remedy, which)) in enumerate(zip(seen["broken"], REQUIREMENTS.values(), strict=True)):
+        assert broken["error"].startswith("ContractVersionError: it was built for fsdp-core")
+        assert broken["error"].endswith(f" is installed; {which} is the one to upgrade")
+        assert broken["remedy"] == remedy
+        error, then = errors.stdout.splitlines()[2 * number : 2 * number + 2]
+        assert error.startswith(
+            f"BrokenStrategyError: strategy 'bad_{number}' can't be used: bad-{number} 1.0 failed to"
+        )
+        assert then == f"Fix it, or type: {remedy}"
 
 
-@pytest.mark.parametrize(
-    "requirement",
-    [
+def test_a_plugin_that_does_not_rule_this_core_out_is_loaded(good_site: Site) -> None:
+    requirements = (
         "fsdp-core",
         "fsdp-core>=0.0.1",
         "fsdp-core[testing]>=99; extra == 'test'",
         "fsdp-core>=99; sys_platform == 'no'",
         "??",
-    ],
-)
-def test_a_plugin_that_does_not_rule_this_core_out_is_loaded(good_site: Site, requirement: str) -> None:
-    good_site.plugin("bad-plugin", HOOK)
-    require(good_site, "bad-plugin", requirement)
+    )
+    for number, requirement in enumerate(requirements):
+        good_site.plugin(f"bad-{number}", HOOK.replace('"bad"', f'"bad_{number}"'))
+        require(good_site, f"bad-{number}", requirement)
     seen = json.loads(run_list(good_site, "--json").stdout)
-    assert [row["name"] for row in seen["strategies"]] == ["bad", "good"]
+    assert [row["name"] for row in seen["strategies"]] == ["bad_0", "bad_1", "bad_2", "bad_3", "bad_4", "good"]
 
 
 def test_a_damaged_distribution_hides_nobody(good_site: Site) -> None:

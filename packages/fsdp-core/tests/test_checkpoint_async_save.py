@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,6 +28,9 @@ from fsdp_core.state.dtypes import SAFETENSORS_NAMES
 from fsdp_core.testing.disks import disk
 from fsdp_core.testing.processes import interruptible
 from fsdp_core.testing.ranks import RankError, RankPool
+
+if TYPE_CHECKING:
+    from conftest import Site
 
 
 @pytest.fixture(scope="module")
@@ -365,42 +368,42 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _script(tmp_path: Path, how: str) -> subprocess.Popen[str]:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    with interruptible():
-        return subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "it"), how, str(_free_port())],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
+def _words(folder: Path, how: str) -> tuple[str, ...]:
+    """Write the script, and the rest of its command line."""
+    (folder / "script.py").write_text(SCRIPT)
+    return str(folder / "script.py"), str(folder / "it"), how, str(_free_port())
 
 
 class TestEndOfTheInterpreter:
     @pytest.mark.parametrize(("how", "status"), [("dropped", 0), ("raises", 1), ("forked", 0)])
-    def test_it_waits(self, tmp_path: Path, how: str, status: int) -> None:
+    def test_it_waits(self, site: Site, how: str, status: int) -> None:
         if how == "forked" and not hasattr(os, "fork"):
             pytest.skip("this system has no fork")
-        out, err = (process := _script(tmp_path, how)).communicate(timeout=60)
-        assert process.returncode == status, err + out
-        assert is_checkpoint(tmp_path / "it")
-        assert ("ZeroDivisionError" in err) == (how == "raises")
-        assert "looked up" in out
-        assert "terminate called" not in err
+        done = site.fork(*_words(site.path, how), check=False)
+        assert done.returncode == status, done.stderr + done.stdout
+        assert is_checkpoint(site.path / "it")
+        assert ("ZeroDivisionError" in done.stderr) == (how == "raises")
+        assert "looked up" in done.stdout
+        assert "terminate called" not in done.stderr
 
-    def test_a_failure_that_nobody_was_told_is_told(self, tmp_path: Path) -> None:
-        out, err = (process := _script(tmp_path, "full")).communicate(timeout=60)
-        assert "the script ends" in out
-        assert process.returncode == 1, err
-        assert "in the background has failed" in err
-        assert "No space left on device" in err
-        assert not is_checkpoint(tmp_path / "it")
+    def test_a_failure_that_nobody_was_told_is_told(self, site: Site) -> None:
+        done = site.fork(*_words(site.path, "full"), check=False)
+        assert "the script ends" in done.stdout
+        assert done.returncode == 1, done.stderr
+        assert "in the background has failed" in done.stderr
+        assert "No space left on device" in done.stderr
+        assert not is_checkpoint(site.path / "it")
 
     @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send to one process")
     def test_an_interrupt_ends_the_wait(self, tmp_path: Path) -> None:
-        process = _script(tmp_path, "interrupted")
+        with interruptible():
+            process = subprocess.Popen(
+                [sys.executable, *_words(tmp_path, "interrupted")],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
         assert process.stdout is not None
         assert "the script ends" in process.stdout.readline()
         time.sleep(1)

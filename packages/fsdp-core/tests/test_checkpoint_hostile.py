@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +21,9 @@ from fsdp_core.checkpoint.format import json_text
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.state.coverage import find_fault
+
+if TYPE_CHECKING:
+    from conftest import Site
 
 
 @pytest.fixture
@@ -198,17 +199,12 @@ READ: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_nothing_runs_and_nothing_outside_is_opened(tmp_path: Path) -> None:
+def test_nothing_runs_and_nothing_outside_is_opened(site: Site, tmp_path: Path) -> None:
     good = save_small(tmp_path / "good" / "a.ckpt")
     folders = {name: save_small(tmp_path / str(i) / "a.ckpt") for i, name in enumerate({**REFUSED, **READ})}
     for name, make in {**REFUSED, **READ}.items():
         make(folders[name])
-    script = Path(hostile_reads.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), str(good), *map(str, folders.values())],
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = site.fork(hostile_reads.__file__, str(good), *map(str, folders.values()))
     told = json.loads(done.stdout.splitlines()[-1])
     for name, folder in folders.items():
         what = told[str(folder)]

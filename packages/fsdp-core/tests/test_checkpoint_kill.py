@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import secrets
-import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import kill_saves
+
+if TYPE_CHECKING:
+    from conftest import Site
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),
@@ -18,13 +20,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 70), (2, 35)])
-def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, ranks: int, kills: int) -> None:
+def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(site: Site, ranks: int, kills: int) -> None:
     seed = secrets.randbelow(2**32)
     print(f"seed {seed}")
-    done = subprocess.run(
-        [sys.executable, kill_saves.__file__, str(tmp_path), str(seed), str(kills), str(ranks)],
-        capture_output=True, text=True, timeout=220, check=False,
-    )  # fmt: skip
+    (site.path / "saves").mkdir()
+    done = site.fork(kill_saves.__file__, str(site.path / "saves"), str(seed), str(kills), str(ranks), check=False)
     assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
     seen = json.loads(done.stdout)
     assert seen["versions"] >= kills  # every process has saved before it was killed

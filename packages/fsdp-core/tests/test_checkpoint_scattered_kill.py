@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import kill_scattered
+
+if TYPE_CHECKING:
+    from conftest import Site
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),
 ]
 
 
-def test_a_rank_killed_at_any_step_leaves_what_was_there(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, kill_scattered.__file__, str(tmp_path)],
-        capture_output=True, text=True, timeout=220, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_a_rank_killed_at_any_step_leaves_what_was_there(site: Site) -> None:
+    done = site.fork(kill_scattered.__file__, str(site.path))
     for case, seen in json.loads(done.stdout).items():
         step, _, before = case.rpartition(", ")
         complete = step in kill_scattered.COMPLETE

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +15,9 @@ import fsdp_core
 from fsdp_core.checkpoint import SavedTensor, load, load_state_dict, read_manifest, save
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
 from fsdp_core.runtime import ProcessGroupRuntime
+
+if TYPE_CHECKING:
+    from conftest import Site
 
 KINDS: Any = {"model": "model", "optimizer/0": "optimizer"}
 
@@ -235,13 +236,12 @@ def test_a_full_file_runs_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_reading_needs_neither_lightning_nor_a_process_group(tmp_path: Path) -> None:
-    save_alone(tmp_path / "c", {"model": {"w": torch.ones(2)}}, {"model": "model"})
-    code = (
-        "import sys, fsdp_core\n"
-        f"print(fsdp_core.load_state_dict({str(tmp_path / 'c')!r})['w'].tolist())\n"
-        "print([name for name in ('lightning', 'lightning_fabric', 'pytorch_lightning') if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+def test_reading_needs_neither_lightning_nor_a_process_group(site: Site) -> None:
+    save_alone(site.path / "c", {"model": {"w": torch.ones(2)}}, {"model": "model"})
+    done = site.forked("""
+        import sys, fsdp_core
+        print(fsdp_core.load_state_dict("c")["w"].tolist())
+        print([name for name in ("lightning", "lightning_fabric", "pytorch_lightning") if name in sys.modules])
+    """)
     assert done.stdout.splitlines() == ["[1.0, 1.0]", "[]"]
     assert fsdp_core.load_state_dict is load_state_dict

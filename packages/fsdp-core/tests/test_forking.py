@@ -99,11 +99,11 @@ def fail_on_one() -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(("kind", "again"), [(RankPool, 3), (Spawned, 1)])  # to spawn one takes seconds
-def test_ranks_that_have_failed_take_no_further_call(kind: type[RankPool], again: int) -> None:
+@pytest.mark.parametrize(("kind", "more", "again"), [(RankPool, 1, 3), (Spawned, 0, 1)])  # to spawn one takes seconds
+def test_ranks_that_have_failed_take_no_further_call(kind: type[RankPool], more: int, again: int) -> None:
     """One that waited for another is somewhere in the middle of it."""
     with kind() as pool:
-        before = pool.run(3, pids)
+        before = pool.run(2 + more, pids)
         assert pool.run(2, pids) == before[:2]
         with pytest.raises(RankError, match="on one rank alone"):
             pool.run(2, fail_on_one, timeout=30)
@@ -159,49 +159,48 @@ THREADED = """
 """
 
 
+@pytest.fixture
+def light_site(site: Site) -> Site:
+    """A site whose torch and Lightning are empty: where ranks are forked from, to import them takes seconds."""
+    site.distribution("stand-ins", modules={"torch": "", "lightning": ""})
+    return site
+
+
 @pytest.mark.skipif(not FORKS, reason="processes are forked on Linux")
-def test_ranks_are_spawned_where_a_library_has_threads(site: Site) -> None:
-    site.distribution("threaded", modules={"threaded_library": THREADED})
-    site.distribution("function", modules={"function_of_ranks": "import os\ndef parent(): return os.getppid()\n"})
-    site.python("""
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_library_with_threads_has_ranks_spawned_and_one_that_cannot_be_preloaded_is_named(
+    light_site: Site, threads: bool
+) -> None:
+    light_site.distribution("threaded", modules={"threaded_library": THREADED if threads else ""})
+    light_site.distribution("raising", modules={"raising_library": "raise ValueError('no device')"})
+    light_site.distribution("function", modules={"of_ranks": "import os\ndef told(pipe): pipe.send(os.getppid())\n"})
+    light_site.python(f"""
         import os, warnings
-        from fsdp_core.testing import RankPool, forking
-        import function_of_ranks
+        from fsdp_core.testing import forking
+        import of_ranks
 
         if __name__ == "__main__":
-            forking.preloads.append("threaded_library")
-            with warnings.catch_warnings(record=True) as told, RankPool() as pool:
+            forking.preloads += ["threaded_library", "raising_library", "missing_library"]
+            with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                assert set(pool.run(2, function_of_ranks.parent)) == {os.getpid()}
-            (message,) = [str(one.message) for one in told]
-            assert "Importing torch, Lightning, threaded_library starts threads (python" in message, message
-            assert 'start_method = "spawn"' in message and "rank_pool" in message, message
-    """)
-
-
-def test_what_is_to_be_preloaded_and_cannot_be_is_named(site: Site) -> None:
-    site.distribution("raising", modules={"raising_library": "raise ValueError('no device')"})
-    site.distribution("function", modules={"function_of_ranks": "def one(): return 1"})
-    site.python("""
-        import sys, warnings
-        from fsdp_core.testing import RankPool, forking
-        import function_of_ranks
-
-        if __name__ == "__main__" and sys.platform == "linux":
-            forking.preloads += ["raising_library", "missing_library"]
-            with warnings.catch_warnings(record=True) as told, RankPool() as pool:
-                warnings.simplefilter("always")
-                assert pool.run(2, function_of_ranks.one) == [1, 1]
-            first, second = (str(one.message) for one in told)
+                process, connection = forking.start_process(of_ranks.told, method="forkserver", environment={{}})
+                assert (connection.recv() == os.getpid()) == {threads}
+                forking.end_process(process, connection)
+            first, second, *rest = (str(one.message) for one in told)
             assert "'raising_library', which can't be imported: ValueError: no device" in first, first
             assert "'missing_library', which can't be imported: ModuleNotFoundError" in second, second
+            assert len(rest) == {threads}, rest
+            for message in rest:
+                assert "threaded_library, raising_library, missing_library starts threads (python" in message, message
+                assert "Importing torch, Lightning, threaded_library" in message, message
+                assert 'start_method = "spawn"' in message and "rank_pool" in message, message
     """)
 
 
-def test_a_script_without_a_guard_is_told(site: Site) -> None:
+def test_a_script_without_a_guard_is_told(light_site: Site) -> None:
     script = "import os\nfrom fsdp_core.testing import RankPool\nRankPool().run(1, os.getpid)\n"
-    (site.path / "unguarded.py").write_text(script)
-    told = site.run(sys.executable, "unguarded.py", check=False)
+    (light_site.path / "unguarded.py").write_text(script)
+    told = light_site.run(sys.executable, "unguarded.py", check=False)
     assert told.returncode != 0
     assert 'if __name__ == "__main__":' in told.stderr
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import pytest
@@ -25,6 +24,9 @@ from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_paramet
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from fsdp_core.runtime import ProcessGroupRuntime
 from hostile_openings import CLI, RAN, Data, Net
+
+if TYPE_CHECKING:
+    from conftest import Site
 
 
 @pytest.fixture(autouse=True)
@@ -207,12 +209,8 @@ def test_the_names_would_run(folder: Path, how: str) -> None:
 # -- anything anywhere -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_is_put_anywhere_runs(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, hostile_openings.__file__, str(tmp_path), "40"],
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_nothing_that_is_put_anywhere_runs(site: Site) -> None:
+    done = site.fork(hostile_openings.__file__, str(site.path), "40")
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["ran"] == []
     assert told["control"] == ["it ran"]  # the same, where Lightning gets it

@@ -14,12 +14,16 @@ from unittest import mock
 import pytest
 
 from fsdp_core.plugins.discovery import discover
-from fsdp_core.testing import RankPool
+from fsdp_core.testing import RankPool, forking
 
 __all__ = ["SOUND", "Outcome", "installed", "run"]
 
 #: The strategy that the mutants are mutants of.
 SOUND = "loopback"
+
+#: What ranks would import, each time that they are started anew after a clause has failed on them: the mutants, and
+#: what Lightning imports where it is installed, to see whether a checkpoint's path is on S3.
+PRELOADED = ("mutants.strategies", "s3fs")
 
 #: The ranks of the session inside.
 POOL: list[RankPool] = []
@@ -140,7 +144,8 @@ def run(folder: Path, chosen: Iterable[tuple[str, str]]) -> dict[tuple[str, str]
     # plugins that would take over what is this session's: output, timers, handlers
     without = ("cacheprovider", "xdist", "timeout", "faulthandler", "unraisableexception", "threadexception")
     quiet = [word for name in without for word in ("-p", f"no:{name}")]
-    with installed(folder / "site"), RankPool() as pool:
+    preloads = mock.patch.object(forking, "preloads", [*forking.preloads, *PRELOADED])
+    with installed(folder / "site"), preloads, RankPool() as pool:
         POOL[:] = [pool]
         pytest.main(
             [str(file), "-vv", "-s", f"--rootdir={folder}", "-c", os.devnull, f"--basetemp={folder / 'tmp'}", *quiet],

@@ -126,8 +126,8 @@ def own_world(device: torch.device, *, waits: bool = False, seed: int = 0) -> It
 
         def state() -> list[Any]:
             words = torch.get_rng_state(), *map(torch.cuda.get_rng_state, on_device)
-            of_numpy = [] if numpy is None else numpy.random.get_state()[1:3]
-            return [*(one.tolist() for one in words), random.getstate(), *map(str, of_numpy)]
+            drawn = [] if numpy is None else numpy.random.get_state()[1:3]
+            return [*(one.tolist() for one in words), random.getstate(), *map(bytes, drawn[:1]), *drawn[1:]]
 
         begun = state()
         try:
