@@ -1,9 +1,9 @@
 """Trains the suite's net under Fabric with the strategy of a name, on from a folder and into one; see test_xla.py.
 
-Usage: any_strategy.py STRATEGY RANKS FOLDER... --steps FIRST LAST [--load FOLDER...]
+Usage: any_strategy.py STRATEGY RANKS STEPS FOLDER[=CHECKPOINT]...
 
-Writes, into each FOLDER: ``loaded``, what was loaded, saved again at once; ``trained``, after the steps; and
-``losses.json``. If there are several, it goes on from one after the other, each time with a net of its own.
+Writes, into each FOLDER: ``loaded``, what was loaded, saved again at once; ``trained``, after so many steps more; and
+``losses.json``. If there are several, it trains one after the other, each time with a net of its own.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from torch.nn.functional import mse_loss
 from fsdp_core.testing import oracle
 
 
-def train_each(fabric: Fabric, folders: list[Path], first: int, last: int, loads: list[Path]) -> None:
-    for folder, load in zip(folders, loads or [None], strict=True):
-        train(fabric, folder, first, last, load)
+def train_each(fabric: Fabric, steps: int, places: list[str]) -> None:
+    for folder, _, load in (place.partition("=") for place in places):
+        train(fabric, Path(folder), steps, load)
 
 
-def train(fabric: Fabric, folder: Path, first: int, last: int, load: Path | None) -> None:
+def train(fabric: Fabric, folder: Path, steps: int, load: str) -> None:
+    first, last = (steps, 2 * steps) if load else (0, steps)
     with fabric.init_module():
         net = oracle.new_net()
     # together: its groups go by ndim, which FSDP1's and XLA's shards don't have any more
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
     state = {"model": model, "optimizer": optimizer, "step": first}
-    if load is not None:
+    if load:
         fabric.load(load, state)
         fabric.save(folder / "loaded", state)
     # one controller sees the batch of all devices; else each rank its rows of it
@@ -54,10 +55,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("strategy")
     parser.add_argument("ranks", type=int)
-    parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--steps", type=int, nargs=2, required=True)
-    parser.add_argument("--load", type=Path, nargs="+", default=[])
+    parser.add_argument("steps", type=int)
+    parser.add_argument("places", nargs="+")
     given = parser.parse_args()
     fabric = Fabric(strategy=given.strategy, devices=given.ranks, accelerator="cpu")
-    first, last = given.steps
-    fabric.launch(partial(train_each, folders=given.folders, first=first, last=last, loads=given.load))
+    fabric.launch(partial(train_each, steps=given.steps, places=given.places))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecis
 
 import fsdp_core
 from forked_scripts import run_forked
-from fsdp_core.testing.processes import fresh_environment, start
+from fsdp_core.testing.processes import fresh_environment
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs/examples/cli.py"
@@ -106,17 +106,12 @@ def test_files_train_on_two_ranks_and_a_saved_one_goes_on(tmp_path: Path) -> Non
     runs = tmp_path / "lightning_logs"
     logs = ("--trainer.logger=lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={tmp_path}")
 
-    def checkpoint_of_last() -> Path:
+    def fit(*words: str) -> Path:
+        run_forked(SCRIPT, "fit", *words, folder=tmp_path)
         (checkpoint,) = max(runs.iterdir()).glob("checkpoints/*")
         return checkpoint
 
-    def fit(*words: str) -> Path:
-        run_forked(SCRIPT, "fit", *words, folder=tmp_path)
-        return checkpoint_of_last()
-
-    ended = start(tmp_path, str(SCRIPT), "fit", "--config", str(tmp_path / "fsdp2.yaml"), *logs)
-    assert ended.status == 0, ended.output
-    first = checkpoint_of_last()
+    first = fit("--config", str(tmp_path / "fsdp2.yaml"), *logs)
     assert json.loads((first / "manifest.json").read_text(encoding="utf-8"))["world_size"] == 2
     asked = yaml.safe_load(FILES["fsdp2.yaml"])["trainer"]["strategy"]["init_args"]
     saved = str(runs / "version_0/config.yaml")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from forked_scripts import run_forked
 from fsdp_core.checkpoint import read_manifest
 from fsdp_core.testing.oracle import FP32_TOLERANCE
-from test_documentation import ROOT, run_script
+from test_documentation import ROOT
 
 EXAMPLES = ROOT / "docs/examples"
 
@@ -47,15 +47,11 @@ print(json.dumps({"losses": told, "adapters": sorted(get_peft_model_state_dict(m
 """
 
 
-def run(script: str, folder: Path, *words: str, forked: bool = True) -> str:
+def run(script: str, folder: Path, *words: str) -> str:
     """What a script prints that finds transformers, peft, and the examples."""
     finds = os.pathsep.join((os.environ["FSDP_TESTS_TRANSFORMERS"], str(EXAMPLES)))
-    if forked:
-        (folder / "script.py").write_text(script, encoding="utf-8")
-        return run_forked(folder / "script.py", *words, folder=folder, finds=finds)
-    finished = run_script(script, folder, words=words, finds=finds)
-    assert finished.returncode == 0, finished.stdout
-    return finished.stdout
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    return run_forked(folder / "script.py", *words, folder=folder, ranks=4, finds=finds)
 
 
 def losses(output: str) -> list[float]:
@@ -70,7 +66,7 @@ def test_the_page_shows_the_examples(example: str) -> None:
 
 def test_llama_and_lora_upon_it(tmp_path: Path) -> None:
     llama, lora = ((EXAMPLES / name).read_text(encoding="utf-8") for name in ("llama.py", "lora.py"))
-    trained = run(llama, tmp_path, "fsdp2", forked=False)  # as users start it
+    trained = run(llama, tmp_path, "fsdp2")
     assert "The exported Llama is the one in the checkpoint." in trained
     assert read_manifest(tmp_path / "llama.ckpt").world_size == 2
     further = run((EXAMPLES / "from_folder.py").read_text(encoding="utf-8"), tmp_path, "fsdp2")

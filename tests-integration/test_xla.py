@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,17 +32,17 @@ class Run(NamedTuple):
     def __str__(self) -> str:
         return f"{self.strategy}-{self.ranks}"
 
-    def train(self, folders: list[Path], first: int, last: int, loads: Sequence[Path] = ()) -> list[list[float]]:
-        """The losses of the steps from ``first`` to ``last``, and folders, on from each; see any_strategy.py."""
-        for folder in folders:
-            folder.mkdir(parents=True)
-        words = [self.strategy, str(self.ranks), *map(str, folders), "--steps", str(first), str(last)]
-        words += ["--load", *map(str, loads)] if loads else []
+    def train(self, loads: dict[Path, Path | None]) -> None:
+        """Train for some steps into each folder, on from a checkpoint if there is one; see any_strategy.py."""
+        folder, *_ = loads
+        for each in loads:
+            each.mkdir()
+        places = [f"{each}={load or ''}" for each, load in loads.items()]
+        words = [self.strategy, str(self.ranks), str(STEPS), *places]
         if self.strategy.startswith("xla"):
-            self.start_on_xla(words, folders[0])
+            self.start_on_xla(words, folder)
         else:
-            run_forked(SCRIPT, *words, folder=folders[0], ranks=self.ranks)
-        return [json.loads((folder / "losses.json").read_text()) for folder in folders]
+            run_forked(SCRIPT, *words, folder=folder, ranks=self.ranks)
 
     def start_on_xla(self, words: list[str], folder: Path) -> None:
         environment = {n: v for n, v in fresh_environment().items() if n not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
@@ -81,44 +79,27 @@ PAIRS = [(writer, reader) for reader, writers in WRITERS.items() for writer in w
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, whole: list[float]) -> Callable[[Run], Path]:
-    """Where a run of some steps has saved what; each runs once."""
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each run has saved: those that write in ``WRITER``, and what goes on from them in ``WRITER-READER``."""
+    place = tmp_path_factory.mktemp("saved")
+    begun: dict[Path, Path | None] = {place / str(CLASSIC): None}
+    for writer in (SPMD, FSDP2):
+        writer.train({place / str(writer): None})
+    for reader, writers in {CLASSIC: WRITERS[CLASSIC], **WRITERS}.items():  # it is to have written what others read
+        reader.train(begun | {place / f"{writer}-{reader}": place / str(writer) / "trained" for writer in writers})
+        begun = {}
+    return place
 
-    @cache
-    def train(writer: Run) -> Path:
-        folder = tmp_path_factory.mktemp("saved") / "run"
-        (losses,) = writer.train([folder], 0, STEPS)
-        assert losses == pytest.approx(whole[:STEPS], abs=oracle.FP32_TOLERANCE)
-        return folder / "trained"
 
-    return train
-
-
-@pytest.fixture(scope="module")
-def gone_on(
-    tmp_path_factory: pytest.TempPathFactory, saved: Callable[[Run], Path]
-) -> Callable[[Run], dict[Run, tuple[list[float], Path]]]:
-    """The losses with which a strategy goes on from what each writer has saved, and where; each is started once."""
-
-    @cache
-    def train(reader: Run) -> dict[Run, tuple[list[float], Path]]:
-        folder, writers = tmp_path_factory.mktemp("on"), WRITERS[reader]
-        folders = [folder / str(writer) for writer in writers]
-        losses = reader.train(folders, STEPS, 2 * STEPS, [saved(writer) for writer in writers])
-        return dict(zip(writers, zip(losses, folders, strict=True), strict=True))
-
-    return train
+def losses(folder: Path) -> list[float]:
+    told: list[float] = json.loads((folder / "losses.json").read_text())
+    return told
 
 
 @pytest.mark.parametrize(("writer", "reader"), PAIRS, ids=str)
-def test_a_folder_moves_between_xla_and_torch(
-    saved: Callable[[Run], Path],
-    gone_on: Callable[[Run], dict[Run, tuple[list[float], Path]]],
-    writer: Run,
-    reader: Run,
-    whole: list[float],
-) -> None:
+def test_a_folder_moves_between_xla_and_torch(writer: Run, reader: Run, place: Path, whole: list[float]) -> None:
     """Weights and AdamW state arrive bit for bit, and training goes on with the losses that it would have had."""
-    losses, folder = gone_on(reader)[writer]
-    assert differences(saved(writer), folder / "loaded") == ""
-    assert losses == pytest.approx(whole[STEPS:], abs=oracle.RESUME_TOLERANCE)
+    saved, gone_on = place / str(writer), place / f"{writer}-{reader}"
+    assert losses(saved) == pytest.approx(whole[:STEPS], abs=oracle.FP32_TOLERANCE)
+    assert differences(saved / "trained", gone_on / "loaded") == ""
+    assert losses(gone_on) == pytest.approx(whole[STEPS:], abs=oracle.RESUME_TOLERANCE)

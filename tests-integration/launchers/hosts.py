@@ -5,6 +5,7 @@ They are Linux namespaces, which only root can make: without them a test is skip
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -14,15 +15,19 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
+from fsdp_core.testing.forking import start_script
 from fsdp_core.testing.processes import fresh_environment
 
-__all__ = ["Host", "Run", "torchrun", "two_hosts"]
+__all__ = ["TORCHRUN", "Host", "Run", "torchrun", "two_hosts"]
 
 SECONDS = 240
+TORCHRUN = Path(__file__).parent / "torchrun.py"
 _ZONES = ("Pacific/Auckland", "America/New_York")
 
 
@@ -35,7 +40,7 @@ class Run:
         output: The file that it and its children write to.
     """
 
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     output: Path
 
     @property
@@ -45,17 +50,16 @@ class Run:
 
     def ended(self, seconds: float = SECONDS) -> int:
         """Wait for the end, and return the exit status."""
-        try:
-            return self.process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"it has not ended within {seconds:g} s:\n{self.told[-6000:]}")
+        self.process.join(timeout=seconds)
+        assert self.process.exitcode is not None, f"it has not ended within {seconds:g} s:\n{self.told[-6000:]}"
+        return self.process.exitcode
 
     def until(self, words: str, times: int = 1, seconds: float = SECONDS) -> None:
         """Wait until the output holds these words so many times."""
         deadline = time.monotonic() + seconds
         while self.told.count(words) < times:
             assert time.monotonic() < deadline, f"{words!r} has not come {times} times:\n{self.told[-6000:]}"
-            assert self.process.poll() is None, f"it has ended before {words!r} came:\n{self.told[-6000:]}"
+            assert self.process.exitcode is None, f"it has ended before {words!r} came:\n{self.told[-6000:]}"
             time.sleep(0.05)
 
 
@@ -93,20 +97,22 @@ class Host:
         path.mkdir(parents=True, exist_ok=True)
         self.do("mount", "-t", "tmpfs", "none", str(path))
 
-    def start(self, *command: str, folder: Path, environment: Mapping[str, str] | None = None) -> Run:
-        """Start Python with a command line."""
+    def start(
+        self, path: Path, *words: str, folder: Path, ranks: int = 1, environment: Mapping[str, str] | None = None
+    ) -> Run:
+        """Start a script, or torchrun, which is to start so many ranks in all."""
         output = self.folder / f"{self.name}-{len(self.runs)}.txt"
+        output.touch()
         variables = {**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TZ": self.zone}
-        with output.open("wb") as out:
-            process = subprocess.Popen(
-                self.inside(sys.executable, *command),
-                cwd=folder,
-                env={**variables, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = start_script(
+            path,
+            *words,
+            folder=folder,
+            output=output,
+            environment={**variables, **(environment or {})},
+            ranks=ranks + (path == TORCHRUN),
+            prelude=partial(_enter, self.holder.pid),
+        )
         run = Run(process=process, output=output)
         self.runs.append(run)
         return run
@@ -122,12 +128,23 @@ class Host:
             for pid in own:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for run in self.runs:
-                run.process.poll()
             own = [pid for pid in own if _state_of(pid) not in (None, "Z", "X")]
             if not own:
                 break
             time.sleep(0.02)
+
+
+def _enter(pid: int) -> None:
+    """Let this process, which is on no host yet, go to the host that another one keeps."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    own_mounts = 0x200  # CLONE_FS: threads share them otherwise, and can't go elsewhere
+    if libc.unshare(own_mounts):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for kind in ("net", "mnt", "uts"):
+        with open(f"/proc/{pid}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns {kind}")
+    time.tzset()
 
 
 def _network_of(pid: int) -> str | None:
@@ -192,9 +209,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
             holder.wait()
 
 
-def torchrun(first: Host, *words: str, nnodes: str = "2", ranks: int = 2) -> list[str]:
-    """The words that start a command on each host, whose first one has the meeting point."""
-    return [
-        *("-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"),
-        *(f"--rdzv-endpoint={first.name}:29400", "--rdzv-id=run", *words),
-    ]
+def torchrun(first: Host, *words: str, ranks: int) -> list[str]:
+    """What follows ``torchrun`` on each host, whose first one has the meeting point."""
+    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint={first.name}:29400", "--rdzv-id=run")
+    return ["--nnodes=2", f"--nproc-per-node={ranks}", *meeting, *words]

@@ -41,7 +41,11 @@ class Told(Callback):
 
 
 def everything(config: dict[str, Any]) -> None:
-    """Check the placement and the messages, run Fabric, and train as the example does; die once."""
+    """Check the placement and the messages, run Fabric, and train as the example does; die once.
+
+    The first attempt trains an epoch under one strategy and goes on under the other one, under which it dies; the
+    second attempt goes on under that one, and after an epoch under the first one again.
+    """
     context = ray.train.get_context()
     rank, resumes = context.get_world_rank(), ray.train.get_checkpoint() is not None
     folder = Path(config["folder"]) / f"attempt-{int(resumes)}"
@@ -56,13 +60,21 @@ def everything(config: dict[str, Any]) -> None:
                 "device": str(ray.train.torch.get_device()),
                 "nodes": 2,
             },
-            **under_fabric(config["strategy"]),
-            "errors": {name: error_of(wrong) for name, wrong in wrongs(config["strategy"]).items()},
+            **{
+                strategy: {
+                    **under_fabric(strategy),
+                    "errors": {name: error_of(wrong) for name, wrong in wrongs(strategy).items()},
+                }
+                for strategy in config["strategies"]
+            },
         }
         (folder / f"told-{rank}.json").write_text(json.dumps(told))
     known = Path(config["folder"]) / "storage" / "run" / "checkpoint_manager_snapshot.json"
     dies_after = known if not resumes and rank == 1 else None
-    ray_train.train({**config, "callbacks": [Told(folder / f"losses-{rank}.jsonl", dies_after=dies_after)]})
+    first, second = config["strategies"]
+    for strategy, epochs in ((second, 2), (first, 3)) if resumes else ((first, 1), (second, 2)):
+        told_of = Told(folder / f"losses-{rank}.jsonl", dies_after=dies_after)
+        ray_train.train({"strategy": strategy, "epochs": epochs, "callbacks": [told_of]})
 
 
 def under_fabric(strategy: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ def test_hosts_that_are_cut_off_name_each_other(hosts: tuple[Host, Host], tmp_pa
     variables |= {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": "29400", "HANG_SECONDS": "1800"}
     runs = [
         host.start(
-            *(str(SCRIPT), "cut-off", "0", "fabric"),
+            SCRIPT,
+            *("cut-off", "0", "fabric"),
             folder=tmp_path,
             environment={**variables, "RANK": str(number), "GROUP_RANK": str(number)},
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from example import GLOBAL_BATCH, assert_as_one_process, said
-from hosts import Host, Run
+from hosts import TORCHRUN, Host, Run
 
 from fsdp_core.checkpoint import load
 
@@ -24,10 +24,10 @@ def test_a_host_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Path,
     # as pods do: torchrun's options are variables too
     variables |= {"PET_NNODES": "1:2", "PET_NPROC_PER_NODE": "1", "PET_MAX_RESTARTS": "3", "PET_RDZV_CONF": QUICKLY}
     variables |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"{steady.name}:29400", "PET_RDZV_ID": "run"}
-    words = ("-m", "torch.distributed.run", *script)
 
     def start(host: Host) -> Run:
-        return host.start(*words, folder=tmp_path, environment=variables)
+        rounds = 3  # each with a rank of its own
+        return host.start(TORCHRUN, *script, folder=tmp_path, environment=variables, ranks=rounds)
 
     first, second = start(steady), start(other)
     for run in (first, second):

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "docs" / "examples"
 #: The steps of an epoch, and those after which the worker dies: the checkpoint is of the first epoch.
 EPOCH, DIES = 4, 6
+STRATEGIES = ("fsdp2", "fsdp_native")
 
 
 def _ports() -> dict[str, int]:
@@ -59,20 +60,18 @@ def cluster() -> Iterator[None]:
             made.shutdown()
 
 
-@pytest.fixture(scope="module", params=["fsdp2", "fsdp_native"])
-def strategy(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def ended(cluster: None, strategy: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ray.train.Result]:
-    """A run whose second worker is killed in the second epoch: what the workers wrote, and what came out."""
+def ended(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ray.train.Result]:
+    """A run whose second worker is killed in the second epoch: what the workers wrote, and what came out.
+
+    It takes turns with the strategies: workers take seconds to start.
+    """
     import ray_workers
 
     folder = tmp_path_factory.mktemp("ray")
     trainer = TorchTrainer(
         ray_workers.everything,
-        train_loop_config={"strategy": strategy, "epochs": 3, "folder": str(folder)},
+        train_loop_config={"strategies": STRATEGIES, "folder": str(folder)},
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
             name="run",
@@ -87,16 +86,18 @@ def _told(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / "attempt-0" / f"told-{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_ranks_are_where_ray_put_them(ended: tuple[Path, ray.train.Result]) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_are_where_ray_put_them(ended: tuple[Path, ray.train.Result], strategy: str) -> None:
     told = _told(ended[0])
-    assert [one["ours"] for one in told] == [one["rays"] for one in told]
+    assert [one[strategy]["ours"] for one in told] == [one["rays"] for one in told]
     assert {one["rays"]["node_rank"] for one in told} == {0, 1}, "the workers are not on two nodes"
 
 
-def test_fabric_trains_as_one_process(ended: tuple[Path, ray.train.Result]) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fabric_trains_as_one_process(ended: tuple[Path, ray.train.Result], strategy: str) -> None:
     want = [loss for step, loss in losses_of_one_process(epochs=1).items() if step != AFTERWARDS]
     for one in _told(ended[0]):
-        assert one["fabric"] == pytest.approx(want, abs=FP32_TOLERANCE)
+        assert one[strategy]["fabric"] == pytest.approx(want, abs=FP32_TOLERANCE)
 
 
 def test_a_killed_worker_costs_what_was_not_reported(ended: tuple[Path, ray.train.Result]) -> None:
@@ -123,9 +124,10 @@ def test_the_reported_checkpoint_is_whole(ended: tuple[Path, ray.train.Result]) 
         assert len(manifest.places) == 2, "the workers, whose directories differ, have saved to one of them"
 
 
-def test_what_contradicts_ray_is_told(ended: tuple[Path, ray.train.Result]) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_contradicts_ray_is_told(ended: tuple[Path, ray.train.Result], strategy: str) -> None:
     for one in _told(ended[0]):
-        errors = one["errors"]
+        errors = one[strategy]["errors"]
         assert errors["devices"].startswith("UnsupportedCapabilityError: devices=3 contradicts Ray Train")
         assert "Write devices='auto'" in errors["devices"]
         assert "one of 2 workers, and LightningEnvironment does not know the others" in errors["environment"]

@@ -7,12 +7,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from undisturbed import losses_of_one_process
 from werkzeug.serving import make_server
 
 from fsdp_core.checkpoint import load, verify
+from fsdp_core.testing.forking import start_script
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.processes import fresh_environment
 
@@ -88,26 +89,25 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 class Job:
     """The example, in a session of its own with its ranks."""
 
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     output: Path
 
     def kill(self) -> None:
         """Kill all ranks at once, as a machine that vanishes."""
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
 
-    def end(self) -> int:
+    def end(self) -> int | None:
         """Wait for the end."""
-        try:
-            return self.process.wait(timeout=SECONDS)
-        finally:
-            self.kill()
+        self.process.join(timeout=SECONDS)
+        self.kill()
+        return self.process.exitcode
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
         """Wait until something has happened, while it runs."""
         deadline = time.monotonic() + SECONDS
         while not happened():
-            assert self.process.poll() is None, self.output.read_text()
+            assert self.process.exitcode is None, self.output.read_text()
             assert time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.05)
 
@@ -119,14 +119,11 @@ class Job:
 
 def launched(strategy: str, output: Path, pause: float = 0.0) -> Job:
     """Start the example with two ranks."""
-    words = [sys.executable, "spot.py", f"s3://{BUCKET}/{RUN}", "--accelerator=cpu", "--devices=2", f"--pause={pause}"]
-    words.append(f"--strategy={strategy}")
+    words = (f"s3://{BUCKET}/{RUN}", "--accelerator=cpu", "--devices=2", f"--pause={pause}", f"--strategy={strategy}")
     environment = {**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            words, cwd=EXAMPLES, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    return Job(process, output)
+    output.touch()
+    script = EXAMPLES / "spot.py"
+    return Job(start_script(script, *words, folder=EXAMPLES, output=output, environment=environment, ranks=2), output)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])

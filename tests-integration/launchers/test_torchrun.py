@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from example import SCRIPT, assert_as_one_process, said
-from hosts import Host, torchrun
+from hosts import TORCHRUN, Host, torchrun
 
 from fsdp_core.checkpoint import read_manifest
 
@@ -15,7 +15,8 @@ STRATEGIES = ("fsdp2", "fsdp_native")
 
 def on_both(hosts: tuple[Host, Host], folder: Path, *words: str, ranks: int, status: int = 0) -> list[str]:
     """Run the script on both hosts to its end; what each wrote."""
-    runs = [host.start(*torchrun(hosts[0], str(SCRIPT), *words, ranks=ranks), folder=folder) for host in hosts]
+    command = torchrun(hosts[0], str(SCRIPT), *words, ranks=ranks)
+    runs = [host.start(TORCHRUN, *command, folder=folder, ranks=ranks) for host in hosts]
     statuses = [run.ended() for run in runs]
     told = [run.told for run in runs]
     assert [bool(one) for one in statuses] == [bool(status)] * 2, "\n".join(one[-6000:] for one in told)
@@ -49,8 +50,8 @@ def test_two_hosts_train_as_one_process_and_go_on(hosts: tuple[Host, Host], tmp_
     for number, host in enumerate(hosts):
         pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(number)}
         pod |= {"PET_MASTER_ADDR": hosts[0].name, "PET_MASTER_PORT": "29400"}
-        words = ("-m", "torch.distributed.run", str(SCRIPT), *STRATEGIES, *front_ends, "--steps=7")
-        runs.append(host.start(*words, folder=tmp_path, environment=pod))
+        words = (str(SCRIPT), *STRATEGIES, *front_ends, "--steps=7")
+        runs.append(host.start(TORCHRUN, *words, folder=tmp_path, environment=pod))
     assert [run.ended() for run in runs] == [0, 0], "".join(run.told[-6000:] for run in runs)
     for front_end in ("trainer", "fabric"):
         for lines in by_strategy([run.told for run in runs], front_end):

@@ -432,3 +432,51 @@ def test_a_scripts_rank_can_be_ended_and_one_that_never_begins_ends_with_it(tmp_
     assert process.exitcode == -9
     assert first == "ended with -9 -9 -9"
     wait_until_ended(int(second.removeprefix("never started: ")))
+
+
+AGENT = """
+import os, subprocess, sys, time
+from pathlib import Path
+worker = Path(__file__).parent / "elsewhere/worker.py"
+started = subprocess.Popen(args=(sys.executable, "-u", worker, "1"), env=dict(os.environ), start_new_session=True)
+os.killpg(started.pid, 0)
+try:
+    started.wait(0.01)
+except subprocess.TimeoutExpired:
+    print("waits", flush=True)
+(worker.parent / "may end").touch()
+print("ended with", started.wait(60), os.environ["PRELUDE"], flush=True)
+"""
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+import beside
+while not Path(__file__).with_name("may end").exists():
+    time.sleep(0.01)
+print(beside.HERE, sys.argv[1:], "preloaded" in str(sys.modules), os.getsid(0) == os.getpid(), flush=True)
+sys.exit(4)
+"""
+
+
+def prelude() -> None:
+    os.environ["PRELUDE"] = "after a prelude"
+
+
+@pytest.mark.skipif(not FORKS, reason="processes are forked on Linux")
+def test_the_ranks_of_a_launchers_agent_are_forked_too(tmp_path: Path) -> None:
+    """They run another script than the agent's, in sessions of their own."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/beside.py").write_text("HERE = 'beside it'\n")
+    (tmp_path / "elsewhere/worker.py").write_text(WORKER)
+    (tmp_path / "agent.py").write_text(AGENT)
+    output, environment = tmp_path / "output.txt", dict(os.environ)
+    process = start_script(
+        tmp_path / "agent.py", folder=tmp_path, output=output, environment=environment, ranks=2, prelude=prelude
+    )
+    process.join(timeout=60)
+    assert output.read_text().splitlines() == [
+        "waits",
+        "beside it ['1'] True True",
+        "ended with 4 after a prelude",
+    ]

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -89,7 +90,13 @@ def allow_children() -> None:
 
 
 def start_script(
-    path: Path, *arguments: str, folder: Path, output: Path, environment: Mapping[str, str], ranks: int = 1
+    path: Path,
+    *arguments: str,
+    folder: Path,
+    output: Path,
+    environment: Mapping[str, str],
+    ranks: int = 1,
+    prelude: Callable[[], None] | None = None,
 ) -> BaseProcess:
     """Run a script in a process forked as ranks are; not for tests of how Python starts and exits.
 
@@ -102,9 +109,12 @@ def start_script(
         folder: The working directory.
         output: The file that stdout and stderr go to.
         environment: All of its environment variables. The folders in ``PYTHONPATH`` come next in ``sys.path``.
-        ranks: The world size; the script is the first rank. The others are forked before it runs, and begin when it
-            starts them as Lightning's launcher does: ``subprocess.Popen([sys.executable, script, ...], env=...,
-            cwd=...)``. Processes that it starts in another way, or beyond this number, start as usual.
+        ranks: The world size; the script is the first rank, or the agent of a launcher besides the ranks. The others
+            are forked before it runs, and begin when it starts them as Lightning's launcher and torchrun's agent do:
+            ``subprocess.Popen([sys.executable, "-u", "script.py", ...], env=..., cwd=..., start_new_session=...)``.
+            Processes that it starts in another way, or beyond this number, start as usual.
+        prelude: A function that the process can import by module and name; called before all else, and before other
+            ranks are forked.
 
     Returns:
         The process. It ends with this one, and its exit status is that of the script. It leads a session of its own,
@@ -116,7 +126,7 @@ def start_script(
     process, connection = _start(
         method,
         _run_script,
-        (str(path), arguments, str(folder), str(output), ranks if method == "forkserver" else 1),
+        (str(path), arguments, str(folder), str(output), ranks if method == "forkserver" else 1, prelude),
         dict(environment),
     )
     connection.close()
@@ -124,22 +134,31 @@ def start_script(
 
 
 def _run_script(
-    connection: Connection, path: str, arguments: tuple[str, ...], folder: str, output: str, ranks: int
+    connection: Connection,
+    path: str,
+    arguments: tuple[str, ...],
+    folder: str,
+    output: str,
+    ranks: int,
+    prelude: Callable[[], None] | None,
 ) -> None:
     connection.close()
     allow_children()
     os.setsid()
+    if prelude is not None:
+        prelude()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
     os.chdir(folder)
     sys.argv[:] = [path, *arguments]
-    found = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:0] = [os.path.dirname(path), *found]
     if ranks > 1:
         _fork_ranks(ranks - 1)
-    runpy.run_path(path, run_name="__main__")
+    script, *_ = sys.argv
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:0] = [os.path.dirname(os.path.abspath(script)), *entries]
+    runpy.run_path(script, run_name="__main__")
 
 
 class _ForkedRank:
@@ -152,8 +171,13 @@ class _ForkedRank:
     def poll(self) -> int | None:
         return self._wait(os.WNOHANG)
 
-    def wait(self) -> int | None:
-        return self._wait(0)
+    def wait(self, timeout: float | None = None) -> int | None:
+        deadline = time.monotonic() + (timeout or 0.0)
+        while self._wait(0 if timeout is None else os.WNOHANG) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
+            time.sleep(0.01)
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -174,34 +198,42 @@ def _fork_ranks(number: int) -> None:
     """
     waiting: list[_ForkedRank] = []
     for _ in range(number):
-        receiver, sender = multiprocessing.Pipe(duplex=False)
+        theirs, ours = multiprocessing.Pipe()
         pid = os.fork()
         if not pid:
-            for pipe in (sender, *(other.pipe for other in waiting)):
+            for pipe in (ours, *(other.pipe for other in waiting)):
                 pipe.close()
-            _wait_to_be_started(receiver)
+            _wait_to_be_started(theirs)
             return
-        receiver.close()
-        waiting.append(_ForkedRank(pid, sender))
-    command = [sys.executable, os.path.abspath(sys.argv[0])]
+        theirs.close()
+        waiting.append(_ForkedRank(pid, ours))
 
-    class Popen(subprocess.Popen):  # type: ignore[type-arg]
-        def __new__(cls, args: Any, *others: Any, **options: Any) -> Any:
-            if not waiting or list(args[:2]) != command or others or options.keys() - {"env", "cwd"}:
-                return super().__new__(cls)
-            rank = waiting.pop(0)
-            rank.pipe.send((list(args[1:]), dict(options.get("env") or os.environ), options.get("cwd") or os.getcwd()))
-            return rank
+    def start(cls: Any, args: Any = (), *others: Any, **options: Any) -> Any:
+        is_list = isinstance(args, (list, tuple))
+        interpreter, *words = [word for word in args if word != "-u"] if is_list and args else [None]
+        runs_script = interpreter == sys.executable and words and str(words[0]).endswith(".py")
+        as_usual = others or options.pop("stdout", None) or options.pop("stderr", None)
+        if not waiting or not runs_script or as_usual or options.keys() - {"env", "cwd", "start_new_session"}:
+            return object.__new__(cls)
+        rank = waiting.pop(0)
+        session, environment = options.get("start_new_session", False), dict(options.get("env") or os.environ)
+        rank.pipe.send((list(map(str, words)), environment, options.get("cwd") or os.getcwd(), session))
+        with contextlib.suppress(EOFError, ConnectionError):
+            rank.pipe.recv()  # its session can be ended as soon as this returns
+        return rank
 
-    subprocess.Popen = Popen  # type: ignore[misc]
+    subprocess.Popen.__new__ = start  # type: ignore[method-assign,assignment]
 
 
-def _wait_to_be_started(receiver: Connection) -> None:
+def _wait_to_be_started(pipe: Connection) -> None:
     try:
-        argv, environment, folder = receiver.recv()
+        argv, environment, folder, starts_session = pipe.recv()
     except EOFError:
         os._exit(0)
-    receiver.close()
+    if starts_session:
+        os.setsid()
+    pipe.send(None)
+    pipe.close()
     sys.argv[:] = argv
     os.chdir(folder)
     _begin(environment)
