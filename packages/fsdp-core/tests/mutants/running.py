@@ -15,6 +15,7 @@ import pytest
 
 from fsdp_core.plugins.discovery import discover
 from fsdp_core.testing import RankPool, forking
+from fsdp_core.testing.suite.numerics.pairs import COUNT, SEED
 
 __all__ = ["SOUND", "Outcome", "installed", "run"]
 
@@ -113,6 +114,8 @@ def installed(folder: Path) -> Iterator[None]:
         mock.patch.object(sys, "path", [*places, *sys.path]),
         mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(searched)),
     ):
+        for variable in (COUNT, SEED):  # the table's clauses are of the draw that the suite makes by itself
+            os.environ.pop(variable, None)
         discover.cache_clear()
         for module in (of_fabric, of_trainer):
             enter(module)
