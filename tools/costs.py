@@ -113,7 +113,9 @@ class Costs:
             output["cpu"] = tree_seconds(os.getpid())
         elif self._output is not None:
             dearest = sorted(self._seconds.items(), key=lambda item: -item[1])[:10]
-            costs = {"ran": len(self._seconds), "left": self._left, "dearest": dearest, "workers": self._of_workers}
+            # workers are also this process's children, which end by and by
+            used = self._of_workers + time.process_time() if self._of_workers else tree_seconds(os.getpid())
+            costs = {"ran": len(self._seconds), "left": self._left, "dearest": dearest, "cpu": used}
             self._output.parent.mkdir(parents=True, exist_ok=True)
             self._output.write_text(json.dumps(costs), encoding="utf-8")
 

@@ -45,8 +45,8 @@ class Step:
 #: What this process has run, in all sessions.
 _STEPS: list[Step] = []
 
-#: CPU seconds of pytest's workers, which end without being waited for.
-_OF_WORKERS: list[float] = []
+#: CPU seconds of pytest's runs that the system does not know of: of workers that end without being waited for.
+_UNKNOWN: list[float] = []
 
 
 def read_settings() -> dict[str, Any]:
@@ -68,11 +68,13 @@ def run_pytest(session: nox.Session, python: str, name: str, *words: str, **opti
     """
     file = costs_file(name)
     file.unlink(missing_ok=True)
+    before = _cpu_of_children()
     try:
         session.run(python, "-m", "pytest", f"--costs={file}", *words, **options)
     finally:
         if file.exists():
-            _OF_WORKERS.append(json.loads(file.read_text(encoding="utf-8"))["workers"])
+            used: float = json.loads(file.read_text(encoding="utf-8"))["cpu"]
+            _UNKNOWN.append(used - (_cpu_of_children() - before))
 
 
 def costs_file(name: str) -> Path:
@@ -154,4 +156,4 @@ def check_budget(session: nox.Session, steps: list[Step]) -> None:
 
 def _cpu_of_children() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime + sum(_OF_WORKERS)
+    return usage.ru_utime + usage.ru_stime + sum(_UNKNOWN)
