@@ -178,10 +178,8 @@ def test_a_plugin_for_another_contract_is_refused_before_it_is_imported(good_sit
     assert "it was imported" not in done.stderr
     seen = json.loads(done.stdout)
     assert [row["name"] for row in seen["strategies"]] == ["good"]
-    names = [f"bad_{number}" for number in range(len(REQUIREMENTS))]
-    errors = good_site.python(
-        f"import fsdp_core\nfor name in {names}:\n    print(failure(lambda: fsdp_core.resolve(name, 'trainer')))"
-    )
+    resolving = "print(failure(lambda: fsdp_core.resolve(f'bad_{number}', 'trainer')))"
+    errors = good_site.python(f"import fsdp_core\nfor number in range({len(REQUIREMENTS)}):\n    {resolving}")
     for number, (broken, (remedy, which)) in enumerate(zip(seen["broken"], REQUIREMENTS.values(), strict=True)):
         assert broken["error"].startswith("ContractVersionError: it was built for fsdp-core")
         assert broken["error"].endswith(f" is installed; {which} is the one to upgrade")
@@ -194,14 +192,8 @@ def test_a_plugin_for_another_contract_is_refused_before_it_is_imported(good_sit
 
 
 def test_a_plugin_that_does_not_rule_this_core_out_is_loaded(good_site: Site) -> None:
-    requirements = (
-        "fsdp-core",
-        "fsdp-core>=0.0.1",
-        "fsdp-core[testing]>=99; extra == 'test'",
-        "fsdp-core>=99; sys_platform == 'no'",
-        "??",
-    )
-    for number, requirement in enumerate(requirements):
+    elsewhere = ("fsdp-core[testing]>=99; extra == 'test'", "fsdp-core>=99; sys_platform == 'no'")
+    for number, requirement in enumerate(("fsdp-core", "fsdp-core>=0.0.1", *elsewhere, "??")):
         good_site.plugin(f"bad-{number}", HOOK.replace('"bad"', f'"bad_{number}"'))
         require(good_site, f"bad-{number}", requirement)
     seen = json.loads(run_list(good_site, "--json").stdout)

@@ -362,16 +362,12 @@ print("the script ends", flush=True)
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _words(folder: Path, how: str) -> tuple[str, ...]:
     """Write the script, and the rest of its command line."""
     (folder / "script.py").write_text(SCRIPT)
-    return str(folder / "script.py"), str(folder / "it"), how, str(_free_port())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(folder / "script.py"), str(folder / "it"), how, str(probe.getsockname()[1])
 
 
 class TestEndOfTheInterpreter:

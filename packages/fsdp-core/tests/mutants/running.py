@@ -22,8 +22,7 @@ __all__ = ["SOUND", "Outcome", "installed", "run"]
 #: The strategy that the mutants are mutants of.
 SOUND = "loopback"
 
-#: What ranks would import, each time that they are started anew after a clause has failed on them: the mutants, and
-#: what Lightning imports where it is installed, to see whether a checkpoint's path is on S3.
+#: What ranks would import when they are started anew; Lightning imports s3fs to see if a checkpoint's path is on S3.
 PRELOADED = ("mutants.strategies", "s3fs")
 
 #: The ranks of the session inside.
