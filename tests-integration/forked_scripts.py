@@ -7,6 +7,8 @@ import os
 import signal
 import time
 import uuid
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import psutil
@@ -19,7 +21,15 @@ __all__ = ["run_forked"]
 SECONDS = 150
 
 
-def run_forked(path: Path, *words: str, folder: Path, ranks: int = 2, status: int = 0, finds: str = "") -> str:
+def run_forked(
+    path: Path,
+    *words: str,
+    folder: Path,
+    ranks: int = 2,
+    status: int = 0,
+    finds: str = "",
+    imports: tuple[str, ...] = (),
+) -> str:
     """Run a script to its end, and see that it leaves no process behind; what its ranks wrote.
 
     Args:
@@ -29,10 +39,19 @@ def run_forked(path: Path, *words: str, folder: Path, ranks: int = 2, status: in
         ranks: How many it has.
         status: How it is to end.
         finds: Where it imports from besides.
+        imports: The modules that its ranks share, for they take long to import.
     """
     output = folder / f"{uuid.uuid4().hex}.txt"
     environment = {**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": finds}
-    process = start_script(path, *words, folder=folder, output=output, environment=environment, ranks=ranks)
+    process = start_script(
+        path,
+        *words,
+        folder=folder,
+        output=output,
+        environment=environment,
+        ranks=ranks,
+        prelude=partial(import_each, imports),
+    )
     assert process.pid is not None
     try:
         process.join(timeout=SECONDS)
@@ -48,6 +67,11 @@ def run_forked(path: Path, *words: str, folder: Path, ranks: int = 2, status: in
     told = output.read_text()
     assert process.exitcode == status, told
     return told
+
+
+def import_each(names: tuple[str, ...]) -> None:
+    for name in names:
+        import_module(name)
 
 
 def still_running(session: int) -> list[psutil.Process]:

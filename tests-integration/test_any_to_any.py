@@ -16,8 +16,8 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.training import new_fabric
 
 STRATEGIES = ["fsdp_native", "fsdp2"]
-WORLDS = [1, 2, 3, 4]
-LAYOUTS = [(strategy, world) for strategy in STRATEGIES for world in WORLDS]
+#: How tensors are cut doesn't depend on their dtypes: those of other precisions are seen on an even and an odd number.
+WORLDS = {"32-true": (1, 2, 3, 4), "bf16-mixed": (2, 3), "bf16-true": (2, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def assert_bit_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
             assert got[name] == value, name
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", WORLDS)
 def test_any_layout_to_any_other(ranks: RankPool, tmp_path: Path, precision: str) -> None:
     first = tmp_path / "first"
     (next_loss,) = ranks.run(1, train_and_save, "fsdp2", precision, str(first))
@@ -141,17 +141,17 @@ def test_any_layout_to_any_other(ranks: RankPool, tmp_path: Path, precision: str
     assert want["/adam/state/blocks.0.weight/exp_avg"].any()
     assert not any("unused" in name or "frozen" in name for name in want if name.startswith("/adam/state"))
 
-    for strategy, world in LAYOUTS:
-        ranks.run(
-            world, load_and_save, strategy, world, precision, [(str(first), str(tmp_path / f"{strategy}{world}"))]
-        )
-    for strategy, world in LAYOUTS:
-        paths = [(str(tmp_path / f"{a}{n}"), str(tmp_path / f"{a}{n}-{strategy}{world}")) for a, n in LAYOUTS]
+    layouts = [(strategy, world) for strategy in STRATEGIES for world in WORLDS[precision]]
+    for strategy, world in layouts:
+        saved = tmp_path / f"{strategy}{world}"
+        ranks.run(world, load_and_save, strategy, world, precision, [(str(first), str(saved))])
+        assert_bit_equal(contents(saved), want)
+    for strategy, world in layouts:
+        paths = [(str(tmp_path / f"{a}{n}"), str(tmp_path / f"{a}{n}-{strategy}{world}")) for a, n in layouts]
         for losses in ranks.run(world, load_and_save, strategy, world, precision, paths):
             if precision == "32-true":
-                assert losses == pytest.approx([next_loss] * len(LAYOUTS), abs=FP32_TOLERANCE)
-        for source, target in paths:
-            assert_bit_equal(contents(Path(source)), want)
+                assert losses == pytest.approx([next_loss] * len(layouts), abs=FP32_TOLERANCE)
+        for _, target in paths:
             assert_bit_equal(contents(Path(target)), want)
 
 

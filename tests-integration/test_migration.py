@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from lightning.fabric.strategies import XLAFSDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from forked_scripts import run_forked
 from fsdp_core.checkpoint import verify
+from fsdp_core.cli import fsdp
 from fsdp_cuda_native import DDPFullyShardedNativeStrategy, DDPFullyShardedStrategy
 from test_documentation import ROOT
 
@@ -90,8 +92,8 @@ def resumed(script: str, checkpoint: Path) -> str:
     return with_changes(script, ("(trainer.world_size))\n", f"(trainer.world_size), ckpt_path={str(checkpoint)!r})\n"))
 
 
-def half_of(script: str) -> str:
-    return with_changes(script, ("max_epochs=6", "max_epochs=3"))
+def begun(script: str) -> str:
+    return with_changes(script, ("max_epochs=6", "max_epochs=1"))
 
 
 def old_fsdp() -> str:
@@ -141,43 +143,46 @@ def same(losses: list[float]) -> object:
 
 def going_on(name: str, checkpoint: Path, ran: Ran) -> list[float]:
     """The losses of one of our strategies, from an old checkpoint on."""
-    return ran(resumed(with_changes(NEW[DDP], ('"fsdp_native"', repr(name))), checkpoint))[0]
+    ours = with_changes(NEW[DDP], ('"fsdp_native"', repr(name)), ("max_epochs=6", "max_epochs=3"))
+    return ran(resumed(ours, checkpoint))[0]
 
 
 class TestOldCheckpoints:
-    """Half of the epochs with the old strategy, the rest with ours: the losses of the old one going on."""
+    """An epoch with the old strategy, the next two with ours: the losses of the old one going on."""
 
     def test_ddp(self, ran: Ran) -> None:
-        checkpoint = ran(half_of(OLD[DDP]))[1] / "run.ckpt"
-        assert going_on("fsdp_native", checkpoint, ran) == same(ran(OLD[DDP])[0][3:])
+        checkpoint = ran(begun(OLD[DDP]))[1] / "run.ckpt"
+        assert going_on("fsdp_native", checkpoint, ran) == same(ran(OLD[DDP])[0][1:3])
 
     @pytest.mark.parametrize("name", ["fsdp_native", "fsdp2"])
     def test_full_file_of_model_parallel(self, name: str, ran: Ran) -> None:
         old = with_changes(OLD[MODEL_PARALLEL], ("=1)", "=1, save_distributed_checkpoint=False)"))
-        checkpoint = ran(half_of(old))[1] / "run.ckpt"
-        assert going_on(name, checkpoint, ran) == same(ran(OLD[MODEL_PARALLEL])[0][3:])
+        checkpoint = ran(begun(old))[1] / "run.ckpt"
+        assert going_on(name, checkpoint, ran) == same(ran(OLD[MODEL_PARALLEL])[0][1:3])
 
     @pytest.mark.parametrize("name", ["fsdp_native", "fsdp2"])
     def test_full_file_of_fsdp(self, name: str, ran: Ran) -> None:
         # by one rank, for torch can't gather a full state dict from several on CPUs; it goes on with two
         one = with_changes(old_fsdp(), ('"sharded"', '"full"'), ("devices=2", "devices=1"))
-        checkpoint = ran(half_of(one))[1] / "run.ckpt"
-        assert going_on(name, checkpoint, ran) == same(ran(old_fsdp())[0][3:])
+        checkpoint = ran(begun(one))[1] / "run.ckpt"
+        assert going_on(name, checkpoint, ran) == same(ran(old_fsdp())[0][1:3])
 
     @pytest.mark.parametrize("name", ["fsdp_native", "fsdp2"])
     @pytest.mark.parametrize("old", [old_fsdp(), OLD[MODEL_PARALLEL]], ids=["fsdp", "model_parallel"])
-    def test_imported_folder(self, name: str, old: str, ran: Ran) -> None:
-        folder = ran(half_of(old))[1]
+    def test_imported_folder(self, name: str, old: str, ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = ran(begun(old))[1]
         if not (folder / "new.ckpt").exists():
             command = blocks(CHECKPOINTS, "console")[0]
             arguments = command.removeprefix("$ fsdp ").replace("old.ckpt", "run.ckpt").split()
-            run(f"import sys\nsys.argv[1:] = {arguments}\nfrom fsdp_core.cli import main\nmain()", folder)
+            monkeypatch.chdir(folder)
+            done = CliRunner().invoke(fsdp, arguments)
+            assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
             verify(folder / "new.ckpt")
-        assert going_on(name, folder / "new.ckpt", ran) == same(ran(old)[0][3:])
+        assert going_on(name, folder / "new.ckpt", ran) == same(ran(old)[0][1:3])
 
     @pytest.mark.parametrize("old", [old_fsdp(), OLD[MODEL_PARALLEL]], ids=["fsdp", "model_parallel"])
     def test_folders_are_refused(self, old: str, ran: Ran, tmp_path: Path) -> None:
-        checkpoint = ran(half_of(old))[1] / "run.ckpt"
+        checkpoint = ran(begun(old))[1] / "run.ckpt"
         (tmp_path / "parts.py").write_text(PARTS, encoding="utf-8")
         told = run(resumed(NEW[DDP], checkpoint), tmp_path, status=1)
         assert f"`fsdp checkpoint import {checkpoint} NEW`" in told

@@ -110,7 +110,9 @@ def right_without_scalars() -> list[str]:
 
 
 def is_variant(name: str) -> bool:
-    """Whether a name of timm's is that of a corrected or a cautious variant, which slow_optimizers.py runs."""
+    """Whether a name of timm's is that of a variant of others, which slow_optimizers.py runs."""
+    if name in ("nesterov", "nadamuon", "nlarc"):  # another name for sgd, and the sums of two others each
+        return True
     names = {one.partition(" ")[2] for one in of_timm()}
     corrected = name[-1] in "cw" and name[:-1] in names
     return name not in ("cadamw", "clion", "adamw") and (corrected or (name[0] == "c" and name[1:] in names))

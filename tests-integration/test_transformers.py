@@ -16,6 +16,7 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE
 from test_documentation import ROOT
 
 EXAMPLES = ROOT / "docs/examples"
+IMPORTS = ("transformers.models.llama.modeling_llama", "peft")
 
 # The examples' models and data in one process of plain torch: the losses of each epoch, and the adapters' names.
 # The Trainer shuffles what several ranks train on, by torch's DistributedSampler.
@@ -51,7 +52,7 @@ def run(script: str, folder: Path, *words: str) -> str:
     """What a script prints that finds transformers, peft, and the examples."""
     finds = os.pathsep.join((os.environ["FSDP_TESTS_TRANSFORMERS"], str(EXAMPLES)))
     (folder / "script.py").write_text(script, encoding="utf-8")
-    return run_forked(folder / "script.py", *words, folder=folder, ranks=4, finds=finds)
+    return run_forked(folder / "script.py", *words, folder=folder, finds=finds, imports=IMPORTS)
 
 
 def losses(output: str) -> list[float]:

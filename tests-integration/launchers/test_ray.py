@@ -49,6 +49,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_agent_register_timeout_ms", "120000")
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process of its own, which imports torch
         patch.syspath_prepend(str(EXAMPLES))
         made = Cluster(initialize_head=True, head_node_args={**node, **_ports(), "include_dashboard": False})
         try:

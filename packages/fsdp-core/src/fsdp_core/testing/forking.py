@@ -113,8 +113,8 @@ def start_script(
             are forked before it runs, and begin when it starts them as Lightning's launcher and torchrun's agent do:
             ``subprocess.Popen([sys.executable, "-u", "script.py", ...], env=..., cwd=..., start_new_session=...)``.
             Processes that it starts in another way, or beyond this number, start as usual.
-        prelude: A function that the process can import by module and name; called before all else, and before other
-            ranks are forked.
+        prelude: A function that the process can import by module and name; called before the ranks are forked, which
+            so have what it imports.
 
     Returns:
         The process. It ends with this one, and its exit status is that of the script. It leads a session of its own,
@@ -145,19 +145,19 @@ def _run_script(
     connection.close()
     allow_children()
     os.setsid()
-    if prelude is not None:
-        prelude()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
+    sys.path[:0] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if prelude is not None:
+        prelude()
     os.chdir(folder)
     sys.argv[:] = [path, *arguments]
     if ranks > 1:
         _fork_ranks(ranks - 1)
     script, *_ = sys.argv
-    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:0] = [os.path.dirname(os.path.abspath(script)), *entries]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
 
 
