@@ -222,7 +222,7 @@ def _fork_ranks(number: int) -> None:
             rank.pipe.recv()  # its session can be ended as soon as this returns
         return rank
 
-    subprocess.Popen.__new__ = start  # type: ignore[method-assign,assignment]
+    subprocess.Popen.__new__ = start  # type: ignore[method-assign]
 
 
 def _wait_to_be_started(pipe: Connection) -> None:
