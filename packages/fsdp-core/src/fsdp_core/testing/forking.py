@@ -209,8 +209,8 @@ def _fork_ranks(number: int) -> None:
         waiting.append(_ForkedRank(pid, ours))
 
     def start(cls: Any, args: Any = (), *others: Any, **options: Any) -> Any:
-        is_list = isinstance(args, (list, tuple))
-        interpreter, *words = [word for word in args if word != "-u"] if is_list and args else [None]
+        interpreter, *words = args if isinstance(args, (list, tuple)) and args else [None]
+        words = words[1:] if words[:1] == ["-u"] else words
         runs_script = interpreter == sys.executable and words and str(words[0]).endswith(".py")
         as_usual = others or options.pop("stdout", None) or options.pop("stderr", None)
         if not waiting or not runs_script or as_usual or options.keys() - {"env", "cwd", "start_new_session"}:
@@ -222,7 +222,7 @@ def _fork_ranks(number: int) -> None:
             rank.pipe.recv()  # its session can be ended as soon as this returns
         return rank
 
-    subprocess.Popen.__new__ = start  # type: ignore[method-assign,assignment]
+    subprocess.Popen.__new__ = start  # type: ignore[method-assign]
 
 
 def _wait_to_be_started(pipe: Connection) -> None:
