@@ -219,7 +219,8 @@ def card(session: nox.Session) -> None:
     """Rehearse the run on a GPU, on the CPU: packed, Python 3.12, torch 2.11; words after `--` go to the run."""
     pins = ROOT / "tests-integration/gpu/constraints.txt"  # what a machine with a card is expected to have
     interpreter = envs.find_python(session, "3.12")
-    python = envs.make_environment(session, "card", [], *envs.read_pins(pins), pins=pins, interpreter=interpreter)
+    wanted = ("pip", *envs.read_pins(pins))  # the run installs by pip
+    python = envs.make_environment(session, "card", [], *wanted, pins=pins, interpreter=interpreter)
     session.run(envs.make_third_party(session), "tests-integration/gpu/pack.py")
     words = ("--minutes", "8", "--out", envs.name_new_folder("gpu-rehearsal"), *session.posargs)
     without_index = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": None, "HF_HUB_OFFLINE": "1"}
