@@ -101,7 +101,7 @@ def tests(session: nox.Session) -> None:
     chosen = [PACKAGES[word] for word in session.posargs if word in PACKAGES] or list(PACKAGES.values())
     words = [word for word in session.posargs if word not in PACKAGES]
     part = "all" if words else "tests"
-    run = {f"tests of {one.name}": partial(run_package, session, one, part, *words, pairs=4) for one in chosen}
+    run = {f"tests of {p.name}": partial(run_package, session, p, part, *words, pairs=4) for p in chosen}
     done = steps.run_steps(session, run)
     steps.show_costs([f"{package.name}-{part}" for package in chosen])
     steps.fail_if_one_has(session, done)
@@ -113,10 +113,12 @@ def tests(session: nox.Session) -> None:
 def everything(session: nox.Session) -> None:
     """Run what `tests` leaves out: other parameters, meshes, pairs, launchers, versions, types, pages, wheels."""
     run = {
-        f"rest of {one.name}": partial(run_package, session, one, "everything", pairs=one.pairs)
-        for one in PACKAGES.values()
+        f"rest of {package.name}": partial(run_package, session, package, "everything", pairs=package.pairs)
+        for package in PACKAGES.values()
     }
-    run |= {of.name: partial(of, session) for of in (integration, launchers, versions, card, typecheck, docs, build)}
+    run |= {
+        part.name: partial(part, session) for part in (integration, launchers, versions, card, typecheck, docs, build)
+    }
     steps.fail_if_one_has(session, steps.run_steps(session, run))
 
 
@@ -219,7 +221,8 @@ def card(session: nox.Session) -> None:
     """Rehearse the run on a GPU, on the CPU: packed, Python 3.12, torch 2.11; words after `--` go to the run."""
     pins = ROOT / "tests-integration/gpu/constraints.txt"  # what a machine with a card is expected to have
     interpreter = envs.find_python(session, "3.12")
-    python = envs.make_environment(session, "card", [], *envs.read_pins(pins), pins=pins, interpreter=interpreter)
+    wanted = ("pip", *envs.read_pins(pins))  # the run installs by pip
+    python = envs.make_environment(session, "card", [], *wanted, pins=pins, interpreter=interpreter)
     session.run(envs.make_third_party(session), "tests-integration/gpu/pack.py")
     words = ("--minutes", "8", "--out", envs.name_new_folder("gpu-rehearsal"), *session.posargs)
     without_index = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": None, "HF_HUB_OFFLINE": "1"}

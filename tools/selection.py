@@ -42,10 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = split(items, config.getoption("--part"), config.getoption("--pairs-seed"))
-    dropped = set(items) - set(kept)
+    selected = split(items, config.getoption("--part"), config.getoption("--pairs-seed"))
+    dropped = set(items) - set(selected)
     if dropped:
-        items[:] = kept
+        items[:] = selected
         config.hook.pytest_deselected(items=list(dropped))
 
 
@@ -60,7 +60,7 @@ def split(items: Iterable[pytest.Item], part: Part, seed: int) -> list[pytest.It
     if part == "all":
         return list(items)
     seen: set[str] = set()
-    kept = []
+    selected = []
     for item in items:
         function = _function(item)
         is_further = _needs_ranks(item) and _is_parametrized(item) and function in seen
@@ -71,8 +71,8 @@ def split(items: Iterable[pytest.Item], part: Part, seed: int) -> list[pytest.It
         else:
             keeps = is_left and (not (_needs_ranks(item) or _starts_scripts(item)) or is_drawn(item, seed))
         if keeps:
-            kept.append(item)
-    return kept
+            selected.append(item)
+    return selected
 
 
 def is_drawn(item: pytest.Item, seed: int) -> bool:

@@ -126,13 +126,13 @@ def show_costs(names: list[str]) -> None:
     """
     files = [file for file in map(costs_file, names) if file.exists()]
     costs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    dearest = sorted((test for one in costs for test in one["dearest"]), key=lambda test: -test[1])[:10]
+    dearest = sorted((test for run in costs for test in run["dearest"]), key=lambda test: -test[1])[:10]
     print("", "The ten dearest tests, in CPU seconds:", *(f"{used:6.1f} {test}" for test, used in dearest), sep="\n")
     print(
-        f"\n{sum(one['ran'] for one in costs)} tests were run, and {sum(one['left'] for one in costs)} of these "
+        f"\n{sum(run['ran'] for run in costs)} tests were run, and {sum(run['left'] for run in costs)} of these "
         "packages are left to `nox -s everything`: of the further parameters of tests that need ranks it draws one "
         "half, and it runs what takes long, meshes, integration, launchers, other versions, types and pages. "
-        f"It takes {read_settings()['everything-minutes']} minutes on two quiet cores.",
+        f"It takes {read_settings()['everything-minutes']} minutes on two cores.",
         flush=True,
     )
 
