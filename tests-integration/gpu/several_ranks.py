@@ -54,7 +54,6 @@ CLAUSES = (
     "test_each_optimizer_is_clipped_by_itself[2.0]",
     "test_resume_is_exact_under_fabric[sharded]",
     "test_resume_is_exact[between the micro-batches of a step]",
-    "test_callbacks_keep_what_they_keep_in_a_synchronous_run[True]",
     "test_what_is_changed_after_the_call_is_not_saved[full]",
     "test_saved_on_n_loaded_on_m[2-full-sgd]",
     "test_same_layout_goes_on_bit_for_bit",
@@ -70,11 +69,16 @@ CLAUSES = (
     "test_meta_init[bf16-true]",
     "test_tied_parameters_are_trained_as_one",
     "test_predictions_of_uneven_numbers[loaders with a length]",
-    "test_a_rate_that_one_rank_changes[hook]",
     "test_fabric_equals_plain[3-adamw_groups]",
     "test_on_another_number_of_ranks[2 to 1]",
     "test_stages_in_any_order[blocks]",
     "test_nothing_is_left_behind[trainer]",
+)
+
+#: Clauses of core's adapters, which every strategy runs alike.
+ADAPTERS = (
+    "test_callbacks_keep_what_they_keep_in_a_synchronous_run[True]",
+    "test_a_rate_that_one_rank_changes[hook]",
 )
 
 #: Tests of meshes: tensor parallelism, replicas, context parallelism.
@@ -99,6 +103,8 @@ def test_groups() -> dict[str, list[str]]:
     for strategy, home in packages.items():
         package, suite = home.split("::")
         groups[strategy] = [f"packages/{package}/tests/test_conformance.py::{suite}::{clause}" for clause in CLAUSES]
+    adapters = "packages/fsdp-fsdp2/tests/test_adapters.py::TestAdaptersOverFSDP2"
+    groups["fsdp2"] += [f"{adapters}::{clause}" for clause in ADAPTERS]
     return groups
 
 
@@ -225,8 +231,9 @@ def main() -> None:
     deadline = words.deadline
     os.environ.update(rank_variables())
     records.outcome("devices", "passed", cards=torch.cuda.device_count(), **rank_variables())
-    at_most = REHEARSED if words.tiny else len(CLAUSES)
-    run_groups(test_groups(), at_most, words.out, records, deadline - words.seconds / 6)
+    groups = test_groups()
+    at_most = REHEARSED if words.tiny else max(map(len, groups.values()))
+    run_groups(groups, at_most, words.out, records, deadline - words.seconds / 6)
     if time.monotonic() < deadline:
         check_backends(records)
     else:
