@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 
 pytest_plugins = ["tools.selection", "tools.costs"]
+
+# Torch, which is imported after this, would wait for its threads by spinning: small tensors take many times the CPU.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Until the tests are collected, their modules import torch and Lightning. Looking for garbage among what is imported
 # takes a quarter of that time.

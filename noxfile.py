@@ -1,6 +1,7 @@
 """What one can do here: ``nox -s NAME`` does it, with words after ``--``. Without a name, those with a star are run.
 
-tools/environments.py makes the environments, in ``.nox/``, and says what a package's pyproject may ask for.
+tools/environments.py makes the environments, in ``.nox/``, and says what a package's pyproject may ask for;
+tools/suites.py runs pytest in them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # `nox` does not look here, and 
 
 from tools import environments as envs
 from tools import steps
-from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING, Package
+from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING
+from tools.suites import CLAUSES_SIDE_BY_SIDE, CORE, FILES_SIDE_BY_SIDE, SMOKE, run_clauses, run_folder, run_package
 
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "tests"]
@@ -26,42 +28,12 @@ nox.options.sessions = ["lint", "tests"]
 # thousands of processes that the tests start would compile again: 5 of the 8 seconds that importing them then takes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Multi-rank tests mostly start interpreters and wait for each other. Tests of a file may share what takes long to make.
-# Most of a backend's are clauses of one file, which share nothing, or a class's ranks, which keep what they compile.
-FILES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
-CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
-CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope", "--no-loadscope-reorder")
-MANY_SIDE_BY_SIDE = ("--numprocesses=3", *FILES_SIDE_BY_SIDE[1:])  # where most tests wait for another process
-
-# What `minimums` and `newest` run of the conformance suite: numbers, checkpoints and what private names are used for.
-CORE = (
-    "it_is_listed or equals_plain or saved_on_n_loaded_on_m or resume_is_exact or accumulated_gradients"
-    " or stages_in_any_order or manual_optimization or optimizers_hold_a_share or full_state_dict or gathered"
-    " or calls_outside_of_steps or tied_parameters or dtypes_under or meta_init or options_leave_numbers_alone"
-)
-# And what `versions` does, in CI. pytest's `-k` knows no brackets.
-SMOKE = "it_is_listed or (trainer_equals_plain and 2-sgd) or (saved_on_n_loaded_on_m and 2-sharded-momentum)"
-
 OPTIMIZERS = ("pytorch-optimizer", "schedulefree", "timm", "torchao", "transformers")  # of docs/optimizers.md
 # What the examples of docs/transformers.md import. Not among those: transformers imports torchvision where it is, which
 # timm brings, and its wheels on the package index can't be imported beside torch's build for CPUs.
 TRANSFORMERS = ("accelerate", "peft", "transformers")
 # Lightning imports matplotlib where it is, which takes a tenth of a second of every process that the tests start.
 TOOLS = ("mypy", "sphinx", "furo", "myst-parser", "matplotlib")
-
-
-def run_pytest(session: nox.Session, python: str, name: str, *words: str) -> None:
-    """Run all of a session's tests, which the words name, or those that the words after ``--`` name by path."""
-    names_tests = any(Path(word.split("::")[0]).exists() for word in session.posargs)
-    steps.run_pytest(session, python, name, *(() if names_tests else words), *session.posargs)
-
-
-def run_clauses(session: nox.Session, python: str, clauses: str, *words: str) -> None:
-    """Run some clauses of the conformance suite of every package that shares the pins."""
-    words += tuple(word for word in session.posargs if not word.startswith("torch=="))
-    for package in SHARING:
-        if package.strategies:
-            session.run(python, "-m", "pytest", "-k", clauses, *words, f"{package.path}/tests/test_conformance.py")
 
 
 @nox.session(python=False)
@@ -78,21 +50,6 @@ def typecheck(session: nox.Session) -> None:
     """Check the types of every package's sources by mypy, strictly."""
     sources = [f"{package.path}/src" for package in PACKAGES.values()]
     session.run(envs.make_layer(session, "tools", SHARING, *TOOLS), "-m", "mypy", *sources, *session.posargs)
-
-
-def run_package(session: nox.Session, package: Package, part: str, *words: str, pairs: int) -> None:
-    """Run a part of a package's tests and doctests, without the packages that it does not need."""
-    python = envs.make_tests_environment(session, package)
-    suite_side_by_side = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
-    side_by_side = suite_side_by_side if package.strategies else MANY_SIDE_BY_SIDE
-    environment = {"FSDP_PAIRS": str(pairs), "FSDP_PAIRS_SEED": os.environ.get("FSDP_PAIRS_SEED", "17")}
-    if package.requires_apart:
-        folder = envs.make_folder_apart(session, f"{package.name}-apart", *package.requires_apart)
-        environment["FSDP_TESTS_APART"] = folder
-    parts = (f"--part={part}", f"--pairs-seed={environment['FSDP_PAIRS_SEED']}")
-    arguments = (*side_by_side, "--doctest-modules", *parts, package.path, *words)
-    codes = [0, 5] if words else [0]  # 5: -k has chosen another package's
-    steps.run_pytest(session, python, f"{package.name}-{part}", *arguments, env=environment, success_codes=codes)
 
 
 @nox.session(python=False)
@@ -169,7 +126,7 @@ def integration(session: nox.Session) -> None:
         session.env[package.python_variable] = envs.make_tests_environment(session, package)
     session.env["FSDP_TESTS_APART"] = envs.make_folder_apart(session, "integration-apart", *OPTIMIZERS)
     session.env["FSDP_TESTS_TRANSFORMERS"] = envs.make_folder_apart(session, "integration-transformers", *TRANSFORMERS)
-    run_pytest(
+    run_folder(
         session, python, "integration", *FILES_SIDE_BY_SIDE, "tests-integration", "--ignore=tests-integration/launchers"
     )
 
@@ -178,7 +135,7 @@ def integration(session: nox.Session) -> None:
 def launchers(session: nox.Session) -> None:
     """Run the scripts of docs/many-machines.md under engines that launch them: `tests-integration/launchers/`."""
     python = envs.make_layer_of_wheels(session, "launchers", "boto3", "ipykernel", "moto[server]", "ray[train]", "s3fs")
-    run_pytest(session, python, "launchers", *FILES_SIDE_BY_SIDE, "tests-integration/launchers")
+    run_folder(session, python, "launchers", *FILES_SIDE_BY_SIDE, "tests-integration/launchers")
 
 
 @nox.session(python=False)

@@ -9,11 +9,13 @@ import sys
 import tomllib
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fsdp_core.testing.processes import fresh_environment
+from tools.selection import is_drawn
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["fsdp"]
@@ -59,6 +61,9 @@ class TestLoopback(Suite):
 
 class TestFSDP2(Suite):
     strategy = "fsdp2"
+
+class TestSPMD(Suite):
+    strategy = "xla_fsdp_spmd"
 """
 
 
@@ -91,20 +96,22 @@ def test_parts_have_nothing_in_common_and_strategies_share_what_is_drawn(tmp_pat
     fast, rest, whole = (collect(tmp_path, f"--part={part}") for part in ("tests", "everything", "all"))
     assert not fast & rest
     assert fast | rest < whole
-    for name in ("TestLoopback", "TestFSDP2"):
+    names = ("TestLoopback", "TestFSDP2", "TestSPMD")
+    for name in names:
         unparametrized = {f"{name}::test_alone", f"{name}::test_further[0]"}
         assert {test for test in fast if test.startswith(name)} == unparametrized | {
             f"{name}::test_without_ranks[{n}]" for n in range(3)
         }
         assert f"{name}::test_long" in rest
     for clause in (*(f"test_further[{n}]" for n in range(1, 8)), "test_of_a_script"):
-        assert (f"TestLoopback::{clause}" in rest) != (f"TestFSDP2::{clause}" in rest), clause
+        assert [f"{name}::{clause}" in rest for name in names].count(True) == 1, clause
 
 
-def test_every_pair_is_drawn_with_some_seed(tmp_path: Path) -> None:
-    drawn = [collect(tmp_path, "--part=everything", f"--pairs-seed={seed}") for seed in range(6)]
-    assert set.union(*drawn) == collect(tmp_path) - collect(tmp_path, "--part=tests")
-    assert len({frozenset(tests) for tests in drawn}) > 1
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native", "xla_fsdp", "of_a_vendor"])
+def test_every_pair_is_drawn_with_some_seed(strategy: str) -> None:
+    for number in range(8):
+        item: Any = SimpleNamespace(name=f"test_further[{number}]", cls=SimpleNamespace(strategy=strategy))
+        assert {is_drawn(item, seed) for seed in range(20)} == {False, True}
 
 
 SPINS = """

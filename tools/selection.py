@@ -1,9 +1,9 @@
 """Chooses the tests of a run: those of ``nox -s tests``, or of ``nox -s everything``, which are the others.
 
 A run with ``--part=tests`` has every test that needs no ranks, and the first set of parameters of each that does. With
-``--part=everything`` it has what is left, of which one half is drawn: that a clause of the conformance suite holds for
-a set of parameters and for a strategy is a pair, and each set is run with half of the strategies. Which half, a seed
-says, so that every pair comes in time where the seed is the day's.
+``--part=everything`` it has what is left, of which a third is drawn: that a clause of the conformance suite holds for
+a set of parameters and for a strategy is a pair, and each set is run with a third of the strategies. Which third, a
+seed says, so that every pair comes in time where the seed is the day's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Part = Literal["tests", "everything", "all"]
 #: What every run draws that does not name a seed.
 DEFAULT_SEED = 36
 
-#: Which half of the pairs a strategy takes. What two strategies run of one suite, they run between them.
-_HALVES = {"fsdp2": 0, "loopback": 1, "fsdp_native": 1, "xla_fsdp": 0, "xla_fsdp_spmd": 1}
+#: Which third of the pairs a strategy takes. What three strategies run of one suite, they run between them.
+_THIRDS = {"fsdp2": 0, "fsdp_native": 1, "xla_fsdp": 2, "loopback": 1, "xla_fsdp_spmd": 2}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,16 +76,16 @@ def split(items: Iterable[pytest.Item], part: Part, seed: int) -> list[pytest.It
 
 
 def is_drawn(item: pytest.Item, seed: int) -> bool:
-    """Whether a test that needs ranks is in the half of its strategy.
+    """Whether a test that needs ranks is in the third of its strategy.
 
     Args:
         item: The test.
-        seed: What the half depends on, besides the clause and its parameters.
+        seed: What the third depends on, besides the clause and its parameters.
     """
     strategy = str(getattr(getattr(item, "cls", None), "strategy", ""))
     clause = item.name if strategy else item.nodeid
-    half = _HALVES.get(strategy, zlib.crc32(strategy.encode()) % 2)
-    return random.Random(f"{seed} {clause}").randrange(2) == half
+    third = _THIRDS.get(strategy, zlib.crc32(strategy.encode()) % 3)
+    return random.Random(f"{seed} {clause}").randrange(3) == third
 
 
 def _function(item: pytest.Item) -> str:

@@ -130,8 +130,8 @@ def show_costs(names: list[str]) -> None:
     print("", "The ten dearest tests, in CPU seconds:", *(f"{used:6.1f} {test}" for test, used in dearest), sep="\n")
     print(
         f"\n{sum(run['ran'] for run in costs)} tests were run, and {sum(run['left'] for run in costs)} of these "
-        "packages are left to `nox -s everything`: of the further parameters of tests that need ranks it draws one "
-        "half, and it runs what takes long, meshes, integration, launchers, other versions, types and pages. "
+        "packages are left to `nox -s everything`: of the further parameters of tests that need ranks it draws a "
+        "third, and it runs what takes long, meshes, integration, launchers, other versions, types and pages. "
         f"It takes {read_settings()['everything-minutes']} minutes on two cores.",
         flush=True,
     )

@@ -16,9 +16,6 @@ import pytest
 
 from forked_scripts import ForkedScripts
 
-# Torch, which is imported after this, would wait for its threads by spinning: small tensors take many times the CPU.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Site:

@@ -1,0 +1,81 @@
+"""Runs the tests of packages and of folders by pytest, on two cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+from tools import environments as envs
+from tools import steps
+from tools.environments import PINNED_APART, SHARING, Package
+
+__all__ = ["CLAUSES_SIDE_BY_SIDE", "CORE", "FILES_SIDE_BY_SIDE", "SMOKE", "run_clauses", "run_folder", "run_package"]
+
+# Multi-rank tests mostly start interpreters and wait for each other. Tests of a file may share what takes long to make.
+# Most of a backend's are clauses of one file, which share nothing, or a class's ranks, which keep what they compile.
+FILES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
+CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
+CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope", "--no-loadscope-reorder")
+MANY_SIDE_BY_SIDE = ("--numprocesses=3", *FILES_SIDE_BY_SIDE[1:])  # where most tests wait for another process
+
+#: What other versions run of the conformance suite: numbers, checkpoints and what private names are used for.
+CORE = (
+    "it_is_listed or equals_plain or saved_on_n_loaded_on_m or resume_is_exact or accumulated_gradients"
+    " or stages_in_any_order or manual_optimization or optimizers_hold_a_share or full_state_dict or gathered"
+    " or calls_outside_of_steps or tied_parameters or dtypes_under or meta_init or options_leave_numbers_alone"
+)
+#: And what they do in CI. pytest's `-k` knows no brackets.
+SMOKE = "it_is_listed or (trainer_equals_plain and 2-sgd) or (saved_on_n_loaded_on_m and 2-sharded-momentum)"
+
+
+def run_folder(session: nox.Session, python: str, name: str, *words: str) -> None:
+    """Run the tests that the words name, or only those that the words after ``--`` name by path.
+
+    Args:
+        session: The session.
+        python: The interpreter.
+        name: Of the run, as :func:`tools.steps.show_costs` takes it.
+        *words: Arguments of pytest.
+    """
+    names_tests = any(Path(word.split("::")[0]).exists() for word in session.posargs)
+    steps.run_pytest(session, python, name, *(() if names_tests else words), *session.posargs)
+
+
+def run_clauses(session: nox.Session, python: str, clauses: str, *words: str) -> None:
+    """Run some clauses of the conformance suite of every package that shares the pins.
+
+    Args:
+        session: The session.
+        python: The interpreter, which has these packages.
+        clauses: What they are called, as pytest's ``-k`` takes it.
+        *words: More arguments of pytest.
+    """
+    words += tuple(word for word in session.posargs if not word.startswith("torch=="))
+    for package in SHARING:
+        if package.strategies:
+            session.run(python, "-m", "pytest", "-k", clauses, *words, f"{package.path}/tests/test_conformance.py")
+
+
+def run_package(session: nox.Session, package: Package, part: str, *words: str, pairs: int) -> None:
+    """Run a part of a package's tests and doctests, without the packages that it does not need.
+
+    Args:
+        session: The session.
+        package: The package.
+        part: Which of its tests, see :mod:`tools.selection`.
+        *words: More arguments of pytest.
+        pairs: How many pairs of options the conformance suite draws.
+    """
+    python = envs.make_tests_environment(session, package)
+    suite_side_by_side = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
+    side_by_side = suite_side_by_side if package.strategies else MANY_SIDE_BY_SIDE
+    environment = {"FSDP_PAIRS": str(pairs), "FSDP_PAIRS_SEED": os.environ.get("FSDP_PAIRS_SEED", "17")}
+    if package.requires_apart:
+        folder = envs.make_folder_apart(session, f"{package.name}-apart", *package.requires_apart)
+        environment["FSDP_TESTS_APART"] = folder
+    parts = (f"--part={part}", f"--pairs-seed={environment['FSDP_PAIRS_SEED']}")
+    arguments = (*side_by_side, "--doctest-modules", *parts, package.path, *words)
+    codes = [0, 5] if words else [0]  # 5: -k has chosen another package's
+    steps.run_pytest(session, python, f"{package.name}-{part}", *arguments, env=environment, success_codes=codes)
