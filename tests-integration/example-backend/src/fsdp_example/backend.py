@@ -58,19 +58,29 @@ class ZeRO1Backend(Backend):
         for optimizer in optimizers:
             if optimizer not in self._followed:
                 self._followed.add(optimizer)
-                optimizer.register_step_post_hook(_gathering([one for one in roots if isinstance(one, ZeRO1Sharded)]))
+                own = [sharded for sharded in roots if isinstance(sharded, ZeRO1Sharded)]
+                optimizer.register_step_pre_hook(_check_is_of(own))
+                optimizer.register_step_post_hook(_gather_of(own))
 
 
-def _gathering(roots: list[ZeRO1Sharded]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    """What an optimizer does after each step."""
-    known = {shard for sharded in roots for shard in sharded.layout()}
+def _check_is_of(roots: list[ZeRO1Sharded]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    """What an optimizer does before each step: refuse whole parameters."""
+    shards = {shard for sharded in roots for shard in sharded.layout()}
 
-    def gather(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not all(p in known for group in optimizer.param_groups for p in group["params"]):
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not all(p in shards for group in optimizer.param_groups for p in group["params"]):
             raise OptimizerMismatchError(
                 f"a parameter was added to {type(optimizer).__name__} after it was set up, and it is whole: every rank "
                 "would step it by itself.\nGive the optimizer all parameters at first, and freeze those that wait."
             )
+
+    return check
+
+
+def _gather_of(roots: list[ZeRO1Sharded]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    """What an optimizer does after each step."""
+
+    def gather(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for sharded in roots:
             sharded.gather()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ class ZeRO1Sharded(Sharded):
         shards: The shard of each parameter.
         parts: Which elements of which parameter each shard has.
         end: The end of each backward pass, where gradients are reduced.
-        step: What whole parameters show for their gradients inside a step by hand.
+        step: What whole parameters show for their gradients, but in a backward pass: those of their shards.
     """
 
     backend: ZeRO1Backend
@@ -61,15 +61,15 @@ class ZeRO1Sharded(Sharded):
         for name, whole in self.whole.items():
             size = self._size(whole)
             start = min(runtime.rank * size, whole.numel())
-            run = whole.data.view(-1)[start : start + size]
-            shard = self.shards[whole] = nn.Parameter(run, requires_grad=whole.requires_grad)
-            elements = FlatRange(offset=0, start=start, length=run.numel())
+            elements = FlatRange(offset=0, start=start, length=min(size, whole.numel() - start))
+            shard = self.shards[whole] = nn.Parameter(_run(whole, elements), requires_grad=whole.requires_grad)
             self.parts[shard] = (Part(name=name, shape=tuple(whole.shape), range=elements),)
         self.step = StepGradients(root)
         for whole, shard in self.shards.items():
-            self.step.follow(whole, shard, is_part=True)
+            self.step.follow(whole, shard, is_part=False)
         self.end = EndOfBackward(list(self.whole.values()), root, partial(_reduce, root))
         root.register_forward_pre_hook(_follow_whole)
+        root.register_forward_hook(_follow_forward, always_call=True)
 
     def layout(self) -> Layout:
         return self.parts
@@ -77,15 +77,29 @@ class ZeRO1Sharded(Sharded):
     def holds_part(self, parameter: Tensor) -> bool:
         return True
 
+    @contextmanager
+    def own_gradients(self) -> Iterator[None]:
+        """Context in which whole parameters have the gradients that no rank has shared yet, and do not show others."""
+        self.step.on = False
+        try:
+            yield
+        finally:
+            self.step.on = True
+
     def reduce(self) -> None:
         """Add the mean of what the ranks have computed to the gradients of the shards."""
+        with self.own_gradients():
+            self._add_means()
+
+    def _add_means(self) -> None:
         trained = [whole for whole in self.whole.values() if whole.requires_grad]
         has = self.runtime.all_reduce(torch.tensor([float(whole.grad is not None) for whole in trained]), "max")
         used = [whole for whole, some_rank_has in zip(trained, has.tolist(), strict=True) if some_rank_has]
         if not used:
             return
+        gradients = [torch.zeros_like(w) if w.grad is None else w.grad.detach() for w in used]
         # half-precision gradients are summed in fp32
-        rows = self._rows([(torch.zeros_like(w) if w.grad is None else w.grad.detach()).float() for w in used])
+        rows = self._rows([gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients])
         runs = self.runtime.reduce_scatter(rows).split([self._size(whole) for whole in used])
         for whole, run in zip(used, runs, strict=True):
             shard = self.shards[whole]
@@ -101,13 +115,21 @@ class ZeRO1Sharded(Sharded):
         for whole, runs in zip(self.shards, columns, strict=True):
             whole.data.copy_(runs.reshape(-1)[: whole.numel()].view(whole.shape))
 
+    def follow_assignments(self) -> None:
+        """Let shards share memory again with parameters to which the module has assigned other memory."""
+        for whole, shard in self.shards.items():
+            (part,) = self.parts[shard]
+            run = _run(whole, part.range)
+            if run.data_ptr() != shard.data_ptr():
+                shard.data = run
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext() if self.backend.sync_each_batch else self.end.disabled()
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
-        self.step.on = False
+        self.step.on = loss is None  # an optimizer's step changes nothing in them
 
     def resume_forward(self) -> None:
         self.step.on = True
@@ -117,8 +139,9 @@ class ZeRO1Sharded(Sharded):
             whole.requires_grad_(shard.requires_grad)
 
     def reset(self) -> None:
-        for whole, shard in self.shards.items():
-            whole.grad = shard.grad = None
+        with self.own_gradients():
+            for whole, shard in self.shards.items():
+                whole.grad = shard.grad = None
 
     def abandon_forward(self) -> None:
         """Nothing is gathered for a forward pass."""
@@ -142,18 +165,20 @@ class ZeRO1Sharded(Sharded):
 
     def accumulated_gradients(self) -> HeldGradients:
         held = super().accumulated_gradients()
-        held.own.update((name, whole.grad) for name, whole in self.whole.items() if whole.grad is not None)
+        with self.own_gradients():
+            held.own.update((name, whole.grad) for name, whole in self.whole.items() if whole.grad is not None)
         return held
 
     def restore_gradients(
         self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
     ) -> None:
         super().restore_gradients({n: read for n, read in own.items() if n not in self.whole}, reduced)
-        for name, whole in self.whole.items():
-            whole.grad = None
-            if name in own:
-                whole.grad = torch.empty_like(whole, requires_grad=False)
-                fill(whole.grad, own[name](), cast=True)
+        with self.own_gradients():
+            for name, whole in self.whole.items():
+                whole.grad = None
+                if name in own:
+                    whole.grad = torch.empty_like(whole, requires_grad=False)
+                    fill(whole.grad, own[name](), cast=True)
 
     def _size(self, whole: Tensor) -> int:
         """How many elements each rank has, the last ones perhaps fewer."""
@@ -165,6 +190,10 @@ class ZeRO1Sharded(Sharded):
         return torch.cat(flat, dim=1)
 
 
+def _run(whole: Tensor, elements: FlatRange) -> Tensor:
+    return whole.data.view(-1)[elements.start : elements.start + elements.length]
+
+
 # What hooks of the module call, which a copy of it has too; a copy is not sharded.
 
 
@@ -172,6 +201,13 @@ def _reduce(root: nn.Module) -> None:
     sharded = sharded_of(root)
     if isinstance(sharded, ZeRO1Sharded):
         sharded.reduce()
+
+
+def _follow_forward(root: nn.Module, args: Any, output: Any) -> None:
+    sharded = sharded_of(root)
+    if isinstance(sharded, ZeRO1Sharded):
+        sharded.follow_assignments()
+        sharded.resume_forward()
 
 
 def _follow_whole(root: nn.Module, args: Any) -> None:

@@ -101,6 +101,9 @@ def _moved_state(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, nn.Para
     made: dict[Any, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         target = held.get(parameter, cast("nn.Parameter", parameter))
+        if target is parameter:  # it was a shard before, and may have stepped
+            made[target] = values
+            continue
         remade = {}
         for key, value in values.items():
             if not _is_first(key, value):

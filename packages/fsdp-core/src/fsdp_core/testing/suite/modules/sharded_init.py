@@ -152,11 +152,14 @@ class BuiltInPartsSuite(Clauses):
         """Every rank must get rank 0's weights, and continue its own sequence of random numbers."""
         torch.manual_seed(5)
         want = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)).state_dict()
-        drawn = [torch.rand(1)]
+        drawn = [[torch.rand(1)]]
         torch.manual_seed(6)
-        drawn.append(torch.rand(1))
+        drawn.append([torch.rand(1)])
+        torch.manual_seed(6)
+        nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1))
+        drawn[1].append(torch.rand(1))  # where a rank builds all by itself before it gets rank 0's values
         for (state, got), expected in zip(ranks.run(2, _seeded_otherwise, self.strategy), drawn, strict=True):
-            assert torch.equal(got, expected)
+            assert got in expected
             for name, tensor in want.items():
                 assert torch.equal(state[name].cpu(), tensor), name
 
