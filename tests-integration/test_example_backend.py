@@ -32,6 +32,8 @@ CLAUSES = (
     "test_trainer_equals_plain and 2-adamw_groups",
     "test_fabric_equals_plain and 3-adamw_groups",
     "test_evaluation_leaves_nothing_unsharded",
+    "test_torchs_functions_on_gradients_in_hooks and each-by and hand",
+    "test_param_groups_that_never_come",
     "test_state_is_divided_among_the_ranks and 3",
 )
 
