@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import fsdp_core
 import fsdp_fsdp2
 from fsdp_core.plugins import registry
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_fsdp2.plugin import fsdp_strategies, why_not_here
 
 NAMES = ["fsdp2", "fsdp2_cpu_offload"]
@@ -22,6 +26,25 @@ def test_it_is_found_under_its_two_names() -> None:
     assert fsdp_core.describe("fsdp2").presets == {}
     assert fsdp_core.describe("fsdp2_cpu_offload").presets == {"cpu_offload": True}
     assert fsdp_fsdp2.__version__ == registry.provider("fsdp2").version
+
+
+@pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+def test_name_that_offloads(front_end: FrontEnd) -> None:
+    assert fsdp_core.resolve("fsdp2_cpu_offload", front_end)().backend.cpu_offload
+
+
+def test_command_line_takes_the_public_class_with_an_option_of_its_own() -> None:
+    pytest.importorskip("jsonargparse")
+    args = [
+        "--trainer.strategy=fsdp_fsdp2.FSDP2Strategy",
+        "--trainer.strategy.reshard_after_forward=false",
+        "--trainer.strategy.cpu_offload=true",
+    ]
+    quiet: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+    cli = LightningCLI(BoringModel, args=args, run=False, save_config_callback=None, trainer_defaults=quiet)
+    used: Any = cli.trainer.strategy
+    assert type(used) is fsdp_fsdp2.FSDP2Strategy
+    assert (used.backend.reshard_after_forward, used.backend.cpu_offload) == (False, True)
 
 
 def test_what_the_package_offers() -> None:

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 #: The width of one block of :class:`Deep`, and its bytes: two layers, each allocated on its own.
-WIDTH = 1024
+WIDTH = 768
 BLOCK_BYTES = 2 * WIDTH * (WIDTH + 1) * 4
 
 

@@ -17,6 +17,7 @@ from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.collectives import count_collectives
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.base_class import Clauses, requires, undeclared
@@ -186,12 +187,9 @@ def _refusals(strategy: str, tmp: str, front_end: FrontEnd, capability: Capabili
 
 
 def _gathers(strategy: str, tmp: str, options: Mapping[str, Any]) -> int:
-    """The number of all-gathers in a training step, counted by torch's profiler."""
+    """The number of all-gathers in a training step."""
     run = new_trainer(tmp, strategy, 2, options)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        run.fit(Lit("sgd"), loader(1, 2))
-    events = profiler.key_averages()
-    return sum(event.count for event in events if "c10d::" in event.key and "allgather" in event.key)
+    return count_collectives(lambda: run.fit(Lit("sgd"), loader(1, 2)), "allgather")
 
 
 class CapabilitiesSuite(Clauses):

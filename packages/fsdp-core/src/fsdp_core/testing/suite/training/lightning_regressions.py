@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 from fsdp_core.errors import ShardingError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.collectives import count_collectives
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
@@ -167,28 +168,14 @@ def _summary(strategy: str, tmp: str) -> Any:
     return callback.counts
 
 
-class CountsReductions:
-    """Counts reduce-scatters with torch's profiler."""
-
-    def __init__(self) -> None:
-        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-
-    def __enter__(self) -> CountsReductions:
-        self.profiler.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.profiler.__exit__(*error)
-        events = {e.key: e.count for e in self.profiler.key_averages()}
-        self.count = sum(count for key, count in events.items() if "c10d::" in key and "reduce_scatter" in key)
-
-
 def _reductions(strategy: str, tmp: str, batches: int, options: Mapping[str, Any]) -> tuple[int, int]:
-    with CountsReductions() as under_trainer:
+    def under_trainer() -> None:
         fit(strategy, tmp, 2, batches, "sgd", options, {"accumulate_grad_batches": batches})
-    with CountsReductions() as under_fabric:
+
+    def under_fabric() -> None:
         fabric_fit(strategy, 2, batches, "sgd", options, accumulate=batches)
-    return under_trainer.count, under_fabric.count
+
+    return count_collectives(under_trainer, "reduce_scatter"), count_collectives(under_fabric, "reduce_scatter")
 
 
 def _step_without_reduction(strategy: str) -> tuple[str, dict[str, Tensor]]:
