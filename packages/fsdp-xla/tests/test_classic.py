@@ -62,7 +62,6 @@ SAME: dict[str, dict[str, Any] | None] = {
     "options": {"auto_wrap_policy": None, "reshard_after_forward": False},
     "flat": {"flatten_parameters": True, "auto_wrap_policy": {Block}},
     "root checkpointed": {"activation_checkpointing_policy": {Block}, "auto_wrap_policy": None},
-    "full": {"state_dict_type": "full"},
     "async": {"async_save": True},
 }
 
@@ -261,27 +260,6 @@ def test_gathering_weights_falls_back_to_no_operator_of_the_cpu(launching: Launc
     assert "aten::view_copy.dtype" not in fallbacks
 
 
-def joint_setup() -> Any:
-    def train(fabric: L.Fabric) -> Any:
-        with fabric.init_module():
-            net = new_net()
-        model, optimizer = fabric.setup(net, momentum(net))
-        losses = []
-        for x, y in fabric.setup_dataloaders(loader(fabric.global_rank, STEPS), use_distributed_sampler=False):
-            loss = mse_loss(model(x), y)
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(fabric.all_reduce(loss.detach()).item())
-        return losses
-
-    return L.Fabric(strategy="xla_fsdp", devices=devices()).launch(train)
-
-
-def test_an_optimizer_from_before_the_set_up_follows_its_parameters(launching: Launching) -> None:
-    assert launching.call(2, joint_setup) == pytest.approx(train_plain(STEPS, momentum)[0], abs=FP32_TOLERANCE)
-
-
 def collectives() -> Any:
     def talk(fabric: L.Fabric) -> Any:
         rank, ranks = fabric.global_rank, fabric.world_size
@@ -391,25 +369,25 @@ def resumed(folder: Path, **module: Any) -> Any:
 
 
 def resumed_with_state(folder: Path) -> Any:
-    return resumed(folder, optimizer="adamw_groups", steps=3)
+    return resumed(folder, optimizer="adamw_groups", steps=2)
 
 
 def resumed_with_dropout(folder: Path) -> Any:
-    return resumed(folder, optimizer="sgd", dropout=0.5, steps=3)
+    return resumed(folder, optimizer="sgd", dropout=0.5, steps=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_resuming_repeats_the_very_same_losses(launching: Launching, tmp_path: Path, world_size: int) -> None:
     on, whole = launching.call(world_size, resumed_with_state, tmp_path)
-    assert on["losses"] == whole["losses"][3:]  # bit for bit on the same layout
+    assert on["losses"] == whole["losses"][2:]  # bit for bit on the same layout
     for name, value in whole["weights"].items():
         assert torch.equal(on["weights"][name], value), name
-    assert whole["losses"][:3] == pytest.approx(train_plain(3, adamw_groups)[0], abs=RESUME_TOLERANCE)
+    assert whole["losses"][:2] == pytest.approx(train_plain(2, adamw_groups)[0], abs=RESUME_TOLERANCE)
 
 
 def test_resuming_goes_on_with_the_random_numbers_of_dropout(launching: Launching, tmp_path: Path) -> None:
     on, whole = launching.call(2, resumed_with_dropout, tmp_path)
-    assert on["losses"] == whole["losses"][3:]
+    assert on["losses"] == whole["losses"][2:]
 
 
 class Buffers(nn.Module):

@@ -18,7 +18,7 @@ from fsdp_core.testing.oracle import dataset, new_net
 from launching import LaunchingSPMD
 from spmd_runs import compiled
 
-BATCHES, EPOCHS = 8, 4
+BATCHES, EPOCHS = 8, 3
 
 
 class Everything(pl.LightningModule):
@@ -133,6 +133,6 @@ def test_it_counts(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", ["plain", "accumulating", "often"])
 def test_numbers_are_logged_as_they_are(results: dict[str, Any], case: str) -> None:
     logged = results[case]["logged"]
-    assert logged["epoch_number"] == [0.0, 1.0, 2.0, 3.0]
+    assert logged["epoch_number"] == [0.0, 1.0, 2.0]
     assert len(logged["val_loss"]) == EPOCHS * (2 if case == "often" else 1)
     assert logged["best"] == pytest.approx(min(logged["val_loss"]))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdp_core.testing.forking import start_script
-from fsdp_xla.testing.ranks import QUICK
+from fsdp_xla.testing.ranks import COMPUTED_ONCE, QUICK
 
 HERE = Path(__file__).parent
 
@@ -28,7 +28,7 @@ def on_hardware() -> bool:
 def cpu_variables(devices: int) -> dict[str, str]:
     """The environment variables of a process that is to run on so many devices of the CPU."""
     told = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
-    return {**told, "CPU_NUM_DEVICES": str(devices)}
+    return {**told, **COMPUTED_ONCE, "CPU_NUM_DEVICES": str(devices)}
 
 
 def run_script(script: str, devices: int, folder: Path, *arguments: str, timeout: float = 280.0) -> dict[str, Any]:

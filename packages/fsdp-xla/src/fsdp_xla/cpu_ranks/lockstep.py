@@ -13,7 +13,6 @@ import functools
 import gc
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -97,8 +96,9 @@ class Lockstep:
                     self._compiled.set()
             else:
                 # ranks that have arrived continue even if one fails now: an incomplete collective never ends
-                while not self._compiled.is_set() and not self._is_cached():
-                    time.sleep(0.0005)
+                pause = 0.0005
+                while not self._is_cached() and not self._compiled.wait(pause):
+                    pause *= 1.1  # a program that takes long to compile is looked for less often
                 dispatch()
         except BaseException:
             self._barrier.abort()
@@ -172,7 +172,7 @@ def lockstep(ranks: int, barrier: ThreadBarrier) -> Iterator[Lockstep]:
         put(migration.pl_legacy_patch, "__exit__", lambda *_: None)
         for function in {fabric_rank_zero_only, rank_zero_only}:
             put(function, "rank", _RankOfThread())
-        if gc.get_freeze_count() == 0:  # otherwise other code has frozen objects already
+        if not _is_frozen_elsewhere():
             gc.collect()
             gc.freeze()
             stack.callback(gc.unfreeze)
@@ -181,6 +181,12 @@ def lockstep(ranks: int, barrier: ThreadBarrier) -> Iterator[Lockstep]:
             stack.callback(gc.enable)
         _XLAC._xla_get_num_cached_compilation_graph()  # creates the cache, which threads can't create concurrently
         yield steps
+
+
+@functools.cache
+def _is_frozen_elsewhere() -> bool:
+    """Whether other code had frozen objects before the first launch; counting them visits each."""
+    return gc.get_freeze_count() > 0
 
 
 def _check_environment(ranks: int) -> None:

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from fsdp_core.testing import Failure, OneProcessRanks, RankKind, StartMethod
 
-__all__ = ["QUICK", "SPMDRanks", "ThreadRanks"]
+__all__ = ["COMPUTED_ONCE", "QUICK", "SPMDRanks", "ThreadRanks"]
 
 #: A value of ``XLA_FLAGS`` that reduces compile time to a quarter, with the same results.
 QUICK = " ".join(
@@ -29,6 +29,9 @@ QUICK = " ".join(
         "--xla_cpu_parallel_codegen_split_count=1",  # programs are small, and other processes use the cores
     ]
 )
+
+#: Lets torch compute the shape of each result on the device alone, and not a second time in Python to compare.
+COMPUTED_ONCE = {"TORCH_DISABLE_FUNCTIONALIZATION_META_REFERENCE": "1"}
 
 
 class _XLARanks(OneProcessRanks):
@@ -45,6 +48,7 @@ class _XLARanks(OneProcessRanks):
             "NPROC": threads,
             "XLA_FLAGS": QUICK,
             "TF_CPP_MIN_LOG_LEVEL": "2",
+            **COMPUTED_ONCE,
         }
 
 
