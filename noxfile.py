@@ -181,7 +181,7 @@ def card(session: nox.Session) -> None:
     wanted = ("pip", *envs.read_pins(pins))  # the run installs by pip
     python = envs.make_environment(session, "card", [], *wanted, pins=pins, interpreter=interpreter)
     session.run(envs.make_third_party(session), "tests-integration/gpu/pack.py")
-    words = ("--minutes", "8", "--out", envs.name_new_folder("gpu-rehearsal"), *session.posargs)
+    words = ("--minutes", "30", "--out", envs.name_new_folder("gpu-rehearsal"), *session.posargs)
     without_index = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": None, "HF_HUB_OFFLINE": "1"}
     session.run(python, "tests-integration/gpu/run.py", *words, env=without_index)
 

@@ -20,12 +20,6 @@ STRATEGIES = ["fsdp_native", "fsdp2"]
 WORLDS = {"32-true": (1, 2, 3, 4), "bf16-mixed": (2, 3), "bf16-true": (2, 3)}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
-
-
 class Odd(nn.Module):
     """Whatever is hard to divide: uneven, tied, frozen, 0-dim, never stepped, and buffers."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -112,21 +111,15 @@ def refused() -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
-
-
-def test_one_step_equals_that_of_one_process(ranks: RankPool) -> None:
-    for found in ranks.run(2, on_ranks):
+def test_one_step_equals_that_of_one_process(transformers_ranks: RankPool) -> None:
+    for found in transformers_ranks.run(2, on_ranks):
         for losses, state, loss, weights in found.values():
             assert losses == pytest.approx([loss], abs=oracle.FP32_TOLERANCE)
             torch.testing.assert_close(state, weights, rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE)
 
 
-def test_what_cannot_be_split(ranks: RankPool) -> None:
-    for found in ranks.run(2, refused):
+def test_what_cannot_be_split(transformers_ranks: RankPool) -> None:
+    for found in transformers_ranks.run(2, refused):
         assert_says(found["mistral"], "MistralForCausalLM", "sliding", "context_parallel_size")
         assert_says(found["llama"], "LlamaForCausalLM", "'eager'", "attn_implementation='sdpa'")
         assert_says(found["cache"], "packed sequences", "use_cache=False")

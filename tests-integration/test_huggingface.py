@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,6 @@ def read_by_theirs(tmp: str, names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -98,11 +91,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     ids=["fsdp2", "tensor", "replicas", "fsdp_native"],
 )
 def test_folders_are_those_of_transformers(
-    ranks: RankPool, tmp_path: Path, strategy: str, options: dict[str, Any], world_size: int, names: list[str]
+    transformers_ranks: RankPool,
+    tmp_path: Path,
+    strategy: str,
+    options: dict[str, Any],
+    world_size: int,
+    names: list[str],
 ) -> None:
     given = str(tmp_path), strategy, options, world_size, names
-    got = ranks.run(world_size, write_and_read, *given, timeout=LIMIT)
-    assert ranks.run(1, read_by_theirs, str(tmp_path), names)[0] == {name: [] for name in names}
+    got = transformers_ranks.run(world_size, write_and_read, *given, timeout=LIMIT)
+    assert transformers_ranks.run(1, read_by_theirs, str(tmp_path), names)[0] == {name: [] for name in names}
     for name in names:
         ours, theirs = contents(tmp_path / name / "ours"), contents(tmp_path / name / "theirs")
         if name != "mixtral":  # transformers never divides the experts of one layer between files
@@ -180,8 +178,8 @@ def read_last(tmp: str) -> dict[str, Tensor]:
     return state
 
 
-def test_callbacks(ranks: RankPool, tmp_path: Path) -> None:
-    for state, difference, left, told, cast in ranks.run(2, trained_with_callbacks, str(tmp_path)):
+def test_callbacks(transformers_ranks: RankPool, tmp_path: Path) -> None:
+    for state, difference, left, told, cast in transformers_ranks.run(2, trained_with_callbacks, str(tmp_path)):
         assert difference == pytest.approx(0, abs=1e-5), "the first loss is that of the folder"
         assert left == ["step-00000002", "step-00000003"]
         assert_says(told["exists"], "already exists", "overwrite=True")
@@ -190,7 +188,7 @@ def test_callbacks(ranks: RankPool, tmp_path: Path) -> None:
         assert_says(told["none"], "there is no folder", "snapshot_download")
         assert_says(told["dtype"], "bfloat16 in it, and float32 here", "cast=True")
         assert cast == ((), ())
-        read = ranks.run(1, read_last, str(tmp_path))[0]
+        read = transformers_ranks.run(1, read_last, str(tmp_path))[0]
         assert differences(state, read, "model.") == []
     assert not list(tmp_path.rglob("*partial*"))
 
@@ -261,8 +259,8 @@ def unordered(config: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
-def test_adapters(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
-    for base, changed, loaded, tensors, refused in ranks.run(2, adapters, str(tmp_path), strategy):
+def test_adapters(transformers_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    for base, changed, loaded, tensors, refused in transformers_ranks.run(2, adapters, str(tmp_path), strategy):
         assert (base, changed, loaded.missing, loaded.unexpected) == ([], [], (), ())
         assert tensors == 8
         assert_says(refused, "PEFT has put adapters", "save_adapter()")
@@ -273,7 +271,7 @@ def test_adapters(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
     assert ours["adapter_model.safetensors"] == theirs["adapter_model.safetensors"]
     assert unordered(ours["adapter_config.json"]) == unordered(theirs["adapter_config.json"])
-    assert ranks.run(1, reread, str(tmp_path)) == [[]]
+    assert transformers_ranks.run(1, reread, str(tmp_path)) == [[]]
 
 
 def checkpointed(tmp: str) -> None:
@@ -297,15 +295,15 @@ def converted(tmp: str, config: str) -> tuple[int, str]:
     return done.exit_code, done.output + str(done.exception or "")
 
 
-def test_a_checkpoint_becomes_the_folder_of_transformers(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, checkpointed, str(tmp_path))
+def test_a_checkpoint_becomes_the_folder_of_transformers(transformers_ranks: RankPool, tmp_path: Path) -> None:
+    transformers_ranks.run(2, checkpointed, str(tmp_path))
     (tmp_path / "theirs/tokenizer.json").write_text("{}", encoding="utf-8")
-    assert ranks.run(1, converted, str(tmp_path), "theirs")[0][0] == 0
+    assert transformers_ranks.run(1, converted, str(tmp_path), "theirs")[0][0] == 0
     assert contents(tmp_path / "theirs-ours") == contents(tmp_path / "theirs")
     other = json.loads((tmp_path / "theirs/config.json").read_text(encoding="utf-8")) | {"num_hidden_layers": 3}
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text(json.dumps(other), encoding="utf-8")
-    status, told = ranks.run(1, converted, str(tmp_path), "other")[0]
+    status, told = transformers_ranks.run(1, converted, str(tmp_path), "other")[0]
     assert status == 1
     assert_says(told, "is not the MixtralForCausalLM of the configuration", "model.layers.2", "--strip-prefix")
 
@@ -330,8 +328,8 @@ def failing(tmp: str) -> list[str]:
     return told
 
 
-def test_failures_of_one_rank_are_told_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    for full, damaged in ranks.run(2, failing, str(tmp_path)):
+def test_failures_of_one_rank_are_told_on_all(transformers_ranks: RankPool, tmp_path: Path) -> None:
+    for full, damaged in transformers_ranks.run(2, failing, str(tmp_path)):
         assert_says(full, "No space left on device", "on rank 1 of 2")
         assert_says(damaged, "model-00002-of", "is missing")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["whole"]
@@ -388,9 +386,9 @@ ALLOWED = 64 * 2**20
 
 @pytest.mark.skipif(not is_measurable(), reason="the peak memory of a process can be reset on Linux alone")
 @pytest.mark.parametrize("case", [("fsdp2", {}, 2)], ids=["fsdp2"])
-def test_memory_and_bytes(ranks: RankPool, tmp_path: Path, case: tuple[str, dict[str, Any], int]) -> None:
+def test_memory_and_bytes(transformers_ranks: RankPool, tmp_path: Path, case: tuple[str, dict[str, Any], int]) -> None:
     strategy, options, world_size = case
-    got = ranks.run(world_size, measured, str(tmp_path), strategy, options, world_size, timeout=LIMIT)
+    got = transformers_ranks.run(world_size, measured, str(tmp_path), strategy, options, world_size, timeout=LIMIT)
     size = (tmp_path / "large/model.safetensors").stat().st_size
     assert size / 2 > 1.5 * ALLOWED, "a rank that had the other half, too, would be seen"
     for of_rank in got:

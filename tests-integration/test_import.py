@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, global_batches, new_net, train_plain
 from fsdp_core.testing.training import loader, means, new_fabric, new_trainer
 from test_interchange import STEPS, TwoEpochs
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
 
 
 def net() -> nn.Module:

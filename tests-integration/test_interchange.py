@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,6 @@ WAYS = [
     ("fsdp2", {"state_dict_type": "full"}, "fsdp_native", {}),
 ]
 RANKS = [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3), (3, 4)]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
 
 
 class TwoEpochs(Lit):

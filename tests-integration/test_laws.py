@@ -19,6 +19,8 @@ PLUGINS = {name: path for name, path in PACKAGES.items() if name != "fsdp-core"}
 SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 CORE = ROOT / "packages/fsdp-core/src/fsdp_core"
+CORE_SOURCES = [path for path in SOURCES if CORE in path.parents]
+CORE_WITHOUT_TESTING = [path for path in CORE_SOURCES if "testing" not in path.parts]
 LIGHT = [
     *(CORE / f"{name}.py" for name in ("__init__", "errors", "lazy_names", "autoload")),
     *(path for folder in ("plugins", "cli", "doctor") for path in sorted(CORE.glob(f"{folder}/*.py"))),
@@ -73,6 +75,12 @@ def within(names: set[str], *roots: str) -> set[str]:
     return {name for name in names if any(name == root or name.startswith(f"{root}.") for root in roots)}
 
 
+def imports_within(paths: list[Path], *roots: str, types: bool = True, nested: bool = True) -> dict[str, set[str]]:
+    """By file, what it imports of some packages."""
+    names = {shown(path): within(imported(path, types=types, nested=nested), *roots) for path in paths}
+    return {path: found for path, found in names.items() if found}
+
+
 def import_name(package: str) -> str:
     return package.replace("-", "_")
 
@@ -94,9 +102,8 @@ def test_the_sources_are_found() -> None:
     assert all(path.is_file() for path in LIGHT), [shown(path) for path in LIGHT if not path.is_file()]
 
 
-@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=shown)
-def test_core_imports_no_plugin(path: Path) -> None:
-    assert not within(imported(path), *map(import_name, PLUGINS))
+def test_core_imports_no_plugin() -> None:
+    assert imports_within(CORE_SOURCES, *map(import_name, PLUGINS)) == {}
 
 
 #: Where core names strategies of this project: to say which package to install, which names are Lightning's too, and
@@ -105,17 +112,13 @@ NAMES_STRATEGIES = ("plugins/registry.py", "plugins/lightning_names.py", "shardi
 OUR_STRATEGY = re.compile(r"(?<![-\w])(fsdp2|fsdp_native|ddp_fully_sharded|xla_fsdp)(_\w+)?\b")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in sorted(CORE.rglob("*.py")) if "testing" not in p.parts and not shown(p).endswith(NAMES_STRATEGIES)],
-    ids=shown,
-)
-def test_no_message_of_core_names_a_plugins_strategy(path: Path) -> None:
+def test_no_message_of_core_names_a_plugins_strategy() -> None:
     """A message says what a strategy needs, or what is installed."""
-    expressions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Expr)]
-    docstrings = {id(node.value) for node in expressions}
-    words = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant) and id(node) not in docstrings]
-    assert [one.value for one in words if isinstance(one.value, str) and OUR_STRATEGY.search(one.value)] == []
+    for path in [path for path in CORE_WITHOUT_TESTING if not shown(path).endswith(NAMES_STRATEGIES)]:
+        nodes = list(ast.walk(parsed(path)))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        words = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+        assert [word for word in words if isinstance(word, str) and OUR_STRATEGY.search(word)] == [], shown(path)
 
 
 @pytest.mark.parametrize("name", PLUGINS)
@@ -194,9 +197,8 @@ def test_every_folder_of_core_has_its_law() -> None:
     assert folders - named == {"lightning", "testing"} - named  # above all others
 
 
-@pytest.mark.parametrize("path", [p for p in sorted(CORE.rglob("*.py")) if "testing" not in p.parts], ids=shown)
-def test_only_the_tests_use_the_testing_kit(path: Path) -> None:
-    assert not within(imported(path), "fsdp_core.testing")
+def test_only_the_tests_use_the_testing_kit() -> None:
+    assert imports_within(CORE_WITHOUT_TESTING, "fsdp_core.testing") == {}
 
 
 @pytest.mark.parametrize("name", PLUGINS)
@@ -211,10 +213,9 @@ def test_plugins_import_public_modules_of_core(name: str) -> None:
     assert deep == {}
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if CORE in p.parents and "testing" not in p.parts], ids=shown)
-def test_in_core_only_the_folder_lightning_knows_lightning(path: Path) -> None:
-    if "lightning" not in path.relative_to(CORE).parts:
-        assert not within(imported(path), *LIGHTNING)
+def test_in_core_only_the_folder_lightning_knows_lightning() -> None:
+    others = [path for path in CORE_WITHOUT_TESTING if "lightning" not in path.relative_to(CORE).parts]
+    assert imports_within(others, *LIGHTNING) == {}
 
 
 #: Files of these names are front ends, wherever they are.
@@ -229,30 +230,27 @@ def knows_lightning(path: Path) -> bool:
     return path.name in FRONT_ENDS or bool({"lightning", "cpu_ranks", "testing"} & {*path.parts})
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if CORE not in p.parents and not knows_lightning(p)], ids=shown)
-def test_what_shards_imports_no_lightning(path: Path) -> None:
-    assert not within(imported(path, types=False), *LIGHTNING, "fsdp_core.lightning")
+def test_what_shards_imports_no_lightning() -> None:
+    paths = [path for path in SOURCES if CORE not in path.parents and not knows_lightning(path)]
+    assert imports_within(paths, *LIGHTNING, "fsdp_core.lightning", types=False) == {}
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.name in FRONT_ENDS], ids=shown)
-def test_front_ends_import_no_fsdp_class(path: Path) -> None:
+def test_front_ends_import_no_fsdp_class() -> None:
     classes = (
         "FullyShardedDataParallel",
         "FSDPModule",
         "fully_shard",
     )  # and not the options' classes, which users write
     sharding = ("torch.distributed._composable", "torch_xla", *(f"torch.distributed.fsdp.{name}" for name in classes))
-    assert not within(imported(path, types=False), *sharding)
+    assert imports_within([path for path in SOURCES if path.name in FRONT_ENDS], *sharding, types=False) == {}
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if "fsdp-xla" not in p.parts], ids=shown)
-def test_only_fsdp_xla_imports_torch_xla(path: Path) -> None:
-    assert not within(imported(path), "torch_xla")
+def test_only_fsdp_xla_imports_torch_xla() -> None:
+    assert imports_within([path for path in SOURCES if "fsdp-xla" not in path.parts], "torch_xla") == {}
 
 
-@pytest.mark.parametrize("path", LIGHT, ids=shown)
-def test_listing_names_imports_nothing_heavy(path: Path) -> None:
-    assert not within(imported(path, types=False, nested=False), *HEAVY)
+def test_listing_names_imports_nothing_heavy() -> None:
+    assert imports_within(LIGHT, *HEAVY, types=False, nested=False) == {}
 
 
 def private_home(path: Path) -> Path:
@@ -359,9 +357,8 @@ def test_private_attributes_of_others_are_used_where_private_names_are(name: str
     assert used == {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=shown)
-def test_files_are_named_for_what_they_hold(path: Path) -> None:
-    assert path.stem not in {"utils", "util", "common", "helpers", "base", "misc"}
+def test_files_are_named_for_what_they_hold() -> None:
+    assert {path.stem for path in SOURCES} & {"utils", "util", "common", "helpers", "base", "misc"} == set()
 
 
 #: Messages between the ranks of one run, as in torch.distributed, and what a rank that was forked from a notebook
@@ -372,14 +369,15 @@ UNPICKLE_MESSAGES = (
 )
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if shown(p) not in UNPICKLE_MESSAGES], ids=shown)
-def test_nothing_is_unpickled(path: Path) -> None:
+def test_nothing_is_unpickled() -> None:
     writing = {"pickle.Pickler"}  # a pickle may be written, for those who read one
-    assert not within(imported(path) - writing, "pickle", "dill", "cloudpickle", "marshal", "shelve")
-    for node in statements(path, types=False, nested=True):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("torch.load"):
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            assert given.get("weights_only") not in (None, "None", "False"), f"line {node.lineno}"
+    for path in [path for path in SOURCES if shown(path) not in UNPICKLE_MESSAGES]:
+        unpickling = within(imported(path) - writing, "pickle", "dill", "cloudpickle", "marshal", "shelve")
+        assert not unpickling, shown(path)
+        for node in statements(path, types=False, nested=True):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("torch.load"):
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert given.get("weights_only") not in (None, "None", "False"), f"{shown(path)}, line {node.lineno}"
 
 
 @pytest.mark.parametrize("name", PACKAGES)

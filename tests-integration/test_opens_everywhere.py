@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +121,6 @@ def test_training_goes_on_as_if_never_interrupted(saved: Saved, whole: dict[str,
 
 
 # -- flat parameters ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
 
 
 class Mixed(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from fsdp_core.testing import RankPool
@@ -30,19 +28,13 @@ def plain(names: list[str]) -> dict[str, Trained]:
     return {name: train_plain(name) for name in names}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
-
-
-def assert_equals_plain(ranks: RankPool, mesh: str, names: list[str]) -> None:
-    want: dict[str, Trained] = ranks.run(1, plain, names, timeout=LIMIT)[0]
-    got: list[dict[str, Trained]] = ranks.run(MESHES[mesh][1], on_ranks, names, mesh, timeout=LIMIT)
+def assert_equals_plain(transformers_ranks: RankPool, mesh: str, names: list[str]) -> None:
+    want: dict[str, Trained] = transformers_ranks.run(1, plain, names, timeout=LIMIT)[0]
+    got: list[dict[str, Trained]] = transformers_ranks.run(MESHES[mesh][1], on_ranks, names, mesh, timeout=LIMIT)
     for name in names:
         assert_same([of_rank[name] for of_rank in got], want[name])
 
 
 @pytest.mark.parametrize(("mesh", "names"), CASES, ids=[mesh for mesh, _ in CASES])
-def test_training_equals_one_process(ranks: RankPool, mesh: str, names: list[str]) -> None:
-    assert_equals_plain(ranks, mesh, names)
+def test_training_equals_one_process(transformers_ranks: RankPool, mesh: str, names: list[str]) -> None:
+    assert_equals_plain(transformers_ranks, mesh, names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,6 @@ from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, sharded_by
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
 
 
 def units_of(root: nn.Module) -> dict[str, Any]:

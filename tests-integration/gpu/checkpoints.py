@@ -393,7 +393,7 @@ def measure_costs(strategy: str, records: Records, out: Path, deadline: float, *
     timings: dict[str, Callable[[Path], dict[str, Any]]] = {
         "how long saves hold a Trainer": lambda folder: held(strategy, size, folder, 1),
         "saves and loads beside torch's own": lambda folder: save_and_load(
-            strategy, size, folder, 2, dcp_stall=True, deadline=deadline
+            strategy, size, folder, 1 if tiny else 2, dcp_stall=True, deadline=deadline
         ),
     }
     for timing, measure in timings.items():

@@ -365,7 +365,7 @@ def main() -> None:
         if time.monotonic() > deadline:
             records.no_time(f"what fits of {strategy} leave")
         else:
-            check_leftovers(strategy, small, words.out, 10, records)
+            check_leftovers(strategy, small, words.out, 3 if words.tiny else 10, records)
 
 
 if __name__ == "__main__":

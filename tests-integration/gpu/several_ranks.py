@@ -92,8 +92,8 @@ MESHES = (
     "test_parallel_axes.py::test_accumulation_under_fabric_equals_plain[replicate 2 x shard 2]",
 )
 
-#: How many tests of each group a rehearsal on the CPU runs: the nightly suite has run all of them there.
-REHEARSED = 4
+#: How many tests of each group a rehearsal on the CPU runs, one after another: `nox -s everything` runs them there.
+REHEARSED = 2
 
 
 def test_groups() -> dict[str, list[str]]:
